@@ -313,8 +313,8 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "generation": (4400, 27),
     "recording": (1130, 6),
     "rewards": (936, 8),
-    "rollout": (3218, 19),
-    "tools": (3116, 16),
+    "rollout": (3185, 19),
+    "tools": (2968, 15),
     "trainers": (7242, 16),
     "update": (1904, 8),
 }

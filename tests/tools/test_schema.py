@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from agent_r1_trl.tools import Tool, ToolSchemaError, describe_signature, tool
-from agent_r1_trl.tools.schema import argument_schema, build_schema
+from agent_r1_trl.tools.schema import argument_schema
 
 
 def book(city: str, nights: int = 1, budget: float | None = None, kind: Literal["hotel", "hostel"] = "hotel") -> str:
@@ -41,8 +41,12 @@ class Node:
     children: "list[Node]"
 
 
+def schema_of(fn) -> dict[str, Any]:
+    return Tool(fn).schema
+
+
 def parameters_of(fn) -> dict[str, Any]:
-    return build_schema(fn)["function"]["parameters"]["properties"]
+    return schema_of(fn)["function"]["parameters"]["properties"]
 
 
 def test_the_schema_equals_the_one_trl_shows_to_the_model_but_for_what_servers_drop():
@@ -125,7 +129,7 @@ def test_a_hint_that_json_cannot_express_is_refused():
     for hint in (type, Callable[[], int], Plain, list[Plain], Node):
         fn.__annotations__["x"] = hint
         with pytest.raises(ToolSchemaError, match=r"'fn'.*'x'.*schema="):
-            build_schema(fn)
+            schema_of(fn)
 
 
 def test_a_missing_docstring_or_hint_is_refused():
@@ -177,7 +181,7 @@ def test_arguments_that_cannot_be_passed_by_name_are_refused():
 
     for fn, named in ((stars, r"'stars': \*x"), (double_stars, r"'double_stars': \*\*x"), (positional, "'x'")):
         with pytest.raises(ToolSchemaError, match=named):
-            build_schema(with_doc(fn))
+            schema_of(with_doc(fn))
 
 
 def test_a_hint_that_names_nothing_is_refused_with_its_name():
@@ -185,7 +189,7 @@ def test_a_hint_that_names_nothing_is_refused_with_its_name():
     def fn(x: "NoSuchType"): ...  # noqa: F821
 
     with pytest.raises(ToolSchemaError, match="NoSuchType"):
-        build_schema(fn)
+        schema_of(fn)
     Tool(fn)  # a name that is defined later, as that of the class around a method, is not yet a mistake
 
 
@@ -206,7 +210,7 @@ def test_a_return_type_is_no_part_of_the_schema():
         """Give words."""
         return ("a",)
 
-    assert "return" not in build_schema(fn)["function"]
+    assert "return" not in schema_of(fn)["function"]
 
 
 def test_a_hand_written_schema_is_taken_as_it_is_and_checked():
@@ -252,4 +256,4 @@ def test_an_argument_may_be_called_description_or_nullable():
 
 
 def test_the_schema_is_made_once_for_all_tools_of_a_function():
-    assert Tool(book).schema is Tool(book).schema
+    assert Tool(book).schema is schema_of(book)

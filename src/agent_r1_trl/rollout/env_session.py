@@ -17,7 +17,6 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.executor import check_names
 from agent_r1_trl.tools.faults import is_infrastructure_error
-from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.threads import OwnThread, own_thread, run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
@@ -207,9 +206,8 @@ class EnvSession:
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
-        call = LoopCall(f"{self.name}.{getattr(fn, '__name__', 'call')}")
         token = own_thread.set(self.thread)
-        task = asyncio.ensure_future(call.timed(_contained(fn, *args)))
+        task = asyncio.ensure_future(_contained(fn, *args))
         own_thread.reset(token)  # the task has a copy
         task.add_done_callback(_look_at)
         try:

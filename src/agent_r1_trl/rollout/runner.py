@@ -32,7 +32,6 @@ from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.thinking import check_thinking
 from agent_r1_trl.rollout.waiting import copy_outcome, end_when_free, result_in_time
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
-from agent_r1_trl.tools.holding import owner_name, timed_task
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
@@ -188,7 +187,6 @@ class RolloutRunner:
         places = asyncio.Semaphore(self.limits.max_concurrency)
 
         async def play(each: _Play) -> Trajectory:
-            owner_name.set(lambda: each.draft.name)
             failed: list[str] = []
             async with places:
                 while True:
@@ -353,7 +351,6 @@ class RolloutRunner:
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None or not self._thread.is_alive():
             loop = self._loop = asyncio.new_event_loop()
-            loop.set_task_factory(timed_task)
             self._thread = threading.Thread(target=self._run_loop, args=(loop,), name="rollout", daemon=True)
             self._thread.start()
         return self._loop

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.safe_text import shown
-from agent_r1_trl.tools.holding import holder_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,13 +89,10 @@ class Watchdog:
     # ---------------------------------------------------------------- the watchdog's thread
 
     def _watch(self) -> None:
-        looked_at = time.monotonic()
         while not self._has_ended.wait(self._tick_s):
             now = time.monotonic()
             self._timer.postpone()
             try:
-                self._report_pause(now - looked_at - self._tick_s)
-                looked_at = now
                 lost = self._lost(now)
                 if lost is not None:
                     self._timer.stop()  # closing may take longer than it waits
@@ -154,15 +150,6 @@ class Watchdog:
                 self._names(),
             )
 
-    def _report_pause(self, paused_s: float) -> None:
-        if self._interval_s is not None and paused_s > self._interval_s:
-            logger.warning(
-                "Python stood still for %.0f s: a call into C kept the interpreter's lock (a regular expression, a "
-                "large power), or the process was stopped. %s",
-                paused_s,
-                self._names(),
-            )
-
     def _is_sampling(self) -> bool:
         return all(draft.phase.endswith("generation") for draft in self._running())
 
@@ -175,8 +162,11 @@ class Watchdog:
         return f"{len(running)} running: {'; '.join(_cut(draft.name) for draft in running[:MAX_NAMED])}{more}"
 
     def _holder(self) -> str:
-        call = holder_of(self._thread.ident or 0)
-        return "A callback or the chat format" if call is None else _cut(call.name)
+        """The innermost call on the loop's thread."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return "A call"
+        return _cut(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}, line {frame.f_lineno})")
 
     def _stack(self) -> str:
         return _stack_of(self._thread)

@@ -16,12 +16,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import math
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from agent_r1_trl.settings import Count, NotNegative, Seconds, check_value
 from agent_r1_trl.tools.foreign import read_foreign
 from agent_r1_trl.tools.render import render_result
 from agent_r1_trl.tools.schema import Interface, Schema, check_fit, describe_signature, read_schema
@@ -96,25 +96,25 @@ class Tool:
             schema = read_schema(schema, name)
             check_fit(fn, schema)
             name = schema["function"]["name"]
-        for label, limit in (
-            ("max_result_chars", max_result_chars),
-            ("max_result_tokens", max_result_tokens),
-            ("attempts", attempts),
-        ):
-            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-                raise ValueError(f"{label}={limit!r}: must be an integer >= 1, or None.")
+        check_value("max_result_chars", max_result_chars, Count | None)
+        check_value("max_result_tokens", max_result_tokens, Count | None)
+        check_value("attempts", attempts, Count | None)
+        check_value("timeout_s", timeout_s, Seconds | None)
+        check_value("retry_wait_s", retry_wait_s, NotNegative)
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = check_name(name or function_name(fn))
-        self.timeout_s = check_timeout(timeout_s)
+        self.timeout_s = timeout_s
         self.max_result_chars = max_result_chars
         self.max_result_tokens = max_result_tokens
         self.sequential = True if sequential is None and self.owner is not None else sequential
         self.render = render or render_result
         self.backend = backend or _declares_backend(fn)
         self.attempts = attempts
-        self.retry_wait_s = check_timeout(retry_wait_s, "retry_wait_s") or 0.0
-        self.user_errors = check_exceptions(user_errors)
+        self.retry_wait_s = retry_wait_s
+        self.user_errors = tuple(user_errors)
+        if not all(isinstance(item, type) and issubclass(item, BaseException) for item in self.user_errors):
+            raise ValueError(f"user_errors={user_errors!r}: must be exception classes, as in (KeyError,).")
         self._interface = _interface_of(fn, self.name, description, schema)
 
     # ---------------------------------------------------------------- as a function
@@ -220,32 +220,6 @@ def as_tool(obj: Any) -> Tool:
     )
 
 
-def check_timeout(timeout_s: Any, flag: str = "timeout_s") -> float | None:
-    """Check a number of seconds, or None for no limit, and return it.
-
-    Raises:
-        ValueError: it is not a positive finite number; the message names `flag`.
-    """
-    if timeout_s is None:
-        return None
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not math.isfinite(timeout_s) or timeout_s <= 0:
-        raise ValueError(f"{flag}={timeout_s!r}: must be a number of seconds > 0, or None.")
-    return float(timeout_s)
-
-
-def check_exceptions(classes: Any, flag: str = "user_errors") -> tuple[type[BaseException], ...]:
-    """Check that `classes` are exception classes, and return a tuple of them.
-
-    Raises:
-        ValueError: they are not; the message names `flag`.
-    """
-    listed = (classes,) if isinstance(classes, type) else tuple(classes)
-    if not all(isinstance(item, type) and issubclass(item, BaseException) for item in listed):
-        raise ValueError(f"{flag}={classes!r}: must be exception classes, as in {flag}=(KeyError,).")
-    return listed
-
-
 def _declares_backend(fn: Any) -> bool:
     """Whether a function, its class or the object that it belongs to has `backend = True`."""
     owners = (
@@ -283,4 +257,4 @@ def _interface_of(fn: Any, name: str, description: str | None, schema: Schema | 
     return known[name, description]
 
 
-__all__ = ["Tool", "ToolSchemaError", "as_tool", "check_timeout", "render_result", "tool"]
+__all__ = ["Tool", "ToolSchemaError", "as_tool", "render_result", "tool"]

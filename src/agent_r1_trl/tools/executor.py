@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from agent_r1_trl.settings import Seconds, check_value
 from agent_r1_trl.tools import directory
-from agent_r1_trl.tools.base import Tool, as_tool, check_timeout
+from agent_r1_trl.tools.base import Tool, as_tool
 from agent_r1_trl.tools.calls import read_arguments, read_call
 from agent_r1_trl.tools.faults import (
     HandledError,
@@ -28,7 +29,6 @@ from agent_r1_trl.tools.faults import (
     is_thread_error,
 )
 from agent_r1_trl.tools.foreign import text_of_mcp
-from agent_r1_trl.tools.holding import LoopCall
 from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
 from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.tools.threads import run_on_own_thread
@@ -82,8 +82,9 @@ class ToolExecutor:
         truncate: Callable[[str, int], str] | None = None,
     ) -> None:
         self.tools = check_names(map(as_tool, tools))
-        self.timeout_s = check_timeout(timeout_s)
-        self.queue_timeout_s = check_timeout(queue_timeout_s, "queue_timeout_s")
+        check_value("timeout_s", timeout_s, Seconds | None)
+        check_value("queue_timeout_s", queue_timeout_s, Seconds | None)
+        self.timeout_s, self.queue_timeout_s = timeout_s, queue_timeout_s
         self.truncate = truncate
         self._pool = shared_pool(max_workers)
 
@@ -343,11 +344,10 @@ class _Outcome:
 async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -> _Outcome:
     if outcome.value is None:
         return outcome
-    call = LoopCall(f"tool {found.name!r}")
 
     async def guarded() -> _Outcome:
         try:
-            return _Outcome(text=found.render(text_of_mcp(await call.timed(outcome.value))))
+            return _Outcome(text=found.render(text_of_mcp(await outcome.value)))
         except asyncio.CancelledError as error:
             return _Outcome(error=error)
         except KeyboardInterrupt as error:
@@ -364,8 +364,7 @@ async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -
     except BaseException:
         task.cancel()
         raise
-    # A tool that holds the loop keeps its own timeout from being noticed.
-    if not done or (timeout_s is not None and call.held_s > timeout_s):
+    if not done:
         task.cancel()
         raise JobTimeoutError
     return task.result()

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from agent_r1_trl.settings import Count, check_value
+
 T = TypeVar("T")
 
 POKE_S = 1.0
@@ -109,8 +111,7 @@ class DaemonThreadPool:
     """
 
     def __init__(self, max_workers: int, *, max_abandoned: int | None = None, name: str = "tool") -> None:
-        if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
-            raise ValueError(f"max_workers={max_workers!r}: must be an integer >= 1.")
+        check_value("max_workers", max_workers, Count)
         self.max_workers = max_workers
         self.max_abandoned = 8 * max_workers if max_abandoned is None else max_abandoned
         self._name = name

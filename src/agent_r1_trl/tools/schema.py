@@ -30,7 +30,6 @@ from agent_r1_trl.tools.signature import (
     UndefinedHintError,
     check_name,
     doc_text,
-    function_name,
     function_parameters,
     read_arguments,
     read_docstring,
@@ -159,21 +158,6 @@ def _with_remedy() -> Iterator[None]:
         yield
     except ToolSchemaError as error:
         raise type(error)(f"{error} {OWN_SCHEMA}") from error
-
-
-def build_schema(fn: Callable[..., Any], name: str | None = None, description: str | None = None) -> Schema:
-    """Describe a function in the OpenAI form `{"type": "function", "function": {name, description, parameters}}`.
-
-    Args:
-        fn: a function, method, partial or callable object with type hints and a docstring.
-        name: name of the tool, by default the function's own.
-        description: description of the tool, by default the first part of the docstring.
-
-    Raises:
-        ToolSchemaError: the docstring or a hint is missing, a hint cannot be expressed in JSON, or a default
-            contradicts its hint.
-    """
-    return Interface(fn, check_name(name or function_name(fn)), description).schema
 
 
 def _as_trl_shows(name: str, text: str, description: str | None, arguments: Sequence[Argument]) -> Schema | None:
