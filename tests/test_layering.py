@@ -292,13 +292,13 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1651, 7),
+    "(nouns)": (1594, 7),
     "advantages": (1271, 5),
     "chat": (2908, 13),
     "cli": (2714, 15),
     "critic": (634, 3),
     "environments": (1478, 10),
-    "evaluation": (1312, 9),
+    "evaluation": (1288, 9),
     "features/__init__.py": (133, 1),
     "features/doctor": (2566, 11),
     "features/echo_trap": (2369, 14),
@@ -311,7 +311,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (454, 4),
     "features/serve": (1796, 11),
     "generation": (4400, 27),
-    "recording": (1130, 6),
+    "recording": (1129, 6),
     "rewards": (936, 8),
     "rollout": (3185, 19),
     "tools": (2968, 15),

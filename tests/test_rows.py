@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl import safe_text
 from agent_r1_trl.advantages import compute_gae
 from agent_r1_trl.features.journal.reader import read_trajectory, trajectory_record
 from agent_r1_trl.generation.base import Generation
@@ -179,8 +178,6 @@ def test_rows_survive_json_and_the_journal(conversation):
     for again in (Trajectory.from_json(trajectory.to_json()), read_trajectory(trajectory_record(trajectory))):
         assert again == trajectory
         assert again.rows == trajectory.rows
-    for record in (trajectory.to_dict(), trajectory_record(trajectory)):
-        assert ("segments" in record) == bool(trajectory.segments), "one row is written as ever"
 
 
 @settings(max_examples=examples(50))
@@ -209,16 +206,13 @@ def test_time_and_rows_hold_the_same_tokens(batch, num_more):
     )
 
 
-def test_a_secret_in_a_trajectory_masks_the_ids_of_its_contexts():
+def test_a_secret_in_a_trajectory_masks_the_ids_of_its_contexts(monkeypatch):
     draft = draft_of([1])
     draft.prompt_messages = [{"role": "user", "content": "the key is hunter2hunter2"}]
     say(draft, [10])
     draft.rewrite_context([2, 3], [], [])
     say(draft, [20])
     trajectory = draft.finish(StopReason.DONE, duration_s=0.0)
-    safe_text.set_rules(patterns=["hunter2"])
-    try:
-        record = mask_record(trajectory.to_dict() | {"messages": trajectory.messages})
-    finally:
-        safe_text._rules = safe_text.SecretRules()
+    monkeypatch.setenv("A_PASSWORD", "hunter2hunter2")
+    record = mask_record(trajectory.to_dict() | {"messages": trajectory.messages})
     assert record["segments"][0]["prompt_ids"] == [MASKED_ID] * 2

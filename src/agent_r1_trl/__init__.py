@@ -62,35 +62,24 @@ __all__ = [
     "tool",
 ]
 
-_MODULE_OF = {
-    "Author": "trajectory",
-    "EchoTrapCallback": "features.echo_trap.callback",
-    "Environment": "environments",
-    "EvaluationResult": "evaluation",
-    "InfrastructureError": "tools",
-    "MultiTurnGRPOConfig": "trainers",
-    "MultiTurnGRPOTrainer": "trainers",
-    "MultiTurnPPOConfig": "trainers",
-    "MultiTurnPPOTrainer": "trainers",
-    "MultiTurnTrainer": "trainers",
-    "PythonTool": "features.sandbox",
-    "RolloutCallback": "trainers.callbacks",
-    "SandboxLimits": "features.sandbox",
-    "SearchQAEnv": "environments",
-    "ShellTool": "features.sandbox",
-    "StepResult": "environments",
-    "StopReason": "trajectory",
-    "Tool": "tools",
-    "ToolCall": "trajectory",
-    "ToolEnv": "environments",
-    "ToolErrorKind": "trajectory",
-    "ToolResult": "trajectory",
-    "Trajectory": "trajectory",
-    "Turn": "trajectory",
-    "check_env": "features.doctor",
-    "evaluate": "evaluation",
-    "tool": "tools",
+_NAMES = {
+    "trajectory": ("Author", "StopReason", "ToolCall", "ToolErrorKind", "ToolResult", "Trajectory", "Turn"),
+    "features.echo_trap.callback": ("EchoTrapCallback",),
+    "environments": ("Environment", "SearchQAEnv", "StepResult", "ToolEnv"),
+    "evaluation": ("EvaluationResult", "evaluate"),
+    "tools": ("InfrastructureError", "Tool", "tool"),
+    "trainers": (
+        "MultiTurnGRPOConfig",
+        "MultiTurnGRPOTrainer",
+        "MultiTurnPPOConfig",
+        "MultiTurnPPOTrainer",
+        "MultiTurnTrainer",
+    ),
+    "features.sandbox": ("PythonTool", "SandboxLimits", "ShellTool"),
+    "trainers.callbacks": ("RolloutCallback",),
+    "features.doctor": ("check_env",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -230,27 +230,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("learning_rat", ["learning_rate", "beta"])
     " Did you mean 'learning_rate'?"
-    >>> did_you_mean("vllm_server_urls", ["vllm_server_base_url", "servers.urls"])
-    " Did you mean 'servers.urls'?"
     """
     by_lower = {item.lower().replace("-", "_"): item for item in known}
     given = name.lower().replace("-", "_")
-    found = (
-        difflib.get_close_matches(given, by_lower, n=1, cutoff=0.9)
-        or _keys_in(given, by_lower)
-        or difflib.get_close_matches(given, by_lower, n=1, cutoff=0.6)
-    )
+    found = difflib.get_close_matches(given, by_lower, n=1)
     return f" Did you mean {by_lower[found[0]]!r}?" if found else ""
-
-
-def _keys_in(name: str, known: Iterable[str]) -> list[str]:
-    """The names `mapping.key` of which a flat name holds the words, as `server_urls` those of `servers.urls`."""
-    words = {word.rstrip("s") for word in name.split("_")}
-
-    def num_words(item: str) -> int:
-        group, _, key = item.partition(".")
-        found = {word.rstrip("s") for word in key.split("_")}
-        is_meant = found <= words and (found == words or len(found) > 1 or group.rstrip("s") in words)
-        return len(found) + (group.rstrip("s") in words) if key and is_meant else 0
-
-    return sorted(filter(num_words, known), key=num_words, reverse=True)

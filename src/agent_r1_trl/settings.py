@@ -32,25 +32,39 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 
 
 class Rule:
-    """Which values a setting takes; as a string, the rule in words."""
+    """Which values a setting takes; as a string, the rule in words.
+
+    Args:
+        words: the rule.
+        takes: whether a value keeps it.
+        is_list: whether the values are lists.
+    """
+
+    is_list = False
+
+    def __init__(
+        self, words: str = "anything", takes: Callable[[Any], bool] = lambda value: True, *, is_list: bool = False
+    ) -> None:
+        self._words, self._takes, self.is_list = words, takes, is_list
 
     def accepts(self, value: Any) -> bool:
         """Whether it takes this value."""
-        raise NotImplementedError
+        is_list = not self.is_list or (isinstance(value, list | tuple) and len(value) > 0)
+        return is_list and self._takes(value)
+
+    def __str__(self) -> str:
+        return self._words
 
 
-@dataclass(frozen=True)
 class Whole(Rule):
     """A whole number from `minimum` on."""
 
-    minimum: int = 1
+    def __init__(self, minimum: int = 1) -> None:
+        def takes(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        return isinstance(value, int) and not isinstance(value, bool) and value >= self.minimum
-
-    def __str__(self) -> str:
-        return f"a whole number >= {self.minimum}"
+        super().__init__(f"a whole number >= {minimum}", takes)
+        self.minimum = minimum
 
 
 class Number(Rule):
@@ -62,18 +76,15 @@ class Number(Rule):
     """
 
     def __init__(self, *, may_be_infinite: bool = False, **bounds: float) -> None:
+        def takes(value: Any) -> bool:
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                return False
+            is_known = math.isfinite(value) or (may_be_infinite and not math.isnan(value))
+            return is_known and all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items())
+
+        texts = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in bounds.items()]
+        super().__init__(f"a {'' if may_be_infinite else 'finite '}number {' and '.join(texts)}".strip(), takes)
         self.may_be_infinite, self.bounds = may_be_infinite, bounds
-
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return False
-        is_known = math.isfinite(value) or (self.may_be_infinite and not math.isnan(value))
-        return is_known and all(_BOUNDS[name][1](value, bound) for name, bound in self.bounds.items())
-
-    def __str__(self) -> str:
-        texts = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in self.bounds.items()]
-        return " ".join(["a number" if self.may_be_infinite else "a finite number", " and ".join(texts)]).strip()
 
 
 _BOUNDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
@@ -88,79 +99,57 @@ class OneOf(Rule):
     """One of some names."""
 
     def __init__(self, *choices: str) -> None:
+        words = f"one of {', '.join(map(repr, choices))}"
+        super().__init__(words, lambda value: isinstance(value, str) and value in choices)
         self.choices = choices
 
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        return isinstance(value, str) and value in self.choices
 
-    def __str__(self) -> str:
-        return f"one of {', '.join(map(repr, self.choices))}"
-
-
-class SomeOf(OneOf):
+class SomeOf(Rule):
     """A list of some names, at least one, each once."""
 
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        is_list = isinstance(value, list | tuple) and len(value) > 0
-        return is_list and all(map(super().accepts, value)) and len(set(value)) == len(value)
-
-    def __str__(self) -> str:
-        return f"a list of some of {', '.join(map(repr, self.choices))}, each once"
-
-
-class Texts(Rule):
-    """A list of texts, at least one; by default of texts that are not blank."""
-
-    def __init__(self, each: Rule | None = None) -> None:
-        self.each = each or Text()
-
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        return isinstance(value, list | tuple) and len(value) > 0 and all(map(self.each.accepts, value))
-
-    def __str__(self) -> str:
-        return f"a list, at least one, each {self.each}"
-
-
-class Expression(Rule):
-    """A regular expression to search for; one that matches empty text would match everywhere."""
-
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        try:
-            return re.search(value, "") is None
-        except (re.error, TypeError):
-            return False
-
-    def __str__(self) -> str:
-        return "a regular expression that does not match empty text ('(?!)' matches nothing)"
-
-
-class Switch(Rule):
-    """True or False; any other value would count as one of them in silence."""
-
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        return isinstance(value, bool)
-
-    def __str__(self) -> str:
-        return "True or False"
+    def __init__(self, *choices: str) -> None:
+        words = f"a list of some of {', '.join(map(repr, choices))}, each once"
+        is_one = OneOf(*choices).accepts
+        super().__init__(words, lambda value: all(map(is_one, value)) and len({*value}) == len(value), is_list=True)
+        self.choices = choices
 
 
 class Text(Rule):
     """A text, by default one that is not blank."""
 
     def __init__(self, *, may_be_empty: bool = False) -> None:
-        self.may_be_empty = may_be_empty
+        words = "a text" if may_be_empty else "a text that is not empty"
+        super().__init__(words, lambda value: isinstance(value, str) and (may_be_empty or bool(value.strip())))
 
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        return isinstance(value, str) and (self.may_be_empty or bool(value.strip()))
 
-    def __str__(self) -> str:
-        return "a text" if self.may_be_empty else "a text that is not empty"
+class Texts(Rule):
+    """A list of texts, at least one; by default of texts that are not blank."""
+
+    def __init__(self, each: Rule | None = None) -> None:
+        one = each or Text()
+        super().__init__(f"a list, at least one, each {one}", lambda value: all(map(one.accepts, value)), is_list=True)
+
+
+class Expression(Rule):
+    """A regular expression to search for; one that matches empty text would match everywhere."""
+
+    def __init__(self) -> None:
+        words = "a regular expression that does not match empty text ('(?!)' matches nothing)"
+        super().__init__(words, _matches_some)
+
+
+def _matches_some(value: Any) -> bool:
+    try:
+        return re.search(value, "") is None
+    except (re.error, TypeError):
+        return False
+
+
+class Switch(Rule):
+    """True or False; any other value would count as one of them in silence."""
+
+    def __init__(self) -> None:
+        super().__init__("True or False", lambda value: isinstance(value, bool))
 
 
 Count = Annotated[int, Whole(1)]
@@ -317,7 +306,7 @@ def groups_of(kind: Any) -> dict[str, type[SettingsGroup]]:
 
 
 def _takes_list(kind: Any, name: str) -> bool:
-    return isinstance(rules_of(kind).get(name, (None,))[0], SomeOf | Texts)
+    return name in rules_of(kind) and rules_of(kind)[name][0].is_list
 
 
 def plain(value: Any) -> Any:

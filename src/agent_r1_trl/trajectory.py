@@ -244,13 +244,6 @@ class Turn:
         """The turn is a summary of the context (`context.policy="summarise"`), which the environment does not get."""
         return self.summary_request is not None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The turn as a dictionary, its tool results too; one that is no summary is written as ever."""
-        record = asdict(self)
-        if self.summary_request is None:
-            del record["summary_request"]
-        return record
-
 
 @dataclass(kw_only=True, repr=False)
 class Trajectory:
@@ -476,21 +469,12 @@ class Trajectory:
             if isinstance(value, list):
                 record[name] = list(value)
         record["prompt_messages"] = copy.deepcopy(self.prompt_messages)
-        record["turns"] = [turn.to_dict() for turn in self.turns]
+        record["turns"] = [asdict(turn) for turn in self.turns]
         record["info"] = dict(self.info)
         record["reward_parts"] = dict(self.reward_parts)
         record["stop_reason"] = self.stop_reason.value
         record["authors"] = [author.value for author in self.authors]
-        record["segments"] = [dict(vars(segment)) for segment in self.segments]
-        if not self.segments:  # a trajectory of one row is written as ever
-            del record["segments"]
-        if self.open_context is None:
-            del record["open_context"]
-        for turn, turn_record in zip(self.turns, record["turns"], strict=True):
-            if turn.next_context is None:
-                del turn_record["next_context"]
-            for result, result_record in zip(turn.tool_results, turn_record["tool_results"], strict=True):
-                result_record["error"] = result.error.value if result.error else None
+        record["segments"] = [asdict(segment) for segment in self.segments]
         return record
 
     @classmethod

@@ -4,7 +4,6 @@ Covered: the command. Not covered: requests (tests/generation/test_endpoint.py),
 (tests/rollout/test_hosted.py).
 """
 
-import csv
 import json
 from pathlib import Path
 
@@ -67,8 +66,6 @@ def test_a_hosted_model_stands_in_the_table_beside_its_baselines_and_a_model_of_
     assert [(row["input_tokens"], row["sampled_tokens"]) for row in hosted_rows[1:]] == [(110, 7), (240, 14)]
     assert [row["settings"]["requests"] for row in hosted_rows] == [{"requests": 4}, {"requests": 4}, {"requests": 8}]
     assert {headers["Authorization"] for headers in seen.headers} == {f"Bearer {KEY}"}
-    with Path("scores/evaluation.csv").open() as file:
-        assert [line["method"] for line in csv.DictReader(file)] == list(rows)
     assert f"- model: gpt at {url}/v1, greedy, 1 attempt" in Path("scores/evaluation.md").read_text()
     capsys.readouterr()
     assert main(["eval", "compare", "scores/test/base", "scores/test/model", "--metric", "exact_match"]) == 0

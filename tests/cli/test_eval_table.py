@@ -5,7 +5,6 @@ Covered: which rows there are, who plays them, what is written. Not covered: bas
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -64,10 +63,6 @@ def test_methods_and_data_sets_make_the_rows_of_one_table(search_recipe, model_f
     assert [row["settings"]["model"] for row in rows[:4]] == [*[str(model_folder)] * 3, other_model]
     assert [row["settings"]["limits"]["max_turns"] for row in rows[:4]] == [2, 1, 1, 2]
     assert rows[1]["tool_calls"] == 1 and rows[2]["tool_calls"] == 0
-    with Path("scores/evaluation.csv").open() as file:
-        lines = list(csv.DictReader(file))
-    assert [float(line["exact_match"]) for line in lines] == [row["exact_match"] for row in rows]
-    assert [float(line["f1_high"]) for line in lines] == [row["intervals"]["f1"][1] for row in rows]
     markdown = Path("scores/evaluation.md").read_text().splitlines()
     assert markdown[0].startswith("| data set | method | examples | EM | F1 | reward | turns | calls | tokens |")
     assert markdown[3].startswith("| test | naive_rag | 2 | 0.000 [0.000, 0.658] |")
@@ -118,7 +113,7 @@ def test_a_table_of_one_row_is_flat(recipe):
     assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == 0
     result = json.loads(Path("scores/evaluation.json").read_text())
     assert (result["dataset"], result["method"]) == ("test", "model") and "rows" not in result
-    assert Path("scores/evaluation.md").exists() and Path("scores/evaluation.csv").exists()
+    assert Path("scores/evaluation.md").exists()
 
 
 def test_a_table_is_replayed_from_its_journals(search_recipe, other_model):
@@ -146,8 +141,6 @@ def test_attempts_and_tags_add_columns_and_lines(recipe, capsys):
     by = result["by"]["level"]
     assert (by["hard"]["num_examples"], by["easy"]["num_examples"]) == (1, 2)
     assert (by["hard"]["pass@2"] + 2 * by["easy"]["pass@2"]) / 3 == pytest.approx(result["pass@2"])
-    with Path("scores/evaluation.csv").open() as file:
-        assert [line["part"] for line in csv.DictReader(file)] == ["", "level=hard", "level=easy"]
     printed = capsys.readouterr().out
     assert "- level=hard" in printed and "sampled at temperature 1, 2 attempts per example" in printed
     examples = [json.loads(line) for line in Path("scores/examples.jsonl").read_text().splitlines()]

@@ -1,9 +1,7 @@
-"""Several evaluations side by side: a row for each method on each data set; as JSON, Markdown and CSV."""
+"""Several evaluations side by side: a row for each method on each data set; as JSON and Markdown."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,36 +100,14 @@ class EvaluationTable:
         table = "".join(f"| {' | '.join(line)} |\n" for line in escaped)
         return table + "".join(f"\n- {' '.join(note.split())}" for note in self.notes()) + "\n"
 
-    def to_csv(self) -> str:
-        """A line for each row with every metric, its interval as `NAME_low` and `NAME_high`."""
-        lines = []
-        for row in self.rows:
-            for part, result in row.lines():
-                line: dict[str, Any] = {"dataset": row.dataset, "method": row.method, "part": part, "model": row.model}
-                line |= {"num_examples": result.num_examples, "num_generations": result.num_generations}
-                for name, value in result.metrics.items():
-                    low, high = result.intervals[name]
-                    line |= {name: value, f"{name}_low": low, f"{name}_high": high}
-                lines.append({name: "" if value != value else value for name, value in line.items()})
-        file = io.StringIO()
-        names = list(dict.fromkeys(name for line in lines for name in line))
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-        return file.getvalue()
-
     def write(self, output_dir: str | Path) -> list[Path]:
-        """Write the table as JSON, Markdown and CSV, and each row with its trajectories; returns the rows' folders."""
+        """Write the table as JSON and Markdown, and each row with its trajectories; returns the rows' folders."""
         folder, is_alone = Path(output_dir), len(self.rows) == 1
         places = [folder if is_alone else folder / row.dataset / row.method for row in self.rows]
         for row, place in zip(self.rows, places, strict=True):
             write_result(row.result, place)
-        for ending, text in {
-            ".json": to_json(self.to_dict()),
-            ".md": self.to_markdown(),
-            ".csv": self.to_csv(),
-        }.items():
-            (folder / RESULT_FILE).with_suffix(ending).write_text(text, encoding="utf-8")
+        (folder / RESULT_FILE).write_text(to_json(self.to_dict()), encoding="utf-8")
+        (folder / RESULT_FILE).with_suffix(".md").write_text(self.to_markdown(), encoding="utf-8")
         return places
 
     def notes(self) -> list[str]:

@@ -96,11 +96,10 @@ def mask_record(record: dict[str, Any]) -> dict[str, Any]:
         if before["answered"] != after["answered"]:
             _overwrite(completion_ids, before["end"], end)
     record = {**record, **masked, "prompt_ids": prompt_ids, "completion_ids": completion_ids, "is_masked": True}
-    if "segments" in record:  # a rewritten context may repeat any part of the conversation
-        record["segments"] = [
-            {**segment, "prompt_ids": segment["prompt_ids"] and [MASKED_ID] * len(segment["prompt_ids"])}
-            for segment in record["segments"]
-        ]
+    record["segments"] = [  # a rewritten context may repeat any part of the conversation
+        {**segment, "prompt_ids": segment["prompt_ids"] and [MASKED_ID] * len(segment["prompt_ids"])}
+        for segment in record["segments"]
+    ]
     return record
 
 
