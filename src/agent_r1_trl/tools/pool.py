@@ -1,9 +1,8 @@
-"""A pool of daemon threads for code that may never return.
+"""Daemon threads for code that may never return.
 
 `concurrent.futures` joins its threads when the interpreter exits, and a hanging job occupies its worker for ever. Here
 a job that took too long is *abandoned*: its thread goes on (Python cannot stop it), but it no longer holds one of the
-`max_workers` places and does not keep the process alive. A job that runs for long while others wait for a place lends
-its place to them, so jobs without a timeout cannot hold up the others either.
+`max_workers` places and does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -11,22 +10,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from agent_r1_trl.settings import Count, check_value
 
 T = TypeVar("T")
 
 POKE_S = 1.0
-"""Seconds after which a job that waits for a place looks whether one can be made."""
-PATIENCE_S = 30.0
-"""Seconds that a job may hold its place while others wait."""
+"""Seconds after which a job that waits for a place looks whether the system has threads again."""
 
 
 _preparations: list[Callable[[], Any]] = []
@@ -54,21 +52,17 @@ class PoolExhaustedError(RuntimeError):
     """No thread was free: jobs that never returned hold them all, or the wait for one was too long."""
 
 
-class Job(Generic[T]):
+class _Job:
     """One function call in the pool. Its two futures belong to the event loop that submitted it."""
 
-    def __init__(self, fn: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
         self.started: asyncio.Future[None] = loop.create_future()
-        self.finished: asyncio.Future[T] = loop.create_future()
-        self.is_running = False
+        self.finished: asyncio.Future[Any] = loop.create_future()
         self.is_abandoned = False
-        self.holds_place = False
-        self.start_time = math.inf
         self.seconds = 0.0
         """How long the function ran."""
-        self._fn = fn
+        self._fn = functools.partial(contextvars.copy_context().run, fn)
         self._loop = loop
-        self._context = contextvars.copy_context()
 
     def run(self) -> None:
         """Run the function; called by the worker thread."""
@@ -77,7 +71,7 @@ class Job(Generic[T]):
         try:
             try:
                 prepare_thread()
-                value = self._context.run(self._fn)
+                value = self._fn()
             finally:
                 self.seconds = time.monotonic() - began
         except BaseException as error:  # SystemExit too: it would end the worker and leave the caller waiting
@@ -98,12 +92,12 @@ class Job(Generic[T]):
 
 
 class DaemonThreadPool:
-    """Runs at most `max_workers` jobs at a time, not counting abandoned ones, on threads created when needed.
+    """Runs at most `max_workers` jobs at a time, not counting abandoned ones, on threads that end when none waits.
 
     Args:
         max_workers: number of places; further jobs wait in the order of their submission.
-        max_abandoned: maximum number of running jobs, abandoned or slow, whose places are given to others (default: 8
-            times `max_workers`). It bounds the number of threads of a process whose tools hang.
+        max_abandoned: maximum number of abandoned jobs whose places are given to others (default: 8 times
+            `max_workers`). It bounds the number of threads of a process whose tools hang.
         name: prefix of the threads' names.
 
     Raises:
@@ -115,12 +109,12 @@ class DaemonThreadPool:
         self.max_workers = max_workers
         self.max_abandoned = 8 * max_workers if max_abandoned is None else max_abandoned
         self._name = name
-        self._condition = threading.Condition()
-        self._queue: deque[Job[Any]] = deque()
-        self._running: set[Job[Any]] = set()  # jobs that hold a place
-        self._num_idle = 0
-        self._num_places = 0  # worker threads that hold a place, idle ones included
+        self._lock = threading.Lock()
+        self._queue: deque[_Job] = deque()
+        self._running: set[_Job] = set()
+        """Jobs that hold a place."""
         self._num_abandoned = 0
+        """Others that run."""
 
     async def run(
         self, fn: Callable[[], T], *, timeout_s: float | None = None, queue_timeout_s: float | None = None
@@ -137,121 +131,83 @@ class DaemonThreadPool:
             PoolExhaustedError: no place became free in time, or none ever will.
             BaseException: whatever `fn` raised.
         """
-        job = self.submit(fn)
+        job = _Job(fn, asyncio.get_running_loop())
+        with self._lock:
+            if self._is_exhausted():
+                job.fail(self._exhausted())
+            else:
+                self._queue.append(job)
+                self._start_workers()
         try:
             await self._wait_for_place(job, queue_timeout_s)
             done, _ = await asyncio.wait({job.finished}, timeout=timeout_s)
             # A function that keeps the interpreter's lock keeps its own timeout from being noticed.
             if not done or (timeout_s is not None and job.seconds > timeout_s):
                 raise JobTimeoutError
-            return job.finished.result()
+            value: T = job.finished.result()
+            return value
         finally:
             if not job.finished.done():
-                self.abandon(job)
-            elif not job.finished.cancelled():
-                job.finished.exception()  # marks the exception as retrieved
-            if job.started.done() and not job.started.cancelled():
-                job.started.exception()
+                self._abandon(job)
+            for future in (job.started, job.finished):
+                if future.done() and not future.cancelled():
+                    future.exception()  # marks the exception as retrieved
 
-    async def _wait_for_place(self, job: Job[Any], queue_timeout_s: float | None) -> None:
+    async def _wait_for_place(self, job: _Job, queue_timeout_s: float | None) -> None:
         end = math.inf if queue_timeout_s is None else time.monotonic() + queue_timeout_s
         while not job.started.done():
-            wait_s = min(POKE_S, max(0.0, end - time.monotonic()))
-            await asyncio.wait({job.started}, timeout=wait_s)
-            if job.started.done():
-                break
-            if time.monotonic() >= end:
+            await asyncio.wait({job.started}, timeout=min(POKE_S, max(0.0, end - time.monotonic())))
+            if not job.started.done() and time.monotonic() >= end:
                 raise PoolExhaustedError(f"no thread was free for {queue_timeout_s:g} s")
-            self._make_room()
+            with self._lock:
+                self._start_workers()
         job.started.result()
 
-    def _make_room(self) -> None:
-        """Start a thread that could not be started before, and lend the place of a job that has run for long."""
-        with self._condition:
-            if self._num_places >= self.max_workers:
-                slow = [job for job in self._running if time.monotonic() - job.start_time >= PATIENCE_S]
-                for job in slow[: len(self._queue) - self._num_idle]:
-                    self._give_place_away(job)
-            self._start_worker()
+    def _start_workers(self) -> None:
+        """Start threads for jobs that wait, while places are free; where the system has no more, the jobs wait on."""
+        while self._queue and len(self._running) < self.max_workers:
+            job = self._queue[0]
+            thread = threading.Thread(target=self._work, args=(job,), name=f"{self._name}-worker", daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):  # can't start new thread
+                return
+            self._running.add(self._queue.popleft())
 
-    def submit(self, fn: Callable[[], T]) -> Job[T]:
-        """Queue `fn`; must be called from a running event loop."""
-        job = Job(fn, asyncio.get_running_loop())
-        with self._condition:
-            if self._is_exhausted():
-                job.fail(PoolExhaustedError(self._exhausted_message()))
-                return job
-            self._queue.append(job)
-            if self._num_idle >= len(self._queue):
-                self._condition.notify()
-            else:
-                self._start_worker()
-        return job
+    def _work(self, job: _Job) -> None:
+        """Run a job, and then those that wait."""
+        while True:
+            job.run()
+            with self._lock:
+                if job not in self._running:  # another job has its place
+                    self._num_abandoned -= 1
+                    return
+                self._running.discard(job)
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+                self._running.add(job)
 
-    def abandon(self, job: Job[Any]) -> None:
+    def _abandon(self, job: _Job) -> None:
         """Stop waiting for a job: a queued job never runs, a running one gives up its place if a spare is left."""
-        with self._condition:
-            if job.is_abandoned:
-                return
-            job.is_abandoned = True
-            if not job.is_running:
-                if job in self._queue:
-                    self._queue.remove(job)
-                return
-            if not self._give_place_away(job) and self._is_exhausted():
-                waiting, self._queue = list(self._queue), deque()
-                for other in waiting:
-                    other.fail(PoolExhaustedError(self._exhausted_message()))
-
-    def _give_place_away(self, job: Job[Any]) -> bool:
-        """Let another job have the place of one that goes on running; False if no spare thread is left."""
-        if job not in self._running or self._num_abandoned >= self.max_abandoned:
-            return False
-        self._running.discard(job)
-        job.holds_place = False
-        self._num_abandoned += 1
-        self._num_places -= 1
-        self._start_worker()
-        return True
-
-    def _start_worker(self) -> None:
-        """Start a thread if a job waits for one and a place is free.
-
-        Where the system has no more threads, the job stays in the queue: for a thread that becomes idle, or for
-        `_make_room`.
-        """
-        if self._num_idle >= len(self._queue) or self._num_places >= self.max_workers:
-            return
-        try:
-            threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True).start()
-        except (RuntimeError, MemoryError):  # can't start new thread
-            return
-        self._num_places += 1  # after the start: the new thread waits for the lock that is held here
+        with self._lock:
+            if job in self._queue:
+                self._queue.remove(job)
+            elif job in self._running:
+                job.is_abandoned = True
+                if self._num_abandoned < self.max_abandoned:
+                    self._running.discard(job)
+                    self._num_abandoned += 1
+                    self._start_workers()
+                elif self._is_exhausted():
+                    while self._queue:
+                        self._queue.popleft().fail(self._exhausted())
 
     def _is_exhausted(self) -> bool:
         return len(self._running) >= self.max_workers and all(job.is_abandoned for job in self._running)
 
-    def _exhausted_message(self) -> str:
-        return f"{self._num_abandoned + len(self._running)} earlier calls hang and never returned"
-
-    def _work(self) -> None:
-        while True:
-            with self._condition:
-                self._num_idle += 1
-                while not self._queue:
-                    self._condition.wait()
-                self._num_idle -= 1
-                job = self._queue.popleft()
-                job.is_running = job.holds_place = True
-                job.start_time = time.monotonic()
-                self._running.add(job)
-            job.run()
-            with self._condition:
-                self._running.discard(job)
-                if not job.holds_place:  # another thread has taken the place of this one
-                    self._num_abandoned -= 1
-                    return
-            del job  # it holds the environment, and the next one may be long in coming
+    def _exhausted(self) -> PoolExhaustedError:
+        return PoolExhaustedError(f"{self._num_abandoned + len(self._running)} earlier calls hang and never returned")
 
 
 def _resolve(future: asyncio.Future[Any], value: Any) -> None:
