@@ -61,7 +61,7 @@ class _Job:
         self.is_abandoned = False
         self.seconds = 0.0
         """How long the function ran."""
-        self._fn = functools.partial(contextvars.copy_context().run, fn)
+        self._fn: Callable[[], Any] = functools.partial(contextvars.copy_context().run, fn)
         self._loop = loop
 
     def run(self) -> None:

@@ -67,7 +67,7 @@ class SearchIndex:
     valid query. An index may be used from many threads at once.
 
     Args:
-        corpus: path of a JSONL or Parquet file, a `datasets.Dataset`, or an iterable of dicts, with the columns
+        corpus: path of a JSONL file, a `datasets.Dataset`, or an iterable of dicts, with the columns
             `text`, `id` (optional, unique; by default the row number) and `title` (optional), or with `contents`,
             whose first line is the title.
         cache_dir: where indexes are kept; by default `$AGENT_R1_TRL_CACHE`, else `~/.cache/agent_r1_trl`.
@@ -260,7 +260,7 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
     """A retriever from a setting; whatever the whole process can share is opened once.
 
     Args:
-        source: the path of a JSONL or Parquet corpus, the address of a server (`http://host:8010`), a mapping with
+        source: the path of a JSONL corpus, the address of a server (`http://host:8010`), a mapping with
             `path` or `url` and options (`{"url": ..., "timeout_s": 5}`), or an object with a method `search`.
         flag: the setting, for errors.
 
@@ -279,7 +279,7 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
     if isinstance(source, str | os.PathLike) and str(source):
         path = Path(source)
         if not path.is_file():
-            raise ValueError(f"{flag}={str(path)!r}: no such file. Pass the path of a JSONL or Parquet file.")
+            raise ValueError(f"{flag}={str(path)!r}: no such file. Pass the path of a JSONL file.")
         status = path.stat()  # what has changed is opened anew
         key = json.dumps([str(path.resolve()), status.st_size, status.st_mtime_ns, options], sort_keys=True)
         return _shared(key, SearchIndex, path, options, flag)

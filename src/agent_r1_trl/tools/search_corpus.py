@@ -34,14 +34,14 @@ def join_contents(title: str, text: str) -> str:
 
 
 def read_file(path: Path) -> Iterator[Any]:
-    """The records of a JSONL or Parquet file, a few at a time.
+    """The records of a JSONL file, one at a time.
 
     Raises:
         ValueError: there is no such file (at once), or a line is not JSON.
     """
     if not path.is_file():
-        raise ValueError(f"corpus={str(path)!r}: no such file; pass the path of a JSONL or Parquet file.")
-    return _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_jsonl(path)
+        raise ValueError(f"corpus={str(path)!r}: no such file; pass the path of a JSONL file.")
+    return _read_jsonl(path)
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
@@ -53,19 +53,6 @@ def _read_jsonl(path: Path) -> Iterator[Any]:
                 yield json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
-
-
-def _read_parquet(path: Path) -> Iterator[Any]:
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:
-            wanted = [name for name in file.schema_arrow.names if name in ("id", "title", "text", "contents")]
-            for batch in file.iter_batches(batch_size=1000, columns=wanted or None):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file ({error}).") from error
 
 
 def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from agent_r1_trl import InfrastructureError
 from agent_r1_trl.features.search import HttpRetriever
 from agent_r1_trl.features.search.server import make_app, read_request
 from agent_r1_trl.tools import Passage, SearchIndex
-from agent_r1_trl.tools.search_corpus import join_contents, read_file, split_contents
+from agent_r1_trl.tools.search_corpus import join_contents, split_contents
 
 ROWS = [
     {"id": "no", "title": "Norway", "text": "The capital is Oslo."},
@@ -42,15 +42,9 @@ def index(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [ROWS, CONTENTS], ids=["text", "contents"])
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_jsonl_and_parquet_with_text_or_contents_give_the_same_passages(rows, suffix, tmp_path):
-    path = tmp_path / f"corpus.{suffix}"
-    if suffix == "jsonl":
-        write_jsonl(path, rows)
-    else:
-        from datasets import Dataset
-
-        Dataset.from_list([{**row, "vector": [0.0]} for row in rows]).to_parquet(str(path))
+def test_rows_with_text_or_contents_give_the_same_passages(rows, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    write_jsonl(path, rows)
     index = SearchIndex(path, cache_dir=tmp_path)
     assert [index.get(row["id"]) for row in ROWS] == [Passage(**row) for row in ROWS]
 
@@ -59,12 +53,6 @@ def test_the_first_line_of_contents_is_the_title():
     assert split_contents('"A "quoted" title"\ntext\nmore') == ('A "quoted" title', "text\nmore")
     assert split_contents("Title\ntext") == ("Title", "text")
     assert split_contents("only one line\n") == ("", "only one line\n")
-
-
-def test_a_file_that_is_no_parquet_is_named(tmp_path):
-    (tmp_path / "bad.parquet").write_bytes(b"no parquet")
-    with pytest.raises(ValueError, match=r"bad\.parquet: not a Parquet file"):
-        list(read_file(tmp_path / "bad.parquet"))
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
 def make_parser() -> PlainParser:
     """The parser of the command's options."""
     parser = PlainParser("agent-r1-trl serve-retriever", __doc__)
-    parser.add_argument("corpus", metavar="CORPUS", help="A JSONL or Parquet file.")
+    parser.add_argument("corpus", metavar="CORPUS", help="A JSONL file.")
     parser.add_argument("--host", default="127.0.0.1", help="Address; 0.0.0.0 for other machines (127.0.0.1).")
     parser.add_argument("--port", type=int, default=8010, help="Port; 0 for a free one (8010).")
     return parser
