@@ -10,8 +10,7 @@ words alike). For every size, processes of their own
 - search it, one query after the other (median and 99th percentile, and processor time),
 - serve it, and ask the server `--queries` different queries at once, each on a thread of its own as the tools of that
   many trajectories do, through one `HttpRetriever`: time until the slowest 1% have their answer, queries per second,
-  the server's processor time for each query and the peak of its memory. The same with one query in each request
-  (`max_batch=1`, as many connections as the retriever has by default).
+  the server's processor time for each query and the peak of its memory.
 """
 
 from __future__ import annotations
@@ -154,17 +153,14 @@ def measure_http(folder: Path, num_passages: int, num_queries: int, rounds: int)
         assert server.stdout is not None
         server.stdout.readline()
         url = server.stdout.readline().removeprefix("retriever: ").strip()
-        for prefix, options in {"http": {}, "single": {"max_batch": 1}}.items():
-            retriever = HttpRetriever(url, timeout_s=60.0, **options)
-            retriever.search("warm up", 5)
-            processor = sum(psutil.Process(server.pid).cpu_times()[:2])
-            rows = [
-                ask_at_once(retriever, make_queries(num_passages, num_queries, seed=10 + n)) for n in range(rounds)
-            ]
-            figures[f"{prefix}_p99_ms"] = 1000 * statistics.median(row[0] for row in rows)
-            figures[f"{prefix}_queries_per_s"] = statistics.median(row[1] for row in rows)
-            spent = sum(psutil.Process(server.pid).cpu_times()[:2]) - processor
-            figures[f"{prefix}_processor_ms"] = 1000 * spent / (rounds * num_queries)
+        retriever = HttpRetriever(url, timeout_s=60.0)
+        retriever.search("warm up", 5)
+        processor = sum(psutil.Process(server.pid).cpu_times()[:2])
+        rows = [ask_at_once(retriever, make_queries(num_passages, num_queries, seed=10 + n)) for n in range(rounds)]
+        figures["http_p99_ms"] = 1000 * statistics.median(row[0] for row in rows)
+        figures["http_queries_per_s"] = statistics.median(row[1] for row in rows)
+        spent = sum(psutil.Process(server.pid).cpu_times()[:2]) - processor
+        figures["http_processor_ms"] = 1000 * spent / (rounds * num_queries)
         figures["server_peak_mb"] = peak_mb(server.pid)
     finally:
         server.kill()

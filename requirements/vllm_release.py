@@ -60,8 +60,6 @@ class Release:
             case "route":
                 method, route = use.what.split()
                 return (method.lower(), route) in {found[:2] for found in self._routes}
-            case "parser":
-                return f'"{use.what}"' in self.text("vllm.tool_parsers")
             case "message":
                 return any(words in self._server_text for words in use.what.split(" | "))
         raise ValueError(f"{use.kind!r}: unknown kind of use.")

@@ -60,9 +60,9 @@ class Use:
     """One thing that a release must have.
 
     Attributes:
-        kind: 'name', 'member', 'call', 'program', 'variable', 'option', 'route', 'field', 'parser' or 'message'.
+        kind: 'name', 'member', 'call', 'program', 'variable', 'option', 'route', 'field' or 'message'.
         where: "module:name" of vLLM, or "" where the thing itself says all.
-        what: the member, variable, option, route (with its method), field, parser or text.
+        what: the member, variable, option, route (with its method), field or text.
         arguments: of a call: keywords, and `*2` for two arguments by position.
     """
 
@@ -104,7 +104,7 @@ def _uses_of_file(name: str, tree: ast.Module) -> Iterator[Use]:
     yield from _attributes(name, tree, bound)
     yield from _overrides(tree, bound)
     yield from _engine_options(tree)
-    is_server = name.startswith("generation/vllm/") or name == "features/serve/vllm_process.py"
+    is_server = name.startswith("generation/vllm/")
     for text in _strings(tree):
         yield from (Use("variable", "", variable) for variable in _VARIABLE.findall(text))
         if re.fullmatch(r"vllm(\.\w+){2,}", text):
@@ -254,13 +254,10 @@ def _method(function: ast.AST, route: ast.AST) -> str:
 
 
 def _tables(tree: ast.Module) -> Iterator[Use]:
-    """Tool parsers and the words of error messages that we recognise."""
+    """The words of error messages that we recognise."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else None
         name = target.id if isinstance(target, ast.Name) else ""
-        if name in ("PARSERS", "_MARKS"):
-            values = ast.literal_eval(node.value).values()  # type: ignore[attr-defined]
-            yield from (Use("parser", "", value) for value in values)
         if name == "_TOO_LONG":
             yield Use("message", "", " | ".join(ast.literal_eval(node.value)))  # type: ignore[attr-defined]
     if any("already been loaded" in text for text in _strings(tree)):

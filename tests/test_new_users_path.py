@@ -25,9 +25,8 @@ from agent_r1_trl import SearchQAEnv
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.tools import as_tool
-from tests.features.serve.test_serve import serving
+from tests.features.serve.test_serve import merged_and_served
 from tests.hub import TOKEN, running_hub
-from tests.servers import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -106,10 +105,7 @@ def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(ag
     (search,) = map(as_tool, env.tools)
     env.reset({"question": played.prompt_messages[-1]["content"], "answers": ["?"]})
     messages = [dict(message) for message in played.prompt_messages]
-    with serving(
-        agent, "--port", free_port(), "--served_name", "quick", "--vllm_options",
-        "--max-model-len 512 --max-num-seqs 2", log=tmp_path / "log",
-    ) as (url, _, _):  # fmt: skip
+    with merged_and_served(agent, tmp_path, "quick", 512) as url:
         client = openai.OpenAI(base_url=url, api_key="none")
         made = []
         for _ in played.turns:

@@ -11,8 +11,8 @@ from transformers import HfArgumentParser
 
 from agent_r1_trl.cli.arguments import CommandArguments, EvalArguments, TrainArguments
 from agent_r1_trl.features import mappings
-from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments, TrialArguments
-from agent_r1_trl.features.serve.serve_command import AddressArguments, AgentServeArguments, ServeArguments
+from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments
+from agent_r1_trl.features.serve.serve_command import ServeArguments
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.settings import (
     Clash,
@@ -63,11 +63,8 @@ FIXED = {
     TrainArguments: {"env": "e"},
     EvalArguments: {"env": "e", "model_name_or_path": ["m"], "eval_dataset_name": ["d"]},
     DoctorArguments: {},
-    TrialArguments: {},
     MemoryArguments: {},
-    AddressArguments: {},
     ServeArguments: {"model_name_or_path": "m"},
-    AgentServeArguments: {"model_name_or_path": "m"},
 }
 """Class -> settings that it cannot be made without."""
 RULES = {

@@ -65,7 +65,6 @@ GONE = [
     Use("route", "", "GET /rpc"),
     Use("route", "", "POST /sleep"),
     Use("field", "route:/rpc", "args"),
-    Use("parser", "", "hermes"),
     Use("message", "", "too short"),
     Use("program", "", "vllm.engine"),
 ]

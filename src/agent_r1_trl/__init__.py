@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from agent_r1_trl.environments import Environment, SearchQAEnv, StepResult, ToolEnv
     from agent_r1_trl.evaluation import EvaluationResult, evaluate
     from agent_r1_trl.features.doctor.environment import check_env
-    from agent_r1_trl.features.echo_trap.callback import EchoTrapCallback
     from agent_r1_trl.features.sandbox import PythonTool, SandboxLimits, ShellTool
     from agent_r1_trl.tools import InfrastructureError, Tool, tool
     from agent_r1_trl.trainers import (
@@ -33,7 +32,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Author",
-    "EchoTrapCallback",
     "Environment",
     "EvaluationResult",
     "InfrastructureError",
@@ -64,7 +62,6 @@ __all__ = [
 
 _NAMES = {
     "trajectory": ("Author", "StopReason", "ToolCall", "ToolErrorKind", "ToolResult", "Trajectory", "Turn"),
-    "features.echo_trap.callback": ("EchoTrapCallback",),
     "environments": ("Environment", "SearchQAEnv", "StepResult", "ToolEnv"),
     "evaluation": ("EvaluationResult", "evaluate"),
     "tools": ("InfrastructureError", "Tool", "tool"),

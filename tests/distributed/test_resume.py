@@ -1,7 +1,6 @@
 """Two ranks save a PPO run whole, critic included, and go on from there as if they had never stopped."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agent_r1_trl.critic import CRITIC_FILE, attach_critic, critic_parameters, is_critic_name
-from agent_r1_trl.features.serve.merging import merge_model
 from tests.distributed import resume
 from tests.distributed.critics import KINDS, POLICY_FOLDER, save_policy
 from tests.distributed.launch import launch
@@ -67,20 +65,3 @@ def test_the_saved_policy_is_whole_and_has_no_critic(runs, kind):
         plain = AutoModelForCausalLM.from_pretrained(runs / POLICY_FOLDER).state_dict()
         assert {name: value.shape for name, value in weights.items()} == {n: v.shape for n, v in plain.items()}
         assert all(not torch.equal(value, plain[name]) for name, value in weights.items())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "adapter"])
-def test_a_plain_model_is_merged_from_weights_or_from_shards_alone(runs, kind, tmp_path):
-    """With `zero3_save_16bit_model: false` there are only shards."""
-    checkpoint = tmp_path / "checkpoint"
-    shutil.copytree(runs / kind / "straight" / f"checkpoint-{NUM_STEPS}", checkpoint)
-    (weights,) = checkpoint.glob("*model.safetensors")
-    expected = load_file(weights)
-    has_shards = any(checkpoint.glob("*/*_model_states.pt"))
-    assert has_shards == ("zero3" in runs.name)
-    if has_shards:
-        weights.unlink()
-    assert merge_model(str(checkpoint), str(tmp_path / "plain"))["kind"] == ("shards" if has_shards else "model")
-    merged = load_file(tmp_path / "plain" / "model.safetensors")
-    assert merged.keys() == expected.keys()
-    assert all(torch.equal(merged[name], expected[name]) for name in expected)

@@ -44,8 +44,8 @@ KEY = "OPENAI_API_KEY"
 MAPPINGS = ("env_kwargs", "reward_options", "chat_template_kwargs", "endpoint_options", "row")
 """Settings that the command line gives as text."""
 ENV_HELP = (
-    "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', 'reasoning_gym', or the import path "
-    "of an Environment class or of a function that returns one (my_module.MyEnv or envs/my_env.py:MyEnv)."
+    "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', or the import path of an "
+    "Environment class or of a function that returns one (my_module.MyEnv or envs/my_env.py:MyEnv)."
 )
 ENV_OR_TOOLS = Clash(
     "env tools", lambda c: c.env and c.tools, "an environment brings its own tools. Remove one of them."
@@ -156,7 +156,7 @@ class TemplateArguments(CommandArguments):
 
 @dataclass
 class PlayArguments(RolloutSettings, TemplateArguments):
-    """How a model plays, for `eval`, `chat` and `serve --agent`."""
+    """How a model plays, for `eval`, `chat` and `serve`."""
 
     eval_temperature: NotNegative = setting(0.0, "Temperature; 0 is greedy.", aliases=["--temperature"])
     seed: int = setting(42, "Seed of sampling, environments and bootstrap intervals.")

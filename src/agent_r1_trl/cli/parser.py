@@ -46,7 +46,6 @@ class RecipeParser(TrlParser):
         about: what the command does, for the help text.
         elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
         private: settings that are ignored in a recipe because they mean something else there.
-        modes: flags of the command, such as `--run`, and the dataclasses of the settings that it takes with them.
     """
 
     def __init__(
@@ -57,12 +56,11 @@ class RecipeParser(TrlParser):
         about: str = "",
         elsewhere: Sequence[type] = (),
         private: Sequence[str] = (),
-        modes: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         # No abbreviated flags: `--learning` would silently be taken for `--learning_rate`.
         super().__init__(dataclass_types, prog=command, allow_abbrev=False, add_help=False)
         self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
-        self._about, self._private, self._modes = about, private, modes or {}
+        self._about, self._private = about, private
         self._own, self._known = _fields(dataclass_types), _fields([*elsewhere, *dataclass_types])
         kinds = (*elsewhere, *dataclass_types)
         self._hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
@@ -151,9 +149,7 @@ class RecipeParser(TrlParser):
         if not flag.startswith("--"):
             raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
         if name in self._known:
-            modes = [mode for mode, kinds in self._modes.items() if name in _fields(kinds)]
-            cure = f"Remove it, or pass {modes[0]} as well" if modes else "Remove it"
-            raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. {cure}.")
+            raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. Remove it.")
         raise UsageError(no_such_option(self, flag, name, self._keys))
 
     def error(self, message: str) -> NoReturn:

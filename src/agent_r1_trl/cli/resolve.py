@@ -24,7 +24,6 @@ BUILT_IN_ENVS = {
     "frozen_lake": "agent_r1_trl.features.games.FrozenLakeEnv",
     "sokoban": "agent_r1_trl.features.games.SokobanEnv",
     "countdown": "agent_r1_trl.features.games.CountdownEnv",
-    "reasoning_gym": "agent_r1_trl.features.games.ReasoningGymEnv",
 }
 FIRST_ROWS = 5
 """In which an episode is started before a model is loaded, until one starts."""

@@ -79,7 +79,7 @@ FEATURES = {
         None,
         {
             "chat": "talk to an agent, with its tools, as it was trained",
-            "serve": "serve a model with vLLM, or an agent with its tools",
+            "serve": "serve an agent with its tools",
             "merge": "write a plain Hugging Face model from an adapter or a checkpoint",
         },
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -158,11 +157,6 @@ class TrajectorySlot:
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)
 """The slot of the trajectory whose task is running; the rollout sets it."""
-
-token_listener: ContextVar[Callable[[int], None] | None] = ContextVar("token_listener", default=None)
-"""Is called with every id that is sampled for the running task, as soon as it is, by the back ends that can do so.
-
-It runs on the thread of the back end, must not wait for anything and must not raise."""
 
 
 class GenerationError(RunError):

@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -21,7 +20,6 @@ from agent_r1_trl.generation.base import (
     Generator,
     SamplingParams,
     check_request,
-    token_listener,
 )
 
 _IDLE_S = 2.0  # an idle worker thread ends, so a forgotten close() leaks nothing; the next request starts another
@@ -43,8 +41,6 @@ class WorkerRequest:
     outcome: Generation | Exception | None = None
     """How it ended."""
     is_cancelled: bool = False
-    on_token: Callable[[int], None] | None = None
-    """Called with each sampled id, by a back end that samples one at a time (see `token_listener`)."""
 
     def fail(self, error: BaseException) -> None:
         """End with a `GenerationError` caused by `error`, unless it has ended already."""
@@ -92,7 +88,6 @@ class ThreadedGenerator(Generator):
             max_tokens=max_tokens,
             seed=seed,
             params=params,
-            on_token=token_listener.get(),
         )
         self._submit(request)
         answer = asyncio.wrap_future(request.done)

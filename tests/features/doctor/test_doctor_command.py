@@ -175,4 +175,4 @@ def test_what_cannot_be_examined_is_refused(recipe, refusal, settings, names):
 
 def test_an_option_of_training_is_refused(recipe, refusal):
     message = refusal("doctor", "--config", recipe(), "--learning_rate=1")
-    assert "--learning_rate" in message and "pass --run as well" in message
+    assert "--learning_rate" in message and "another command has" in message

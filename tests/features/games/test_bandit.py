@@ -94,7 +94,6 @@ def test_the_linter_of_environments_has_nothing_to_say(form, pulls):
         ("arms", 5),
         ("arms", [[" Phoenix", "Dragon"]]),
         ("arms", [["Phoenix||2", "Dragon"]]),
-        ("actions", ["Left", "Right"]),
         ("sure_reward", 0.25),
         ("risky_probability", 1.5),
         ("risky_reward", float("nan")),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from agent_r1_trl.features.games import CountdownEnv, ReasoningGymEnv, SokobanEnv, make_rows, rows
+from agent_r1_trl import ToolEnv
+from agent_r1_trl.features.games import CountdownEnv, SokobanEnv, make_rows, rows
 from tests.features.games.helpers import begun
 
 
@@ -32,7 +33,7 @@ def test_a_row_plays_its_level_whatever_the_seeds_of_the_run():
 def test_a_game_that_is_unknown_or_has_too_few_levels_is_refused():
     with pytest.raises(ValueError, match="game='chess'"):
         make_rows("chess", 1)
-    with pytest.raises(ValueError, match=r"game=.*ReasoningGymEnv.*GameEnv"):
-        make_rows(ReasoningGymEnv, 1)
+    with pytest.raises(ValueError, match=r"game=.*ToolEnv.*GameEnv"):
+        make_rows(ToolEnv, 1)
     with pytest.raises(ValueError, match="num=90"):
         make_rows("sokoban", 90, room=(4, 5), wall_share=0.0, min_moves=1)

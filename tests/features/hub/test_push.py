@@ -200,7 +200,7 @@ def test_a_directory_without_a_model_names_the_cure(hub, run_folder, capsys, tmp
     assert "is no directory with weights" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
     (run_folder / "global_step1").mkdir()
     (run_folder / "global_step1" / "zero_pp_rank_0_model_states.pt").touch()
-    assert "agent-r1-trl merge" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
+    assert "zero_to_fp32.py" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
 
 
 def test_a_critic_that_is_not_there_and_options_that_contradict_are_refused(hub, run_folder, capsys):

@@ -1,4 +1,4 @@
-"""Search over HTTP: the protocol's dialects, joined and repeated requests, and whose fault a failure is."""
+"""Search over HTTP: the protocol's dialects, repeated requests, and whose fault a failure is."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from agent_r1_trl import InfrastructureError, SearchQAEnv
 from agent_r1_trl.features.search import HttpRetriever
-from agent_r1_trl.features.search.http import QueryBatcher, read_answer, read_hit
+from agent_r1_trl.features.search.http import read_answer, read_hit
 from agent_r1_trl.features.search.server import write_hit
 from agent_r1_trl.tools import Passage, make_search_tool, open_retriever
 from tests.environments.helpers import message
@@ -69,13 +69,13 @@ def test_a_search_is_one_request_in_the_form_of_search_r1():
     ],
 )
 def test_documents_come_with_scores_or_alone_nested_or_flat(answer):
-    ((first, second),) = read_answer(answer, 1)
+    first, second = read_answer(answer)
     assert (first.id, first.title, first.text) == ("q-0", "Title 0", "Text about q.")
     assert second.id == "q-1"
 
 
 def test_the_empty_list_is_an_answer_for_one_query():
-    assert read_answer({"result": [[]]}, 1) == [[]]
+    assert read_answer({"result": [[]]}) == []
     with serving(lambda body, number: (200, {"result": [[]]})) as (url, _):
         assert quick(url).search("nothing") == []
 
@@ -85,7 +85,7 @@ def test_the_empty_list_is_an_answer_for_one_query():
 )
 def test_another_form_of_answer_is_refused(answer):
     with pytest.raises(ValueError, match="the answer must"):
-        read_answer(answer, 1)
+        read_answer(answer)
 
 
 def test_a_document_without_an_id_is_known_by_its_text():
@@ -106,16 +106,14 @@ def test_a_passage_survives_the_way_there_and_back(title, text):
     assert (bare.id, bare.title, bare.text) == ("7", title, text)
 
 
-# -------------------------------------------------------------------- few requests
+# -------------------------------------------------------------------- requests
 
 
-def test_searches_that_come_together_share_requests():
-    with serving(delay_s=0.1) as (url, seen):
-        found = at_once(quick(url, max_connections=2, max_batch=16).search, *[f"q{n}" for n in range(50)])
-    assert [passages[0].id for passages in found] == [f"q{n}-0" for n in range(50)]
-    assert sorted(seen.queries) == sorted(f"q{n}" for n in range(50))
-    assert max(len(body["queries"]) for body in seen.bodies) == 16
-    assert len(seen.bodies) < 10 and seen.num_connections <= 2
+def test_no_more_requests_than_allowed_are_under_way_at_once():
+    with serving(delay_s=0.02) as (url, seen):
+        found = at_once(quick(url, max_connections=2).search, *[f"q{n}" for n in range(20)])
+    assert [passages[0].id for passages in found] == [f"q{n}-0" for n in range(20)]
+    assert sorted(seen.queries) == sorted(f"q{n}" for n in range(20)) and seen.num_connections <= 2
 
 
 def test_an_answer_is_kept(monkeypatch):
@@ -129,15 +127,6 @@ def test_an_answer_is_kept(monkeypatch):
         assert seen.queries == ["same"] * 2 + ["other"]
         retriever.search("same")  # 'other' had taken its place
         assert seen.queries[-1] == "same"
-
-
-def test_searches_for_different_numbers_of_passages_travel_apart():
-    with serving(delay_s=0.05) as (url, seen):
-        retriever = quick(url, max_connections=1)
-        found = at_once(lambda item: retriever.search(*item), *[(f"q{n}", 1 + n % 2) for n in range(8)])
-    assert [len(passages) for passages in found] == [1, 2] * 4
-    for body in seen.bodies:
-        assert {1 + int(query[1:]) % 2 for query in body["queries"]} == {body["topk"]}
 
 
 def test_a_server_that_sends_too_much_is_cut():
@@ -155,22 +144,6 @@ def test_nothing_is_asked_for_an_empty_query_and_any_text_can_be_sent():
         for query, k in ((5, 3), ("q", 0), ("q", True)):
             with pytest.raises(ValueError, match=r"query=5|k="):
                 retriever.search(query, k)
-
-
-def test_an_error_in_a_flight_reaches_all_of_its_searches_and_the_next_flight_leaves():
-    gate = threading.Event()
-
-    def send(queries, k):
-        gate.wait(5)
-        if "bad" in queries:
-            raise RuntimeError("down")
-        return [query.upper() for query in queries]
-
-    batcher = QueryBatcher(send, max_flights=1, max_batch=3)
-    threading.Timer(0.2, gate.set).start()
-    results = at_once(lambda query: batcher.search(query, 1), "first", "bad", "b", "c", "d", "e")
-    assert results[0] == "FIRST" and isinstance(results[1], RuntimeError)
-    assert batcher.search("later", 1) == "LATER" and not batcher._waiting and batcher._num_places == 1
 
 
 # -------------------------------------------------------------------- failures
@@ -209,17 +182,6 @@ def test_nobody_there_is_a_failure_of_the_infrastructure():
         quick(url, attempts=1).search("oslo")
 
 
-def test_a_query_that_the_server_cannot_stand_spoils_no_other():
-    def respond(body, number):
-        return (500, "poisoned") if "poison" in body["queries"] else usual(body, number)
-
-    with serving(respond, delay_s=0.02) as (url, _):
-        retriever = quick(url, max_connections=1, attempts=2)
-        found = at_once(retriever.search, "first", *"abc", "poison", *"def")
-    assert isinstance(found[4], InfrastructureError) and "500" in str(found[4])
-    assert [passages[0].id for passages in found[:4] + found[5:]] == ["first-0", *[f"{q}-0" for q in "abcdef"]]
-
-
 def test_headers_are_sent_and_an_address_without_a_path_gets_one():
     with serving() as (url, seen):
         quick(url, headers={"Authorization": "Bearer x"}).search("q")
@@ -232,7 +194,7 @@ def test_wrong_settings_are_named():
     for url in ("host:8010", "ftp://host", "http://", "http://host:99999", 5):
         with pytest.raises(ValueError, match=r"url=.*http://127"):
             HttpRetriever(url)
-    wrong = {"timeout_s": 0, "attempts": 0, "max_connections": 1.5, "max_batch": True}
+    wrong = {"timeout_s": 0, "attempts": 0, "max_connections": 1.5}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=f"{name}={value!r}"):
             HttpRetriever("http://host", **{name: value})
@@ -240,10 +202,10 @@ def test_wrong_settings_are_named():
 
 def test_a_retriever_travels_to_other_processes():
     with serving() as (url, _):
-        retriever = quick(url, headers={"A": "b"}, max_batch=5)
+        retriever = quick(url, headers={"A": "b"}, max_connections=5)
         retriever.search("here")
         again = pickle.loads(pickle.dumps(retriever))
-        assert again.search("there")[0].id == "there-0" and again.max_batch == 5
+        assert again.search("there")[0].id == "there-0" and again.max_connections == 5
 
 
 def test_a_fork_in_the_middle_of_a_search_can_search():

@@ -13,8 +13,6 @@ from agent_r1_trl.features.serve import Conversation, ConversationError
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.safe_text import visible
 from agent_r1_trl.trajectory import StopReason
-from tests.fake_vllm import FakeServer
-from tests.servers import free_port
 
 
 @pytest.fixture
@@ -47,10 +45,10 @@ def saved(path):
 def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
     config = recipe(max_turns=20, max_completion_length=400, max_tokens_per_turn=64)
     lines = ["/mask", "Hello", "/save a.jsonl", "Once more", "/save a.jsonl", "/mask"]
-    rest = ["/reset", "/helpp", "/help", "//quit is a message", "/quit", "not read"]
+    rest = ["/reset", "/helpp", "/help", "/quit", "not read"]
     out = chat([*lines, *rest], answering_model, "--config", config, "--temperature", "1")
     assert out.index("(nothing has been said)") < out.index("> Hello")
-    assert "not read" not in out and "> //quit is a message" in out and "did you mean" in out.lower()
+    assert "not read" not in out and "did you mean" in out.lower()
     first, second = saved("a.jsonl")
     assert [message["content"] for message in second.messages if message["role"] == "user"] == ["Hello", "Once more"]
     assert second.completion_ids[: len(first.completion_ids)] == first.completion_ids
@@ -111,48 +109,15 @@ def test_an_adapter_is_put_on_its_base(recipe, chat, model_folder, tmp_path):
     assert saved("base.jsonl")[0].completion_ids != saved("adapter.jsonl")[0].completion_ids
 
 
-def test_a_running_server_samples(recipe, chat, model_folder):
-    recipe()
-    with FakeServer() as server:
-        chat(["Hello", "/save a.jsonl"], model_folder, "--server", server.url, "--max_tokens_per_turn", "3")
-        server.refusal = "no more"
-        out = chat(["Hello"], model_folder, "--server", server.url, code=3)
-    assert "no more" in out and "taken back" in out
-    assert saved("a.jsonl")[0].turns[0].end == 3
-
-
-def test_a_message_that_is_answered_after_one_that_was_not_ends_the_chat_well(recipe, monkeypatch, model_folder):
-    recipe()
-    with FakeServer() as server:
-
-        class Lines(io.StringIO):
-            def readline(self, *args):
-                line = super().readline(*args)
-                server.refusal = "no more" if line == "first\n" else None
-                return line
-
-        for lines, code in (("first\nsecond\n", 0), ("first\n", 3)):
-            monkeypatch.setattr("sys.stdin", Lines(lines))
-            flags = ["--server", server.url, "--max_tokens_per_turn", "3"]
-            assert main(["chat", str(model_folder), *flags]) == code
-
-
 def test_mistakes_are_named_with_a_cure(recipe, refusal, model_folder):
     recipe()
     assert "MODEL" in refusal("chat")
     assert "Remove one" in refusal("chat", model_folder, "--env", "task.py:AddEnv", "--tools", "task.py:add")
     assert "no such directory" in refusal("chat", "./nowhere")
     assert "env_kwargs" in refusal("chat", model_folder, "--env_kwargs", "{a: 1}")
-    assert "use_vllm" in refusal("chat", "--server", "http://127.0.0.1:1", "--use_vllm")
     assert "tools" in refusal("chat", model_folder, "--tools", "task.py:nothing")
     assert "eval_temperature" in refusal("chat", model_folder, "--temperature", "-1")
     assert "no such option" in refusal("chat", model_folder, "--max_turn", "3")
-
-
-def test_a_server_that_is_not_there_is_no_mistake_of_the_user(refusal, model_folder, monkeypatch):
-    monkeypatch.setattr("agent_r1_trl.features.serve.command_arguments.START_TIMEOUT_S", 0.5)
-    url = f"http://127.0.0.1:{free_port()}"
-    assert url in refusal("chat", model_folder, "--server", url, code=3)
 
 
 def test_the_saved_line_is_json(recipe, chat, model_folder, tmp_path):

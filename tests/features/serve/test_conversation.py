@@ -5,10 +5,9 @@ import asyncio
 import pytest
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.serve import Conversation, ConversationError
-from agent_r1_trl.generation import GenerationError, SamplingParams, ScriptedGenerator
+from agent_r1_trl.generation import GenerationError, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.families import FAMILIES
@@ -190,44 +189,6 @@ def test_the_environment_reads_the_row_and_the_first_message():
 
     conversation = talk(said=["hello"], turns=[say("x")], env=Reads, row={"size": 4})
     assert conversation.trajectory.prompt_messages[0]["content"] == "hello 4"
-
-
-def test_a_character_of_several_tokens_is_told_once_it_is_whole():
-    from agent_r1_trl.features.serve.events import TextStream
-
-    chat = chat_of("qwen2_5")
-    ids = chat.encode_reply(say("a 日本 🙂 é"))
-    pieces = []
-    stream = TextStream(chat, pieces.append)
-    for index, token in enumerate(ids):
-        stream.take(token)
-        assert "\ufffd" not in "".join(pieces), index
-    stream.finish(ids)
-    assert len(pieces) > 3
-    assert "".join(pieces) == "a 日本 🙂 é"
-
-
-def test_the_transformers_generator_tells_every_token_as_it_is_sampled():
-    from agent_r1_trl.generation import TransformersGenerator
-    from tests.trainers.helpers import make_policy
-
-    chat, events = chat_of("qwen2_5"), []
-    generator = TransformersGenerator(make_policy(chat.tokenizer), pad_token_id=0, stop_token_ids=chat.stop_token_ids)
-    conversation = Conversation(
-        agent(generator, chat, max_tokens_per_turn=8, max_turns=1), ToolEnv, params=SamplingParams(), seed=1,
-        on_event=events.append,
-    )  # fmt: skip
-
-    async def run():
-        trajectory = await conversation.say("hi")
-        await conversation.close()
-        return trajectory
-
-    trajectory = asyncio.run(run())
-    generator.close()
-    texts = [event.text for event in events if event.kind == "text"]
-    assert len(texts) > 4
-    assert "".join(texts) == chat.tokenizer.decode(trajectory.completion_ids[: trajectory.turns[0].end])
 
 
 def in_order(chat, said):

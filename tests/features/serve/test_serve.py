@@ -1,4 +1,4 @@
-"""`agent-r1-trl serve`: which parser and template vLLM gets; a real server, a real client, and their end."""
+"""`agent-r1-trl serve` until its end; and what the documentation says of vLLM's own server, with a real one."""
 
 import contextlib
 import io
@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.grammars import GRAMMARS
 from agent_r1_trl.cli import main
 from agent_r1_trl.evaluation import evaluate
-from agent_r1_trl.features.serve.vllm_process import choose_parser, server_command
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
@@ -26,18 +26,12 @@ from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.tools import Tool, as_tool, calculator
 from agent_r1_trl.trajectory import StopReason
 from tests.cli.conftest import TASK
-from tests.families import FAMILIES
-from tests.servers import free_port
+from tests.servers import vllm_server
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, add, call
 from tests.trainers.helpers import make_policy
 
-PARSERS = {
-    "qwen2_5": "hermes", "qwen3": "hermes", "qwen3_5": "qwen3_coder", "hermes_3": "hermes", "llama3_1": "llama3_json",
-    "llama3_2": "llama3_json", "mistral_nemo": "mistral", "deepseek_v3_1": "deepseek_v31", "kimi_k2": "kimi_k2",
-    "glm_4_5": "glm47", "minimax_m2": "minimax_m2", "seed_oss": "seed_oss", "nemotron_nano_2": None, "lfm2": "lfm2",
-    "command_r7b": "cohere_command3", "gemma4": "gemma4", "gpt_oss": "openai",
-}  # fmt: skip
+PAGE = Path(__file__).parents[3] / "docs" / "chat-and-serving.md"
 TOOL = as_tool(add).schema
 BY_HAND = Tool(
     lambda a: a,
@@ -52,17 +46,12 @@ BY_HAND = Tool(
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
-@pytest.mark.parametrize("family", PARSERS)
-def test_every_family_has_its_tool_parser_or_a_reason(family):
-    parser = choose_parser(ChatFormat(FAMILIES[family]()))
-    assert parser.name == PARSERS[family]
-    assert (parser.name is None) == bool(parser.reason)
-
-
-def test_the_parsers_are_those_of_vllm():
-    tool_parsers = pytest.importorskip("vllm.tool_parsers")
-    known = tool_parsers.ToolParserManager.list_registered()
-    assert {name for name in PARSERS.values() if name is not None} <= set(known)
+def test_the_page_names_a_tool_parser_of_vllm_for_every_grammar_but_one():
+    rows = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.count("|") == 3 and "`" in line]
+    table = rows[[row[0].strip() for row in rows].index("`nemotron_nano`") - 5 :][:6]
+    assert set(re.findall(r"`(\w+)`", "".join(row[0] for row in table))) == set(GRAMMARS)
+    known = pytest.importorskip("vllm.tool_parsers").ToolParserManager.list_registered()
+    assert set(re.findall(r"`(\w+)`", "".join(row[1] for row in table))) <= set(known)
 
 
 @pytest.mark.parametrize("schema", [TOOL, as_tool(calculator).schema, as_tool(BY_HAND).schema], ids=str)
@@ -72,39 +61,20 @@ def test_a_request_to_vllm_keeps_the_schemas_of_training(schema):
     assert json.dumps(read) == json.dumps(schema)
 
 
-def test_the_server_gets_the_template_of_training(tmp_path):
-    options = {"name": "a", "host": "127.0.0.1", "port": 1, "tool_parser": "hermes", "is_cpu": False}
-    file = tmp_path / "template.jinja"
-    chat = ChatFormat(FAMILIES["qwen2_5"]())
-    assert "--chat-template" not in server_command("m", chat, template_file=file, **options)
-    chat = ChatFormat(FAMILIES["qwen3"](), thinking="off")  # the published template is replaced
-    command = server_command("m", chat, template_file=file, **options, options=["--seed", "3"])
-    assert command[command.index("--chat-template") + 1] == str(file)
-    assert file.read_text() == chat.chat_template != chat.tokenizer.chat_template
-    assert json.loads(command[command.index("--default-chat-template-kwargs") + 1]) == {"enable_thinking": False}
-    assert command[-2:] == ["--seed", "3"] and "--enable-auto-tool-choice" in command
-
-
-def test_mistakes_are_named_with_a_cure(refusal, model_folder, monkeypatch):
-    monkeypatch.setattr("agent_r1_trl.features.serve.vllm_process.has_vllm", lambda: True)  # or that is the mistake
+def test_mistakes_are_named_with_a_cure(refusal, model_folder):
     assert "MODEL" in refusal("serve")
-    assert "MODEL" in refusal("serve", "--agent")
     assert "port=99999" in refusal("serve", model_folder, "--port", "99999")
-    assert "start_timeout" in refusal("serve", model_folder, "--start_timeout", "0")
     assert "no such option" in refusal("serve", model_folder, "--max_turns_", "1")
-    assert "Remove it, or pass --agent as well." in refusal("serve", model_folder, "--max_turns", "1")
     assert "another command has. Remove it." in refusal("serve", model_folder, "--learning_rate", "1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        assert "cannot listen" in refusal("serve", model_folder, "--port", port, code=3)
-        assert "cannot listen" in refusal("serve", model_folder, "--agent", "--port", port, code=3)
+        assert "cannot listen" in refusal("serve", model_folder, "--port", taken.getsockname()[1], code=3)
 
 
 @contextlib.contextmanager
 def serving(*arguments, log):
-    """The URL that the command prints and its process; it ends with SIGTERM, with exit code 0."""
+    """The URL that the command prints; it ends with SIGTERM, with exit code 0."""
     command = [sys.executable, "-m", "agent_r1_trl.cli", "serve", *map(str, arguments)]
     with open(log, "w") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ)
@@ -118,7 +88,7 @@ def serving(*arguments, log):
             raise AssertionError(Path(log).read_text()[-4000:])
         assert any(line.startswith("curl -s http://127.0.0.1:") for line in printed)
         (url,) = re.findall(r": (http://127.0.0.1:\d+/v1)\n", "".join(printed))  # other packages print as well
-        yield url, "".join(printed), process
+        yield url
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -129,22 +99,13 @@ def serving(*arguments, log):
 @pytest.mark.slow
 def test_the_agent_is_served_until_it_is_told_to_end(recipe, model_folder, tmp_path):
     recipe()
-    with serving(
-        "--agent",
-        model_folder,
-        "--port",
-        0,
-        "--tools",
-        "task.py:add",
-        "--max_tokens_per_turn",
-        4,
-        log=tmp_path / "log",
-    ) as (url, _, _):
+    options = ("--port", 0, "--tools", "task.py:add", "--max_tokens_per_turn", 4)
+    with serving(model_folder, *options, log=tmp_path / "log") as url:
         body = {"model": model_folder.name, "messages": [{"role": "user", "content": "hi"}]}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as answer:
-            assert json.load(answer)["choices"][0]["message"]["agent"]["events"]
+            assert json.load(answer)["choices"][0]["message"]["agent"]["num_turns"] >= 1
 
 
 @pytest.fixture(scope="module")
@@ -218,31 +179,30 @@ def check_evaluation(url):
         evaluate(Endpoint(url, "nobody"), AddEnv, None, rows)
 
 
+@contextlib.contextmanager
+def merged_and_served(model, folder, name, length):
+    """The URL of vLLM's server for a model, as the page says: `merge`, then vLLM with the tool parser."""
+    plain = folder / "plain"
+    assert main(["merge", str(model), "--output_dir", str(plain)]) == 0
+    options = ["--served-model-name", name, "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    with vllm_server(plain, folder, *options, "--max-model-len", str(length)) as url:
+        yield f"{url}/v1"
+
+
 @pytest.mark.vllm
-def test_an_adapter_is_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(
-    calling_adapter, tmp_path, monkeypatch
+def test_an_adapter_is_merged_and_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(
+    calling_adapter, tmp_path
 ):
     openai = pytest.importorskip("openai")
-    before = {path.name: path.read_bytes() for path in calling_adapter.iterdir()}
-    with serving(
-        calling_adapter, "--port", free_port(), "--served_name", "caller", "--vllm_options",
-        "--max-model-len 1024 --max-num-seqs 4", log=tmp_path / "log",
-    ) as (url, printed, process):  # fmt: skip
-        assert 'model="caller"' in printed
+    with merged_and_served(calling_adapter, tmp_path, "caller", 1024) as url:
         client = openai.OpenAI(base_url=url, api_key="none")
         answer = client.chat.completions.create(
-            model="caller", messages=QUESTION, tools=[TOOL],
-            temperature=0, max_tokens=64,
-        )  # fmt: skip
+            model="caller", messages=QUESTION, tools=[TOOL], temperature=0, max_tokens=64
+        )
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls", (choice.message.content, answer.usage.prompt_tokens)
         (made,) = choice.message.tool_calls
         assert made.function.name == "add" and json.loads(made.function.arguments) == {"a": 2, "b": 3}
-        assert tokenized(url, messages=QUESTION, tools=[TOOL]) == ChatFormat(make_tokenizer("qwen2_5")).encode_prompt(
-            QUESTION, [TOOL]
-        )
+        expected = ChatFormat(make_tokenizer("qwen2_5")).encode_prompt(QUESTION, [TOOL])
+        assert tokenized(url, messages=QUESTION, tools=[TOOL]) == expected
         check_evaluation(url)
-        check_chat(monkeypatch, tmp_path, calling_adapter.parent / "base", "--server", url.removesuffix("/v1"))
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert children and not [child for child in children if Path(f"/proc/{child}").exists()]
-    assert {path.name: path.read_bytes() for path in calling_adapter.iterdir()} == before

@@ -1,4 +1,4 @@
-"""The settings of `doctor`, of its trial (`--run`) and of `memory`."""
+"""The settings of `doctor` and of `memory`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ class DoctorArguments(TaskArguments, TemplateArguments):
         """See `TemplateArguments`; the context policy has a say as well."""
         options = super().chat_options()
         return options | format_options(self.thinking, self.context.policy, options["chat_template_kwargs"])
-
-
-@dataclass
-class TrialArguments(CommandArguments):
-    """Settings of `doctor --run` beside those of `train`."""
-
-    run: bool = setting(False, "Train two real steps of the recipe, in a temporary folder, and say what they took.")
-    run_tokens: Count = setting(512, "With --run: tokens of a trajectory after the prompt, at most the recipe's.")
-    run_turns: Count = setting(4, "With --run: turns of a trajectory, at most the recipe's max_turns.")
 
 
 @dataclass

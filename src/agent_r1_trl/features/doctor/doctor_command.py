@@ -2,7 +2,6 @@
 
     agent-r1-trl doctor --config recipe.yaml
     agent-r1-trl doctor --model Qwen/Qwen3-0.6B --env my_module.MyEnv --dataset data.jsonl
-    agent-r1-trl doctor --run --config recipe.yaml
 
 Exit code 0: no errors. 1: errors that would spoil a run. 2: the checks could not start.
 """
@@ -21,11 +20,10 @@ from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.loading import is_local
 from agent_r1_trl.features.doctor.checks import run_doctor
-from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, TrialArguments
+from agent_r1_trl.features.doctor.command_arguments import DoctorArguments
 from agent_r1_trl.features.doctor.memory import report_memory
 from agent_r1_trl.features.doctor.memory_command import estimate_recipe
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
-from agent_r1_trl.features.doctor.run_command import run_trial
 from agent_r1_trl.trainers.metrics import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"
@@ -33,12 +31,8 @@ COMMAND = "agent-r1-trl doctor"
 
 def run(argv: Sequence[str]) -> int:
     """Run the checks; returns the exit code."""
-    if "--run" in argv:
-        return run_trial(argv)
-    elsewhere = (TrialArguments, *OF_RECIPES)
-    about = "Check a run before it starts; with --run, by two real steps (--run --help lists the settings of those)."
-    kinds, modes = (DoctorArguments,), {"--run": elsewhere}
-    parser = RecipeParser(kinds, command=COMMAND, about=about, elsewhere=elsewhere, modes=modes)
+    about = "Check a run before it starts."
+    parser = RecipeParser((DoctorArguments,), command=COMMAND, about=about, elsewhere=OF_RECIPES)
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to examine.")

@@ -370,19 +370,17 @@ def find_savings(shape: ModelShape, setup: MemorySetup) -> dict[str, float]:
     return {change: peaks[change] for change in sorted(peaks, key=peaks.__getitem__) if peaks[change] < now}
 
 
-def report_memory(
-    report: Report, estimate: Estimate, savings: dict[str, float], *, has_gpu: bool, note: str = ""
-) -> None:
+def report_memory(report: Report, estimate: Estimate, savings: dict[str, float], *, has_gpu: bool) -> None:
     """Add the estimate as a finding; a verdict only where there is a GPU to compare it with.
 
     It is no error: the launch, which the doctor does not know, may divide what lies on one GPU here.
     """
     text = f"By formula the recipe needs {estimate.peak / GIB:.1f} GiB at its peak on each GPU"
     if not has_gpu:
-        report.skip("memory", f"{text}; this machine has none. agent-r1-trl memory says what it consists of.{note}")
+        report.skip("memory", f"{text}; this machine has none. agent-r1-trl memory says what it consists of.")
     elif estimate.verdict == "fits":
-        report.ok("memory", f"{text}, of {estimate.gpu_memory_gb:.0f}.{note}")
+        report.ok("memory", f"{text}, of {estimate.gpu_memory_gb:.0f}.")
     else:
         changes = " or ".join(list(savings)[:2]) or "use_peft: true"
         fix = f"Set, or launch with, {changes}. agent-r1-trl memory --accelerate_config reckons with your launch."
-        report.warning("memory", f"{text}, of {estimate.gpu_memory_gb:.0f}: {estimate.verdict}.{note}", fix)
+        report.warning("memory", f"{text}, of {estimate.gpu_memory_gb:.0f}: {estimate.verdict}.", fix)

@@ -19,13 +19,13 @@ from rich import box
 from rich.table import Table
 from transformers import AutoConfig
 
-from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments
+from agent_r1_trl.cli.arguments import TrainArguments
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.train import find_trainer, trainer_class
-from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments, TrialArguments
+from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments
 from agent_r1_trl.features.doctor.memory import (
     GIB,
     PHASES,
@@ -92,7 +92,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[dict[str, Any], ModelConfig]:
     """
     kinds = (MemoryArguments, TrainArguments, trainer_class(find_trainer(argv)).config_class, ModelConfig)
     about = "Estimate the memory that a recipe needs on each GPU."
-    elsewhere = (*OF_RECIPES, EvalArguments, DoctorArguments, TrialArguments)
+    elsewhere = (*OF_RECIPES, DoctorArguments)
     parser = RecipeParser(kinds, command=COMMAND, about=about, elsewhere=elsewhere)
     parser.read(argv)
     settings = {name: getattr(value, "value", value) for name, value in parser.settings.items()}

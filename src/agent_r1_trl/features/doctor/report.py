@@ -26,9 +26,8 @@ class Finding:
     fix: str = ""
     """What to change; empty for ok and skipped."""
     check: str = ""
-    """What was examined: model, tokenizer, chat template, parser, masks, prompts, precision, memory; of a trial
-    trial, speed, rollout, numbers, time, sampler; in the report of `check_env` construction, tools, reset, step,
-    outcome, state, close, before which the doctor writes "environment: "."""
+    """What was examined: model, tokenizer, chat template, parser, masks, prompts, precision, memory; in the report of
+    `check_env` construction, tools, reset, step, outcome, state, before which the doctor writes "environment: "."""
 
 
 @dataclass

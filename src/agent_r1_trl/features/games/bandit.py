@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import Given, is_readable
+from agent_r1_trl.features.games.checks import Given
 from agent_r1_trl.settings import Finite, Share
 from agent_r1_trl.trajectory import Trajectory
 
@@ -18,8 +18,7 @@ class BanditEnv(GameEnv):
     """One arm pays a small sum every time, the other a large one now and then: RAGEN's two-armed bandit.
 
     The level says which arm stands first and which of the two is risky, for example `Dragon (risky), Phoenix (sure)`.
-    The model sees the names only. Both arms of a pull are decided by one random number, so with
-    `share_dynamics_seed` the members of a group that pull the same arm earn the same.
+    The model sees the names only. Both arms of a pull are decided by one random number.
 
     The outcome is 0: pulls pay at once, as turn rewards. Info: `success`, the share of the `max_actions` pulls that
     went to the arm that pays more on average; a pull that was not made went to none.
@@ -44,14 +43,6 @@ class BanditEnv(GameEnv):
     sure_reward: Finite = 0.1
     risky_reward: Finite = 1.0
     risky_probability: Share = 0.25
-
-    def __init__(self, **settings: Any) -> None:
-        if settings.get("actions") is not None:
-            raise ValueError(
-                f"BanditEnv.actions={settings['actions']!r:.200}: the actions are the names of the arms; set arms to "
-                "pairs [[sure, risky], ...] instead."
-            )
-        super().__init__(**settings)
 
     @property
     def better(self) -> str:
@@ -84,7 +75,7 @@ class BanditEnv(GameEnv):
         names, kinds = [name.strip() for name, _, _ in parts], [kind.rstrip(")") for _, _, kind in parts]
         if sorted(kinds) != [RISKY, SURE] or not all(names) or names[0].casefold() == names[1].casefold():
             raise ValueError(f"BanditEnv.reset: level={level!r:.200} must be like 'Dragon (risky), Phoenix (sure)'.")
-        self._names = self.names = tuple(names)
+        self.names = tuple(names)
         self.kinds = tuple(kinds)
         self._last = ""
         self.pulled: list[str] = []
@@ -136,5 +127,5 @@ def _are_pairs(arms: Any, separator: str) -> bool:
         return False
     names = [name for pair in arms for name in pair]
     are_names = all(isinstance(name, str) and name and not set("(),") & set(name) for name in names)
-    are_names = are_names and all(is_readable(name, separator) for name in names)
+    are_names = are_names and all(name == name.strip() and separator not in name for name in names)
     return are_names and all(len(pair) == 2 and pair[0].casefold() != pair[1].casefold() for pair in arms)

@@ -21,21 +21,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.features.games.checks import (
     AROUND,
-    Given,
     Tag,
-    check_names,
     check_seed,
     has_no_text,
     shown,
 )
-from agent_r1_trl.rewards import extract_answer, strip_reasoning
+from agent_r1_trl.rewards import extract_answer
 from agent_r1_trl.settings import Count, Finite, Flag, OneOf, Words
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
 
@@ -53,24 +51,20 @@ class GameEnv(ToolEnv):
     nothing could be played costs the same, and after `max_idle_turns` of them the game is lost.
 
     A row of the data set may have the columns `seed` (of the level), `level` (the level itself: text, or a list of its
-    lines), `options` (settings of the game for this row, by name) and `prompt` (what the user says before the game
-    begins). A row without `seed` and `level` gets a level that all members of its group share.
+    lines) and `prompt` (what the user says before the game begins). A row without `seed` and `level` gets a level that
+    all members of its group share.
 
     Info: `success`, `num_actions`, `num_effective_actions`, `num_invalid_turns`, and what `metrics` adds.
 
     Args:
         action_format: "text" or "tool".
-        actions: names of the actions, in the order of the class; matched without regard to case.
         max_actions: number of actions after which the game is lost.
         max_actions_per_turn: maximum number of actions that are played in one turn; further ones are left out, and
             the model is told.
         max_idle_turns: number of turns without any action after which the game is lost.
         separator: text between two actions of a turn.
-        answer_tag: tag around the actions in the format "text"; "" if the whole text (without the reasoning) holds
-            them.
+        answer_tag: tag around the actions in the format "text".
         invalid_action_reward: reward of a turn with an action that the game does not know, or without any action.
-        share_dynamics_seed: True if all members of a group meet the same random events (the same slips); False if
-            each draws its own.
         show_actions_left: whether observations say how many actions are left.
         **settings: settings of `ToolEnv`.
 
@@ -78,7 +72,8 @@ class GameEnv(ToolEnv):
         ValueError: a setting is out of range.
     """
 
-    actions: Annotated[Sequence[str], Given()] = ()
+    actions: ClassVar[tuple[str, ...]] = ()
+    """Names of the actions, matched without regard to case."""
     noun: str = "action"
     """What an action is called in the prompt."""
     action_format: Annotated[str, OneOf("text", "tool")] = "text"
@@ -88,12 +83,9 @@ class GameEnv(ToolEnv):
     separator: Words = "||"
     answer_tag: Annotated[str, Tag()] = "answer"
     invalid_action_reward: Finite = -0.1
-    share_dynamics_seed: Flag = False
     show_actions_left: Flag = True
     failure_reward = 0.0
     on_resume = "replay"  # the same seed and the same actions lead to the same state
-    row_options: tuple[str, ...] = ("max_actions", "max_actions_per_turn")
-    """Settings that the column `options` may hold."""
 
     is_over: bool = False
     """Set by `act` when the game has ended."""
@@ -104,8 +96,9 @@ class GameEnv(ToolEnv):
     _reset_seed = 0
     _dynamics_seed = 0
 
-    def __init__(self, *, actions: Sequence[str] | None = None, **settings: Any) -> None:
-        self._names = tuple(type(self).actions if actions is None else actions)
+    def __init__(self, **settings: Any) -> None:
+        self.names = self.actions
+        """What the model reads and writes for `actions`."""
         if settings.get("action_format", self.action_format) == "tool":
             settings["tools"] = ["play", *settings.get("tools", ())]
         super().__init__(**settings)
@@ -147,14 +140,14 @@ class GameEnv(ToolEnv):
             ActionError: it names none.
         """
         names = {text.strip().casefold(), text.strip(AROUND).casefold()}
-        for action, written in self._written.items():
+        for action, written in zip(self.actions, self.names, strict=True):
             if written.casefold() in names:
                 return action
-        raise ActionError(f"{shown(text)} is not an action (actions: {', '.join(self._written.values())})")
+        raise ActionError(f"{shown(text)} is not an action (actions: {', '.join(self.names)})")
 
     def example_actions(self) -> list[str]:
         """Two actions to show how they are written."""
-        return (list(self._written.values()) * 2)[:2]
+        return (list(self.names) * 2)[:2]
 
     def read_row(self, example: Mapping[str, Any]) -> str:
         """The level of a row of the data set.
@@ -190,14 +183,13 @@ class GameEnv(ToolEnv):
         """Start a game.
 
         Raises:
-            ValueError: a column holds no level, seed or options of this game.
+            ValueError: a column holds no level or seed of this game.
         """
         prompt: list[Message] = []
         if not isinstance(example, Mapping) or not has_no_text(example.get("prompt")):
             prompt = prompt_messages(example, type(self).__name__)
-        self._take_options(example.get("options"))
         self.level = self.read_row(example)
-        self.random = random.Random(self._reset_seed if self.share_dynamics_seed else self._dynamics_seed)
+        self.random = random.Random(self._dynamics_seed)
         self.num_actions = self.num_effective_actions = self.num_invalid_turns = self.num_idle_turns = 0
         self.is_over = self.is_won = False
         self._start_turn()
@@ -216,14 +208,12 @@ class GameEnv(ToolEnv):
     def how_to_act(self) -> str:
         """How the model writes its actions."""
         most, examples = self.max_actions_per_turn, self.example_actions()
-        legal = f"Actions: {', '.join(self._written.values())}. " if self._written else ""
+        legal = f"Actions: {', '.join(self.names)}. " if self.names else ""
         up_to = f"up to {most} {self.noun}s" if most > 1 else f"one {self.noun}"
         if self.action_format == "tool":
             return f"{legal}In each turn, call the tool play with {up_to}."
         example = f" {self.separator} ".join(examples[:most])
         separated = f", separated by {self.separator}" if most > 1 else ""
-        if not self.answer_tag:
-            return f"{legal}In each turn, write {up_to}{separated}, and nothing else, for example: {example}"
         tag = self.answer_tag
         return f"{legal}In each turn, write {up_to}{separated} in this form: <{tag}>{example}</{tag}>"
 
@@ -259,8 +249,7 @@ class GameEnv(ToolEnv):
         """In the format "text": the state after the actions that the message holds."""
         if self.action_format == "tool":
             return None
-        text = str(message.get("content") or "")
-        answer = extract_answer(text, self.answer_tag) if self.answer_tag else strip_reasoning(text)
+        answer = extract_answer(str(message.get("content") or ""), self.answer_tag)
         if not (answer or "").strip():
             return f"There was no action in your turn. {self.how_to_act()}\n{self._state()}"
         return self.play(self.split_actions(answer or ""))
@@ -309,11 +298,6 @@ class GameEnv(ToolEnv):
 
     # ---------------------------------------------------------------- internal
 
-    @property
-    def _written(self) -> dict[str, str]:
-        """Names of the actions in the class -> the names that the model reads and writes."""
-        return dict(zip(type(self).actions, self._names, strict=True))
-
     def _start_turn(self) -> None:
         self._turn_actions = 0
         self._turn_parts: dict[str, float] = {}
@@ -335,25 +319,6 @@ class GameEnv(ToolEnv):
             return self.describe()
         return f"{self.describe()}\n{self.noun.capitalize()}s left: {self.max_actions - self.num_actions}"
 
-    def _take_options(self, options: Any) -> None:
-        if options is None:
-            return
-        owner = type(self).__name__
-        if not isinstance(options, Mapping):
-            raise ValueError(f"{owner}.reset: options={options!r:.200} must be a dict of settings of the game.")
-        # `datasets` gives every dict of a column the keys of all dicts.
-        options = {name: value for name, value in options.items() if value is not None}
-        unknown = sorted(set(options) - set(self.row_options))
-        if unknown:
-            raise ValueError(
-                f"{owner}.reset: options={options!r:.200} names {', '.join(unknown)}; a row may set "
-                f"{', '.join(self.row_options)}."
-            )
-        for name, value in options.items():
-            setattr(self, name, value)
-        self._check_settings()
-
     def _check_settings(self) -> None:
         super()._check_settings()
-        check_names(type(self).__name__, self._names, type(self).actions, self.separator)
         self.check_options()

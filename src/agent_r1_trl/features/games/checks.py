@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
@@ -18,18 +18,17 @@ _MAX_SHOWN = 40
 
 
 class Tag(Rule):
-    """The bare name of a tag, or ""."""
+    """The bare name of a tag."""
 
     def accepts(self, value: Any) -> bool:
         """See `Rule`."""
         with contextlib.suppress(ValueError):
-            if value != "":
-                check_answer_tag("", value)
+            check_answer_tag("", value)
             return True
         return False
 
     def __str__(self) -> str:
-        return "the bare name of a tag other than that of the reasoning, or an empty text"
+        return "the bare name of a tag other than that of the reasoning"
 
 
 class TwoNumbers(Rule):
@@ -72,31 +71,6 @@ def check_seed(owner: str, seed: Any) -> int | None:
     if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
         raise ValueError(f"{owner}.reset: seed={seed!r:.200} must be an integer >= 0, or None.")
     return int(seed)
-
-
-def check_names(owner: str, names: Sequence[Any], known: Sequence[str], separator: str) -> None:
-    """Check the setting `actions`: each name is another one, and the model can write it.
-
-    Raises:
-        ValueError: the message names the setting.
-    """
-    shown = [name.casefold() if isinstance(name, str) else "" for name in names]
-    if len(shown) != len(known) or len(set(shown)) < len(shown) or not all(shown):
-        raise ValueError(
-            f"{owner}.actions={names!r:.200}: must be {len(known)} different names, for {', '.join(known)} in this "
-            "order."
-        )
-    unread = [name for name in names if not is_readable(name, separator)]
-    if unread:
-        raise ValueError(
-            f"{owner}.actions={names!r:.200}: {unread[0]!r} could not be read back, because of white space around it "
-            f"or because it holds the separator {separator!r}. Choose another name, or another separator."
-        )
-
-
-def is_readable(name: str, separator: str) -> bool:
-    """Whether a name that the model writes between separators is found again."""
-    return name == name.strip() and separator not in name
 
 
 def load_package(name: str, owner: str) -> Any:

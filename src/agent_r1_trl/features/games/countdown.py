@@ -66,7 +66,6 @@ class CountdownEnv(GameEnv):
     operators: Annotated[Sequence[str], SomeOf(*"+-*/")] = ("+", "-", "*", "/")
     must_use_all: Flag = False
     format_reward: Finite = 0.1
-    row_options = (*GameEnv.row_options, "num_numbers", "max_number", "target", "operators", "must_use_all")
 
     def rules(self) -> str:
         """The aim."""

@@ -45,7 +45,6 @@ class FrozenLakeEnv(GameEnv):
     is_slippery: Flag = True
     success_rate: PositiveShare = 1 / 3
     symbols: Annotated[Mapping[str, str], Symbols(*SYMBOLS)] = SYMBOLS
-    row_options = (*GameEnv.row_options, "size", "ice_share", "is_slippery", "success_rate")
 
     def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
         self._gymnasium = load_package(_MODULE, type(self).__name__)

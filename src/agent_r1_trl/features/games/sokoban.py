@@ -75,7 +75,6 @@ class SokobanEnv(GameEnv):
     step_reward: Finite = -0.1
     box_reward: Finite = 1.0
     symbols: Annotated[Mapping[str, str], Symbols(*SYMBOLS)] = SYMBOLS
-    row_options = (*GameEnv.row_options, "room", "num_boxes", "wall_share", "min_moves")
 
     def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
         super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)

@@ -106,9 +106,8 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
         for kind, patterns in (KINDS | (CRITIC if arguments.critic else {})).items()
     }
     if not (found["weights"] and found["configuration"]):
-        shards = (
-            "merge DeepSpeed's shards first (agent-r1-trl merge), or " if any(folder.glob("*/*_states.pt")) else ""
-        )
+        is_sharded = any(folder.glob("*/*_states.pt"))
+        shards = "DeepSpeed's shards through its zero_to_fp32.py first, or " if is_sharded else ""
         raise UsageError(
             f"{str(folder)!r}: is no directory with weights and their configuration. Pass {shards}one that save_model "
             "or a checkpoint wrote."

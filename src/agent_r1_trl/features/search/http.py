@@ -13,9 +13,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -40,15 +38,13 @@ class HttpRetriever:
     """Search on another machine; may be used from many threads at once.
 
     What fails after all attempts is an `InfrastructureError`, which ends the trajectory and is never charged to the
-    policy. A request that the server refuses is made again with each query alone, so that one query that it cannot
-    stand spoils no other trajectory.
+    policy.
 
     Args:
         url: address of the server; without a path, `/retrieve` is added.
         timeout_s: seconds that one request may take.
         attempts: how often a request is made when the connection fails or the server is overloaded.
         max_connections: requests under way at the same time, and connections kept open.
-        max_batch: queries of one request.
         headers: of every request, such as {"Authorization": ...}.
 
     Raises:
@@ -62,23 +58,22 @@ class HttpRetriever:
         timeout_s: float = 10.0,
         attempts: int = 3,
         max_connections: int = 4,
-        max_batch: int = 64,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.url = full_url(url)
         check_value("timeout_s", timeout_s, Seconds)
-        for label, value in {"attempts": attempts, "max_connections": max_connections, "max_batch": max_batch}.items():
+        for label, value in {"attempts": attempts, "max_connections": max_connections}.items():
             check_value(label, value, Count)
         self.timeout_s, self.attempts, self.max_connections = timeout_s, attempts, max_connections
-        self.max_batch, self.headers = max_batch, dict(headers or {})
+        self.headers = dict(headers or {})
         self._start()
 
     def _start(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._made: httpx.Client | None = None
-        batcher = QueryBatcher(self._send, max_flights=self.max_connections, max_batch=self.max_batch)
-        self._ask_or_remember = functools.lru_cache(NUM_KEPT)(batcher.search)
+        self._places = threading.BoundedSemaphore(self.max_connections)
+        self._ask_or_remember = functools.lru_cache(NUM_KEPT)(self._ask)
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
         """The best `k` passages, best first.
@@ -110,48 +105,31 @@ class HttpRetriever:
 
     # ---------------------------------------------------------------- requests
 
-    def _send(self, queries: list[str], k: int) -> list[list[Passage] | _RequestError]:
-        """The passages of each query, or what it failed with."""
-        try:
-            return list(self._ask(queries, k, self.attempts))
-        except _RequestError as error:
-            if not error.is_answered or len(queries) == 1:
-                raise
-        answers: list[list[Passage] | _RequestError] = []
-        for query in queries:
-            try:
-                answers += self._ask([query], k, attempts=1)
-            except _RequestError as failure:
-                answers.append(failure)
-                if not failure.is_answered:  # the server is gone: it is not waited for once per query
-                    return answers + [failure] * (len(queries) - len(answers))
-        return answers
-
-    def _ask(self, queries: list[str], k: int, attempts: int) -> list[list[Passage]]:
+    def _ask(self, query: str, k: int) -> list[Passage]:
         from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
         retrying = Retrying(
             retry=retry_if_exception(lambda error: isinstance(error, _RequestError) and error.is_repeatable),
-            stop=stop_after_attempt(attempts),
+            stop=stop_after_attempt(self.attempts),
             wait=wait_exponential(RETRY_WAIT_S, max=MAX_RETRY_WAIT_S) + wait_random(0, RETRY_WAIT_S / 2),
             reraise=True,
         )
-        return retrying(self._ask_once, queries, k)
+        with self._places:
+            return retrying(self._ask_once, query, k)
 
-    def _ask_once(self, queries: list[str], k: int) -> list[list[Passage]]:
+    def _ask_once(self, query: str, k: int) -> list[Passage]:
         import httpx
 
-        body = {"queries": queries, "topk": k, "return_scores": True}
+        body = {"queries": [query], "topk": k, "return_scores": True}
         try:
             response = self._client().post(self.url, json=body)
         except httpx.HTTPError as error:
-            text = f"no answer ({type(error).__name__}: {error})"
-            raise _RequestError(text, is_repeatable=True, is_answered=False) from error
+            raise _RequestError(f"no answer ({type(error).__name__}: {error})", is_repeatable=True) from error
         if response.status_code != 200:
             text = f"answered with status {response.status_code}: {response.text[:200]!r}"
             raise _RequestError(text, is_repeatable=response.status_code in _AGAIN)
         try:
-            return read_answer(response.json(), len(queries))
+            return read_answer(response.json())
         except ValueError as error:
             raise _RequestError(f"{error}. Is this a server of Search-R1's protocol?") from error
 
@@ -168,84 +146,18 @@ class HttpRetriever:
 
 
 class _RequestError(Exception):
-    """A request that failed; `is_answered` if the server is there."""
+    """A request that failed."""
 
-    def __init__(self, message: str, *, is_repeatable: bool = False, is_answered: bool = True) -> None:
+    def __init__(self, message: str, *, is_repeatable: bool = False) -> None:
         super().__init__(message)
-        self.is_repeatable, self.is_answered = is_repeatable, is_answered
-
-
-# -------------------------------------------------------------------- few requests
-
-
-@dataclass(eq=False)
-class _Search:
-    query: str
-    k: int
-    answer: Future[Any] = field(default_factory=Future)
-
-
-class QueryBatcher:
-    """Joins the searches of many threads into few requests, without a thread and without a delay of its own.
-
-    A search that finds a free place leaves at once. Searches that come while all places are taken wait; as soon as one
-    is free, one of them leaves and takes along as many of the others as one request may hold.
-
-    Args:
-        send: takes queries and the `k` that they share; returns an answer, or an exception, for each of them.
-        max_flights: requests that are under way at the same time.
-        max_batch: queries of one request.
-    """
-
-    def __init__(self, send: Callable[[list[str], int], Sequence[Any]], *, max_flights: int, max_batch: int) -> None:
-        self._send, self._max_batch = send, max_batch
-        self._num_places = max_flights
-        self._waiting: list[_Search] = []
-        self._changed = threading.Condition()
-
-    def search(self, query: str, k: int) -> Any:
-        """The answer to one query; blocks until it is there.
-
-        Raises:
-            Exception: what `send` raised or returned for this query.
-        """
-        mine = _Search(query, k)
-        batch: list[_Search] = []
-        with self._changed:
-            self._waiting.append(mine)
-            self._changed.wait_for(lambda: mine not in self._waiting or self._num_places > 0)
-            if mine in self._waiting:
-                others = [search for search in self._waiting if search is not mine and search.k == k]
-                batch = [mine, *others][: self._max_batch]
-                self._waiting = [search for search in self._waiting if search not in batch]
-                self._num_places -= 1
-                self._changed.notify_all()
-        if batch:
-            self._fly(batch)
-        return mine.answer.result()
-
-    def _fly(self, batch: list[_Search]) -> None:
-        answers: Sequence[Any] = [RuntimeError("the search was interrupted")] * len(batch)  # Ctrl-C frees the others
-        try:
-            answers = self._send([search.query for search in batch], batch[0].k)
-        except Exception as error:
-            answers = [error] * len(batch)
-        finally:
-            for search, answer in zip(batch, answers, strict=True):
-                if isinstance(answer, Exception):
-                    search.answer.set_exception(answer)
-                else:
-                    search.answer.set_result(answer)
-            with self._changed:
-                self._num_places += 1
-                self._changed.notify_all()
+        self.is_repeatable = is_repeatable
 
 
 # -------------------------------------------------------------------- the protocol
 
 
-def read_answer(answer: Any, num_queries: int) -> list[list[Passage]]:
-    """The passages of each query.
+def read_answer(answer: Any) -> list[Passage]:
+    """The passages of the one query.
 
     Raises:
         ValueError: the answer has another form.
@@ -253,11 +165,11 @@ def read_answer(answer: Any, num_queries: int) -> list[list[Passage]]:
     result = answer.get("result") if isinstance(answer, Mapping) else None
     if not isinstance(result, list):
         raise ValueError(f'the answer must be {{"result": [...]}}, not {answer!r:.200}')
-    if num_queries == 1 and not any(isinstance(hits, list) for hits in result) and result:
-        result = [result]  # one list for the one query
-    if len(result) != num_queries or not all(isinstance(hits, list) for hits in result):
-        raise ValueError(f"the answer must have one list for each of {num_queries} queries, not {result!r:.200}")
-    return [[read_hit(hit) for hit in hits] for hits in result]
+    if not any(isinstance(hits, list) for hits in result) and result:
+        result = [result]  # some servers give one query one list
+    if len(result) != 1 or not isinstance(result[0], list):
+        raise ValueError(f"the answer must have one list for the one query, not {result!r:.200}")
+    return [read_hit(hit) for hit in result[0]]
 
 
 def read_hit(hit: Any) -> Passage:

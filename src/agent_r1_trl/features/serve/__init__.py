@@ -1,6 +1,5 @@
 """A person in place of the data set: conversations over several messages, played by the training rollout."""
 
-from agent_r1_trl.features.serve.events import Event
-from agent_r1_trl.features.serve.session import Conversation, ConversationError
+from agent_r1_trl.features.serve.session import Conversation, ConversationError, Event
 
 __all__ = ["Conversation", "ConversationError", "Event"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable
@@ -11,12 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.evaluation.agent import Agent
-from agent_r1_trl.features.serve.events import Event
 from agent_r1_trl.features.serve.openai_api import (
     APIError,
     ChatAnswer,
     ChatRequest,
-    event_record,
     finish_reason,
     read_request,
 )
@@ -108,17 +105,15 @@ class AgentServer:
         asked = read_request(body, model=self.name)
         if asked.stream:
             return await self._stream(request, asked)
-        events: list[Event] = []
-        trajectory = await self._play(asked, events.append)
-        return web.json_response(ChatAnswer(self.name).whole(trajectory, _joined(events)))
+        return web.json_response(ChatAnswer(self.name).whole(await self._play(asked)))
 
-    async def _play(self, asked: ChatRequest, tell: Callable[[Event], None]) -> Trajectory:
+    async def _play(self, asked: ChatRequest) -> Trajectory:
         agent = self._agent
         if asked.limit is not None:
             limit = min(asked.limit, agent.limits.max_completion_length or asked.limit)
             agent = replace(agent, limits=replace(agent.limits, max_completion_length=limit))
         params, seed = asked.params(self._params), self._seed if asked.seed is None else asked.seed
-        conversation = Conversation(agent, self._env_factory, params=params, seed=seed, row=self._row, on_event=tell)
+        conversation = Conversation(agent, self._env_factory, params=params, seed=seed, row=self._row)
         async with self._places:
             try:
                 return await conversation.say(asked.prompt)
@@ -132,55 +127,29 @@ class AgentServer:
                 await conversation.close()
 
     async def _stream(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
-        """Server-sent events: what happens in `delta.agent`, then the answer in `delta.content`."""
+        """Server-sent events, for clients that ask for them: the whole answer is one piece, since tools run first."""
         from aiohttp import web
 
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        answer, waiting = ChatAnswer(self.name), asyncio.Queue[Event | None]()
-
-        async def send(record: Any) -> None:
-            await response.write(f"data: {record if isinstance(record, str) else json.dumps(record)}\n\n".encode())
-
-        play = asyncio.ensure_future(self._play(asked, waiting.put_nowait))
-        play.add_done_callback(lambda _: waiting.put_nowait(None))
         try:
-            await send(answer.piece({"role": "assistant", "content": ""}))
-            while (event := await waiting.get()) is not None:
-                await send(answer.piece({"agent": event_record(event)}))
-            try:
-                trajectory = play.result()
-            except Exception as error:  # the status has been sent
-                await send(_as_api_error(error).body())
-                return response
-            await send(answer.piece({"content": trajectory.final_text}))
-            end = {"agent": {"kind": "end", "stop_reason": trajectory.stop_reason.value}}
-            await send(answer.piece(end, finish_reason(trajectory)))
-            if asked.stream_options.include_usage:
-                await send(answer.usage(trajectory))
-            await send("[DONE]")
-            return response
-        finally:  # a client that has gone needs no answer
-            play.cancel()
-            with contextlib.suppress(BaseException):
-                await play
+            trajectory, answer = await self._play(asked), ChatAnswer(self.name)
+        except Exception as error:  # the status has been sent
+            records: list[Any] = [_as_api_error(error).body()]
+        else:
+            delta = {"role": "assistant", "content": trajectory.final_text}
+            records = [answer.piece(delta), answer.piece({}, finish_reason(trajectory))]
+            records += [answer.usage(trajectory)] if asked.stream_options.include_usage else []
+        lines = [*map(json.dumps, records), *(["[DONE]"] if "error" not in records[0] else [])]
+        for line in lines:
+            await response.write(f"data: {line}\n\n".encode())
+        return response
 
 
 def _host_name(header: str) -> str:
     """The header Host without its port: `[::1]:8000` is ::1."""
     name = header.rpartition("]")[0].removeprefix("[") or header.partition(":")[0]
     return name.lower().rstrip(".")
-
-
-def _joined(events: list[Event]) -> list[Event]:
-    """The events with the pieces of each text put together."""
-    joined: list[Event] = []
-    for event in events:
-        if joined and event.kind == joined[-1].kind == "text":
-            joined[-1] = replace(joined[-1], text=joined[-1].text + event.text)
-        else:
-            joined.append(event)
-    return joined
 
 
 def _as_api_error(error: Exception) -> APIError:

@@ -64,6 +64,7 @@ class Screen:
     def show(self, event: Event) -> None:
         """Print an event."""
         if event.kind == "text":
+            self.end_line()
             self.write(visible(event.text))
             return
         forms = {
@@ -123,10 +124,10 @@ class Chat:
             command, _, rest = line.strip().partition(" ")
             if command == "/quit":
                 break
-            if command.startswith("/") and not command.startswith("//"):
+            if command.startswith("/"):
                 self._command(command, rest.strip())
             elif command:
-                has_failed = self._say(line.strip().removeprefix("/") if command.startswith("//") else line)
+                has_failed = self._say(line)
         self._screen.end_line()
         return has_failed
 
@@ -152,7 +153,6 @@ class Chat:
         if name == "/help":
             for command, text in COMMANDS.items():
                 screen.line(f"{command:12} {text}")
-            screen.line("A message that begins with / is written with two: //etc is a folder.")
         elif name == "/reset":
             self._runner.run(conversation.reset())
             screen.line("(a new conversation)")

@@ -39,6 +39,6 @@ def run(argv: Sequence[str]) -> int:
         if error.errno is not None:  # of the file system: a full disk, no permission
             raise DependencyError(f"output_dir={arguments.output_dir!r}: cannot be written ({error}).") from error
         raise UsageError(model_problem(arguments.model, error)) from error
-    kind = {"adapter": "adapter merged into its base", "shards": "shards gathered", "model": "copied"}[done["kind"]]
+    kind = {"adapter": "adapter merged into its base", "model": "copied"}[done["kind"]]
     print(f"{arguments.output_dir}: {done['num_parameters']:,} parameters, {done['dtype']}; {kind}")
     return 0

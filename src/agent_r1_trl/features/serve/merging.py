@@ -1,4 +1,4 @@
-"""Plain Hugging Face models from what training leaves: adapters are merged, shards gathered, critics left out."""
+"""Plain Hugging Face models from what training leaves: adapters are merged, critics left out."""
 
 from __future__ import annotations
 
@@ -6,31 +6,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.critic.adapter import is_critic_name
 from agent_r1_trl.evaluation.loading import check_model_folder, is_adapter_of_the_hub, load_agent
-
-_WEIGHTS = ("*.safetensors", "*.bin")
-_SHARDS = "*_model_states.pt"
-"""DeepSpeed's shards, in the directory that the file `latest` names."""
 
 
 def merge_model(
     source: str, output_dir: str, *, dtype: str | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Write a model that transformers, vLLM and other programs load without peft, DeepSpeed or this package.
+    """Write a model that transformers, vLLM and other programs load without peft or this package.
 
     An adapter is added to its base in float32 and rounded once. The source is left as it is.
 
     Args:
-        source: directory of a model, an adapter or a checkpoint, with DeepSpeed's shards in place of weights too; or
-            a Hub id.
+        source: directory of a model, an adapter or a checkpoint; or a Hub id.
         output_dir: a directory that does not exist yet, or is empty.
         dtype: of the weights that are written, such as "bfloat16". None: that of the source; of an adapter, that of
             its base.
         trust_remote_code: whether code that comes with the model may run.
 
     Returns:
-        What was done: `kind` ("adapter", "shards" or "model"), `dtype`, `num_parameters`.
+        What was done: `kind` ("adapter" or "model"), `dtype`, `num_parameters`.
 
     Raises:
         ValueError: there is no model in `source`, or something in `output_dir`.
@@ -42,17 +36,11 @@ def merge_model(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"output_dir={output_dir!r} is not empty. Pass a directory that does not exist yet.")
     is_adapter = check_model_folder(source) or is_adapter_of_the_hub(source)
-    shards = not is_adapter and _has_only_shards(Path(source))
-    if dtype is None and not shards:
-        dtype = _dtype_of(source, is_adapter, trust_remote_code)
-    if shards:
-        model, tokenizer = _from_shards(source, trust_remote_code)
-        dtype = dtype or str(model.dtype).removeprefix("torch.")
-    else:
-        loaded = "float32" if is_adapter else dtype
-        model, tokenizer = load_agent(
-            source, dtype=loaded, trust_remote_code=trust_remote_code, to_device=False, keep_pad_token=True
-        )
+    dtype = dtype or _dtype_of(source, is_adapter, trust_remote_code)
+    loaded = "float32" if is_adapter else dtype
+    model, tokenizer = load_agent(
+        source, dtype=loaded, trust_remote_code=trust_remote_code, to_device=False, keep_pad_token=True
+    )
     if is_adapter:
         model = _merged(model, source)
     model = model.to(getattr(torch, str(dtype)))
@@ -65,7 +53,7 @@ def merge_model(
         target.rmdir()
     unfinished.rename(target)
     return {
-        "kind": "adapter" if is_adapter else "shards" if shards else "model",
+        "kind": "adapter" if is_adapter else "model",
         "dtype": str(dtype),
         "num_parameters": model.num_parameters(),
     }
@@ -105,43 +93,3 @@ def _merged(peft_model: Any, source: str) -> Any:
     if outputs is not None and outputs.weight.data_ptr() != inputs.weight.data_ptr():
         model.config.tie_word_embeddings = False  # they are two now, and both are saved
     return model
-
-
-# ---------------------------------------------------------------- DeepSpeed
-
-
-def _has_only_shards(folder: Path) -> bool:
-    """Whether a directory holds DeepSpeed's state of the model and no weights beside it."""
-    has_weights = any(
-        path for pattern in _WEIGHTS for path in folder.glob(pattern) if path.name != "training_args.bin"
-    )
-    return not has_weights and any(folder.glob(f"*/{_SHARDS}"))
-
-
-def _from_shards(folder: str, trust_remote_code: bool) -> tuple[Any, Any]:
-    """Model and tokenizer of a ZeRO checkpoint."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise ValueError(
-            f"model={folder!r} holds the shards of DeepSpeed and no weights, and deepspeed is not installed. "
-            "Install it: pip install 'agent-r1-trl[deepspeed]'."
-        ) from error
-    state = get_fp32_state_dict_from_zero_checkpoint(folder)
-    state = {name: value for name, value in state.items() if not is_critic_name(name)}
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    missing = [name for name in missing if name not in tied]
-    if missing or unexpected:
-        raise ValueError(
-            f"model={folder!r}: the shards hold other weights than config.json describes (missing: {missing[:3]}, "
-            f"unexpected: {unexpected[:3]}). Pass a checkpoint that training wrote."
-        )
-    model.tie_weights()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    return model.to(config.dtype or torch.float32), tokenizer

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from agent_r1_trl.features.serve.events import Event
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.trajectory import Message, Trajectory
 
@@ -165,15 +163,12 @@ class ChatAnswer:
     def __init__(self, model: str) -> None:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, trajectory: Trajectory, events: Sequence[Event]) -> dict[str, Any]:
+    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
         """The answer to a request that is not streamed."""
         message = {
             "role": "assistant",
             "content": trajectory.final_text,
-            "agent": {
-                "stop_reason": trajectory.stop_reason.value,
-                "events": [event_record(event) for event in events],
-            },
+            "agent": {"stop_reason": trajectory.stop_reason.value, "num_turns": len(trajectory.turns)},
         }
         choice = {"index": 0, "message": message, "finish_reason": finish_reason(trajectory), "logprobs": None}
         return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(trajectory)}
@@ -186,11 +181,6 @@ class ChatAnswer:
     def usage(self, trajectory: Trajectory) -> dict[str, Any]:
         """The last piece of a stream that was asked for usage."""
         return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(trajectory)}
-
-
-def event_record(event: Event) -> dict[str, Any]:
-    """An event as JSON: `kind`, and what is not empty."""
-    return {name: value for name, value in asdict(event).items() if value not in ("", None, False)}
 
 
 def finish_reason(trajectory: Trajectory) -> str:

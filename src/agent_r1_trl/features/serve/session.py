@@ -11,20 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.evaluation.agent import Agent
-from agent_r1_trl.features.serve.events import Event, Listener, TextStream, from_any_thread
 from agent_r1_trl.generation.base import (
     Generation,
     Generator,
     SamplingParams,
     TrajectorySlot,
     current_slot,
-    token_listener,
 )
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest, run_trajectory
 from agent_r1_trl.rollout.context_policies import find_policy
@@ -38,6 +36,25 @@ _LIMIT_OF = {
     StopReason.INVALID_CALLS: "max_invalid_calls",
     StopReason.TIMEOUT: "rollout_timeout",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that has just happened in a conversation."""
+
+    kind: Literal["prompt", "text", "call", "observation"]
+    """`prompt`: a message that the environment put before the first turn. `text`: what the model says in a turn.
+    `call`: the model calls a tool. `observation`: what the environment answered."""
+    text: str = ""
+    name: str = ""
+    """Name of the tool; for a prompt or another observation, the role of the message."""
+    arguments: Any = None
+    """Arguments of a call as the model gave them, a dict as a rule."""
+    is_error: bool = False
+    """Whether the call of an observation failed."""
+
+
+Listener = Callable[[Event], None]
 
 
 class ConversationError(RuntimeError):
@@ -186,7 +203,7 @@ class Tape(Generator):
     Args:
         generator: the back end.
         chat: the model's chat format.
-        tell: is told what the model says, while it does.
+        tell: is told what the model says.
     """
 
     def __init__(self, generator: Generator, chat: ChatFormat, tell: Listener) -> None:
@@ -205,13 +222,11 @@ class Tape(Generator):
         self._next += 1
         if self._next <= len(self.recorded):
             return self.recorded[self._next - 1]
-        stream = TextStream(self._chat, lambda text: self._tell(Event(kind="text", text=text)))
-        token = token_listener.set(from_any_thread(stream.take))
-        try:
-            generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
-        finally:
-            token_listener.reset(token)
-        stream.finish(generation.token_ids)
+        generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+        ids = [token_id for token_id in generation.token_ids if token_id not in self._chat.stop_token_ids]
+        text = self._chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text:
+            self._tell(Event(kind="text", text=str(text)))
         self.recorded.append(generation)
         return generation
 
@@ -306,14 +321,12 @@ class Stage(EnvSession):
     def _tell_calls(self, message: Message) -> None:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
-            name, arguments = str(function.get("name")), function.get("arguments")
-            self._tell(Event(kind="call", name=name, arguments=arguments, call_id=str(call.get("id", ""))))
+            self._tell(Event(kind="call", name=str(function.get("name")), arguments=function.get("arguments")))
 
     def _tell_observations(self, result: StepResult) -> None:
         results = [item for item in result.info.get("tool_results") or () if hasattr(item, "call")]
         for item in results:
-            call = {"name": item.call.name, "call_id": str(item.call.id)}
-            self._tell(Event(kind="observation", text=item.content, is_error=item.is_error, **call))
+            self._tell(Event(kind="observation", name=item.call.name, text=item.content, is_error=item.is_error))
         for message in () if results or result.done else result.observations:
             text = str(message.get("content") or "")
             self._tell(Event(kind="observation", name=str(message.get("name") or message.get("role")), text=text))

@@ -49,8 +49,6 @@ class _ActiveRow:
             return
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
-        if self.request.on_token is not None:
-            self.request.on_token(token_id)
         if self.seen is not None:
             self.seen[token_id] = True
         is_stopped = token_id in stop_token_ids
