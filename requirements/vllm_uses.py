@@ -95,6 +95,7 @@ def collect_uses(source: Path = SOURCE, page: Path = PAGE) -> list[Use]:
         text = page.read_text(encoding="utf-8")
         uses.update(Use("option", "", option) for option in _OPTION.findall(text) if _is_vllms(option))
         uses.update(Use("variable", "", variable) for variable in _VARIABLE.findall(text))
+        uses.update(Use("program", "", program) for program in re.findall(r"-m (vllm(?:\.\w+){2,})", text))
     return sorted(uses)
 
 
@@ -107,8 +108,6 @@ def _uses_of_file(name: str, tree: ast.Module) -> Iterator[Use]:
     is_server = name.startswith("generation/vllm/")
     for text in _strings(tree):
         yield from (Use("variable", "", variable) for variable in _VARIABLE.findall(text))
-        if re.fullmatch(r"vllm(\.\w+){2,}", text):
-            yield Use("program", "", text)  # python -m
         if is_server:
             yield from (Use("option", "", option) for option in _OPTION.findall(text) if _is_vllms(option))
     if is_server:

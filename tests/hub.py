@@ -86,16 +86,6 @@ def _check_card(content: str, repo_type: str) -> None:
     tags = data.get("tags", [])
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         problems.append('"tags" must be an array of strings')
-    for entry in data.get("model-index") or []:
-        if not entry.get("name"):
-            problems.append('"model-index[0].name" is not allowed to be empty')
-        for result in entry.get("results") or [{}]:
-            for path in (("task", "type"), ("dataset", "type"), ("dataset", "name")):
-                if not result.get(path[0], {}).get(path[1]):
-                    problems.append(f'"model-index[0].results[0].{".".join(path)}" is required')
-            for metric in result.get("metrics") or [{}]:
-                if not isinstance(metric.get("type"), str) or metric.get("value") is None:
-                    problems.append('"model-index[0].results[0].metrics[0]" needs type and value')
     if repo_type == "dataset":
         for config in data.get("configs") or []:
             if not config.get("config_name") or not config.get("data_files"):
