@@ -1,4 +1,4 @@
-"""What a user gets wrong in code is refused with the flag, its value and a cure.
+"""What a user gets wrong in code is refused with the flag, its value and a fix.
 
 Covered: both configurations, tools, environments and arguments of the trainers. Not covered: the commands
 (tests/cli), what a model gets wrong (tests/rollout).
@@ -27,7 +27,7 @@ def assert_refused(make, *names):
         make()
     message = str(error.value)
     assert [name for name in names if name not in message] == [], message
-    assert CURE.search(message), f"no cure in: {message}"
+    assert CURE.search(message), f"no fix in: {message}"
 
 
 # ---------------------------------------------------------------- configuration

@@ -190,7 +190,7 @@ def test_every_benchmark_has_a_section_on_its_page_and_among_the_results():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "cure"),
+    ("arguments", "fix"),
     [
         (["--trajectories", "3"], "even number"),
         (["--turns", "1"], "2 or more"),
@@ -199,12 +199,12 @@ def test_every_benchmark_has_a_section_on_its_page_and_among_the_results():
         (["--sigma", "nan"], "finite"),
     ],
 )
-def test_a_setting_that_cannot_be_measured_is_refused(arguments, cure, capsys):
+def test_a_setting_that_cannot_be_measured_is_refused(arguments, fix, capsys):
     benchmark = load_benchmark("rollout_concurrency.py")
     with pytest.raises(SystemExit):
         benchmark.parse_arguments(arguments)
     message = capsys.readouterr().err
-    assert arguments[0] in message and cure in message
+    assert arguments[0] in message and fix in message
 
 
 def test_latencies_are_the_same_for_the_same_seed_and_have_the_median_asked_for():

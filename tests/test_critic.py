@@ -219,7 +219,7 @@ def test_loading_the_wrong_critic_says_what_to_do(tmp_path):
         load_critic(make_actor_critic("adapter"), tmp_path)
 
 
-def test_wrong_kinds_are_refused_with_the_cure():
+def test_wrong_kinds_are_refused_with_the_fix():
     with pytest.raises(ValueError, match="critic='mlp'"):
         attach_critic(make_policy(), "mlp")
     with pytest.raises(ValueError, match="peft_config="):

@@ -154,7 +154,7 @@ def test_every_listed_kind_of_adapter_takes_a_critic(kind, tmp_path):
     torch.testing.assert_close(hidden_states(again)[1], hidden_states(model)[1])
 
 
-def test_a_kind_that_a_model_takes_only_once_is_refused_and_the_cure_works():
+def test_a_kind_that_a_model_takes_only_once_is_refused_and_the_fix_works():
     config = peft.AdaLoraConfig(r=4, target_modules=TARGETS, total_step=10, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="critic='adapter' with an adapter of kind ADALORA"):
         attach_critic(make_policy(config), "adapter")
@@ -307,7 +307,7 @@ def test_the_model_critic_begins_as_the_policy_with_its_adapters(case):
     assert reached == set(critic_parameters(model)), "a parameter without a gradient stops DDP"
 
 
-def test_a_quantised_policy_is_not_copied_and_the_cure_works():
+def test_a_quantised_policy_is_not_copied_and_the_fix_works():
     model = make_policy(LoraConfig(r=4, target_modules=TARGETS))
     weight = model.base_model.model.model.layers[0].mlp.up_proj
     real, weight.weight = weight.weight, torch.nn.Parameter(weight.weight.to(torch.int8), requires_grad=False)

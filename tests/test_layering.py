@@ -13,6 +13,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -337,7 +338,13 @@ def test_no_package_is_larger_than_its_budget():
 
 # -------------------------------------------------------------------- 6. words, refusals
 
-MAX_RAISES = 15.5
+AVOIDED = re.compile(
+    r'"""(Of|The same)\b|\bcures?\b|_cure\b|\bunder way\b|\bsigns? of life\b|'
+    r"\bsettle(_\w+)?\b|\bcassette\b|\bsaid once\b",
+    re.IGNORECASE,
+)
+"""Docstrings that begin without a subject, and words for which CONTRIBUTING.md has another one."""
+MAX_RAISES = 14.8
 """`raise` per 1,000 lines of the files as they are."""
 
 
@@ -348,6 +355,16 @@ def test_no_two_classes_have_one_name():
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(SRC)))
     wrong = [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
+    assert not wrong, "\n".join(["", *wrong])
+
+
+def test_words_of_the_glossary_are_used():
+    wrong = [
+        f"{path.relative_to(SRC)}:{number} says {found[0]!r}"
+        for path in FILES.values()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (found := AVOIDED.search(line))
+    ]
     assert not wrong, "\n".join(["", *wrong])
 
 

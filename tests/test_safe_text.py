@@ -140,7 +140,7 @@ def test_a_rule_that_is_no_regular_expression_is_refused(options, message):
         SecretSettings.read("secrets", options)
 
 
-def test_the_cure_that_the_refusal_names_masks_nothing_by_name(monkeypatch):
+def test_the_fix_that_the_refusal_names_masks_nothing_by_name(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", KEY)
     safe_text.set_rules("(?!)")
     assert mask(KEY) == KEY

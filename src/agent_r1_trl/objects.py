@@ -35,7 +35,7 @@ def import_object(path: str, flag: str) -> Any:
         flag: the setting that holds the path, for errors.
 
     Raises:
-        ValueError: there is no such module or name, or the module raises; the message names flag, value and cure.
+        ValueError: there is no such module or name, or the module raises; the message names flag, value and fix.
 
     >>> import_object("math.sqrt", "reward_funcs")(9.0)
     3.0
@@ -149,7 +149,7 @@ def own_object(
         row: a type whose instances are taken as they are.
 
     Raises:
-        ValueError: there is none, or it cannot be called so; the message names flag, value, rule and cure.
+        ValueError: there is none, or it cannot be called so; the message names flag, value, rule and fix.
     """
     if isinstance(given, OwnObject):
         return given

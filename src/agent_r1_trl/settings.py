@@ -172,7 +172,7 @@ def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None
         others: name -> annotation, of fields that are inherited and have no rule of their own.
 
     Raises:
-        ValueError: names the setting, its value, the rule and the cure.
+        ValueError: names the setting, its value, the rule and the fix.
     """
     kind: Any = type(config)
     for name, group in groups_of(kind).items():
@@ -192,7 +192,7 @@ def check_value(name: str, value: Any, annotation: Any) -> None:
         annotation: such as `Count`, or `Count | None`.
 
     Raises:
-        ValueError: names the setting, its value, the rule and the cure.
+        ValueError: names the setting, its value, the rule and the fix.
     """
     rule, is_optional = _rule_of(annotation)
     if rule is not None:
@@ -260,7 +260,7 @@ class SettingsGroup:
             value: a mapping, or the JSON text of one; None or False for none; a group, which is copied.
 
         Raises:
-            ValueError: names the setting, its value, the rule and the cure.
+            ValueError: names the setting, its value, the rule and the fix.
         """
         if isinstance(value, str):
             try:
@@ -395,10 +395,10 @@ def find_unread(config: Any, needs: Iterable[Need], is_waiting: Callable[[str], 
         names = [name for name in names if plain_value(config, name) not in (None, default_of(config, name))]
         if names and not need.is_met(config):
             beside = " and ".join(shown(config, other) for other in need.beside)
-            cure = " or ".join(_way(config, other, values) for other, values in need.beside.items())
+            fix = " or ".join(_way(config, other, values) for other, values in need.beside.items())
             problems += [
                 f"{shown(config, name)} has no effect with {beside}. Remove {name} (or set it to its default, "
-                f"{default_of(config, name)!r}), or set {cure}."
+                f"{default_of(config, name)!r}), or set {fix}."
                 for name in names
             ]
     return " ".join(problems)

@@ -175,7 +175,7 @@ def test_one_number_per_trajectory_reaches_its_tokens_and_nothing_else():
     assert row.estimate(example()).advantages.tolist() == [[1, 0, 1, 0], [2, 0, 2, 0], [3, 0, 3, 0], [0, 0, 0, 0]]
 
 
-def test_what_an_estimator_must_not_return_is_refused_with_its_name_and_the_cure():
+def test_what_an_estimator_must_not_return_is_refused_with_its_name_and_the_fix():
     whole, nan = torch.zeros(4, 4), torch.full((4, 4), NAN)
     for returned, needs_critic, parts in (
         (None, False, "returned a NoneType. Return Credit("),

@@ -47,11 +47,11 @@ def test_an_image_is_refused_by_name(content):
 
 
 @pytest.mark.parametrize(
-    ("role", "cure"), [("human", "user"), ("gpt", "assistant"), ("function", "tool"), (None, "user")]
+    ("role", "fix"), [("human", "user"), ("gpt", "assistant"), ("function", "tool"), (None, "user")]
 )
-def test_a_role_that_no_template_shows_is_refused_with_the_right_one(role, cure):
+def test_a_role_that_no_template_shows_is_refused_with_the_right_one(role, fix):
     chat = ChatFormat(FAMILIES["qwen2_5"]())
-    with pytest.raises(ChatFormatError, match=f"prompt\\[1\\] has the role {role!r}.*Use the role '{cure}'"):
+    with pytest.raises(ChatFormatError, match=f"prompt\\[1\\] has the role {role!r}.*Use the role '{fix}'"):
         chat.encode_prompt([{"role": "system", "content": "s"}, {"role": role, "content": "q"}])
 
 

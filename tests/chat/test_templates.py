@@ -1,4 +1,4 @@
-"""Which template a policy is trained with: TRL's first, a known form accepted, anything else refused with a cure."""
+"""Which template a policy is trained with: TRL's first, a known form accepted, anything else refused with a fix."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_template_whose_calls_cannot_be_read_back_is_refused():
         ChatFormat(make_tokenizer("qwen2_5", chat_template=template))
 
 
-def test_an_unknown_template_that_changes_earlier_turns_is_refused_with_a_cure():
+def test_an_unknown_template_that_changes_earlier_turns_is_refused_with_a_fix():
     forgetful = CHATML.replace(
         "{{ message.content }}", "{{ message.content }}{% if loop.last %}<think></think>{% endif %}"
     )

@@ -101,7 +101,7 @@ def recipe(tmp_path, monkeypatch, model_folder):
 def refusal(capsys):
     """`refusal("train", "--config", ...)` is the one message of a command that must end with exit code 2, or `code`.
 
-    The law for all of them: no traceback, one line, and a cure.
+    The law for all of them: no traceback, one line, and a fix.
     """
 
     def run(*arguments, code=2):
@@ -110,7 +110,7 @@ def refusal(capsys):
         errors = capsys.readouterr().err
         assert "Traceback" not in errors
         (message,) = [line for line in errors.splitlines() if line.startswith("error: ")]
-        assert CURE.search(message), f"no cure in: {message}"
+        assert CURE.search(message), f"no fix in: {message}"
         return message.removeprefix("error: ")
 
     return run

@@ -224,8 +224,8 @@ TRAIN = {
     "a file for a folder": ({"output_dir": "task.py"}, "output_dir='task.py'"),
     "a folder under a file": ({"output_dir": "task.py/out"}, "output_dir='task.py/out'"),
     "a folder nobody may make": ({"output_dir": "/proc/out"}, "output_dir='/proc/out'"),
-    # What transformers, PEFT and TRL refuse gets a cure from us.
-    "groups that do not fill a batch": ({"num_generations": 3}, "num_generations .*Cure: .*per_device_train"),
+    # What transformers, PEFT and TRL refuse gets a fix from us.
+    "groups that do not fill a batch": ({"num_generations": 3}, "num_generations .*Fix: .*per_device_train"),
     "layers that are not there": ({"use_peft": True, "lora_target_modules": ["nope"]}, "nope.*set lora_target"),
     "attention that is not installed": (
         {"attn_implementation": "flash_attention_2"},

@@ -39,7 +39,7 @@ def test_the_folder_of_a_run_is_no_checkpoint_and_the_newest_whole_one_in_it_is_
     assert "out/checkpoint-1', the newest whole one" in refusal(*recipe_of_run, "--resume_from_checkpoint", "out")
 
 
-def test_another_seed_is_refused_with_the_cure(recipe_of_run, refusal):
+def test_another_seed_is_refused_with_the_fix(recipe_of_run, refusal):
     assert "Start it with seed=3, or set resume_without: [data]" in refusal(*recipe_of_run, "--seed", "4")
 
 

@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named_by_the_survivor_which_closes_everything_and_ends
 def test_a_rank_without_a_sign_of_life_ends_the_other_after_rank_timeout(end, tmp_path):
     (code, _), logs, _ = end("stop", num_ended=1)
     assert code in (1, 3)
-    assert "Rank 1 (process" in logs[0] and "has given no sign of life for" in logs[0]
+    assert "Rank 1 (process" in logs[0] and "has given no heartbeat for" in logs[0]
     assert "its last phase was: rollout of step 2" in logs[0]
     assert still_open(tmp_path, rank=0) == 0
 

@@ -1,7 +1,7 @@
 """Four ranks train as one process does when everything is uneven, and go on from a checkpoint as if nothing had been.
 
 Covered: GRPO whose trajectories have several rows and whose groups are filtered, and PPO with a critic, both with lost
-rows on one rank and with the next rollout under way during the update. Not covered: more machines than one
+rows on one rank and with the next rollout in flight during the update. Not covered: more machines than one
 (`test_two_machines.py`), which options are right for which model.
 """
 

@@ -350,7 +350,7 @@ def test_a_step_without_trajectories_names_who_left_them_out(tmp_path, caplog, o
 @pytest.mark.parametrize(
     "callbacks, wrong", [([object], "callback"), (["a.path"], "callback"), (RolloutCallback(), "list"), ((), "list")]
 )
-def test_what_is_no_list_of_callbacks_is_refused_with_the_cure(tmp_path, callbacks, wrong):
+def test_what_is_no_list_of_callbacks_is_refused_with_the_fix(tmp_path, callbacks, wrong):
     with pytest.raises(ValueError, match=rf"^callbacks: .* is no {wrong}\. Pass callbacks=\[MyCallback\(\)\]"):
         make_trainer(tmp_path, callbacks=callbacks)
 

@@ -106,7 +106,7 @@ def test_an_adapter_that_a_sampler_cannot_follow_is_refused_by_name(tmp_path, ki
         make_trainer(tmp_path, script=None, env=PlainEnv, **given)
 
 
-def test_the_cure_trains(tmp_path):
+def test_the_fix_trains(tmp_path):
     trainer = make_trainer(tmp_path, script=None, env=PlainEnv, peft_config=peft.LoraConfig(), max_completion_length=6)
     assert scored_batch(trainer)["completion_ids"].shape[1] <= 6
 

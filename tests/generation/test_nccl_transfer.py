@@ -288,8 +288,8 @@ def test_a_trainer_that_must_use_nccl_says_what_keeps_it_from_that(nccl, tmp_pat
         ):
             generator.sync(policy(20))
         assert "servers.weight_transfer to 'auto' or 'folder'" in str(refused.value)
-        for cure in ("folder", "auto"):
-            with generator_on(server, weights_dir=tmp_path, weight_transfer=cure) as generator:
+        for fix in ("folder", "auto"):
+            with generator_on(server, weights_dir=tmp_path, weight_transfer=fix) as generator:
                 generator.sync(policy(20))
         assert server.weights is not None
 

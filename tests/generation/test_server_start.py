@@ -67,7 +67,7 @@ def test_a_server_that_is_still_starting_is_waited_for(caplog):
     with Stub((503, "loading"), (503, "loading"), READY) as server:
         start(server.url).close()
     waiting = [record.getMessage() for record in caplog.records if "Waiting up to 20 s" in record.getMessage()]
-    assert len(waiting) == 1, "said once"
+    assert len(waiting) == 1, "reported once"
     assert server.url in waiting[0]
 
 
@@ -81,20 +81,20 @@ def test_another_kind_of_server_is_told_at_once(answer):
 
 
 @pytest.mark.parametrize(
-    ("problem", "cure"),
+    ("problem", "fix"),
     [
         ("KeyError: no value for model.layers.0.down_proj.base_layer.weight", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         ("ValueError: model.embed_tokens.weight (864, 128): AssertionError", "start it with the trainer's model"),
     ],
 )
-def test_a_server_that_cannot_take_the_weights_says_how_to_start_it(problem, cure):
+def test_a_server_that_cannot_take_the_weights_says_how_to_start_it(problem, fix):
     with Stub(READY, (200, {"results": [{"error": problem}]})) as server:
         generator = start(server.url)
         with pytest.raises(GenerationError) as caught:
             generator.sync(nn.Linear(2, 2))
         generator.close()
     assert problem in str(caught.value)
-    assert cure in str(caught.value)
+    assert fix in str(caught.value)
 
 
 def test_a_server_without_the_worker_extension_says_how_to_start_it():

@@ -459,7 +459,7 @@ def test_an_environment_cannot_change_what_was_recorded_or_what_others_see():
 
 
 def waiting_pair():
-    """An environment class that never ends by itself, and one that is made once two of the first are under way."""
+    """An environment class that never ends by itself, and one that is made once two of the first are in flight."""
 
     class Endless(GoodEnv):
         started = closed = 0

@@ -309,7 +309,7 @@ def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(STRIPPING)))
-def test_a_template_that_drops_no_thoughts_is_refused_and_the_cure_works(family):
+def test_a_template_that_drops_no_thoughts_is_refused_and_the_fix_works(family):
     with pytest.raises(ValueError, match=r"thinking='strip' has no effect.*Use thinking='keep'"):
         ChatFormat(MAKERS[family](), thinking="strip")
     ChatFormat(MAKERS[family](), thinking="keep")

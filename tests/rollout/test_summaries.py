@@ -291,11 +291,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_cannot_work_are_refused_and_the_cure_works(case):
-    options, name, cure = REFUSED[case]
+def test_settings_that_cannot_work_are_refused_and_the_fix_works(case):
+    options, name, fix = REFUSED[case]
     with pytest.raises(ValueError, match=name):
         limits_of(**{**EVERY_TURN, **options})
-    limits_of(**{**EVERY_TURN, **options, **cure})
+    limits_of(**{**EVERY_TURN, **options, **fix})
 
 
 def test_a_request_that_no_full_context_could_hold_is_refused():

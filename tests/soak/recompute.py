@@ -57,7 +57,7 @@ def wrong_batches(folder: Path, log: str, *, has_critic: bool) -> Iterator[str]:
             path = folder / "journal" / f"rank{rank}" / f"rollout_{step - 1:09d}.journal"
             rollout = read_rollout(path)
             played = [_played(item) for item in rollout.trajectories if item.end] if rollout else []
-            _settle(played, needs_group=not has_critic)
+            _resolve(played, needs_group=not has_critic)
             for index, row in enumerate(of_rank):
                 where = f"step {step}, rank {rank}, row {index}"
                 known = [item for item in played if _is_of(row, item)]
@@ -99,7 +99,7 @@ def _played(recorded: RecordedTrajectory) -> Played:
     )
 
 
-def _settle(played: list[Played], *, needs_group: bool) -> None:
+def _resolve(played: list[Played], *, needs_group: bool) -> None:
     """Say which rows are trained on, and GRPO's advantages: (R - mean) / (std + 1e-4) of the group."""
     groups: dict[str, list[Played]] = defaultdict(list)
     for item in played:

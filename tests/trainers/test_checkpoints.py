@@ -157,7 +157,7 @@ def test_a_rollout_under_way_is_not_trained_on_in_another_form(saved_run, tmp_pa
     checkpoint = checkpoint_of(tmp_path, **(SAVED | option))
     with pytest.raises(ValueError, match=rf"{name}=.* cannot go on with {name}=") as caught:
         checkpoint.load(saved_run / "checkpoint-1", 1)
-    assert "place in the data and the rollout under way do not fit" in str(caught.value)
+    assert "place in the data and the rollout in flight do not fit" in str(caught.value)
     assert checkpoint.load(saved_run / "checkpoint-2", 2) == (2, None), "after a rollout the new one holds"
 
 
@@ -171,7 +171,7 @@ def test_another_number_of_processes_is_refused_by_every_rank(tmp_path, processe
             checkpoint_of(tmp_path, rank, resumed).load(tmp_path, 1)
 
 
-def test_a_missing_or_damaged_file_is_named_with_the_cure(tmp_path):
+def test_a_missing_or_damaged_file_is_named_with_the_fix(tmp_path):
     for rank in range(2):
         checkpoint_of(tmp_path, rank, 2).save(tmp_path, 1, None)
     path = tmp_path / ROLLOUT_STATE.format(rank=1)
@@ -187,7 +187,7 @@ def test_a_missing_or_damaged_file_is_named_with_the_cure(tmp_path):
 
 @pytest.mark.parametrize("name", [None, *OTHER_SETTINGS])
 def test_without_its_rollout_a_run_goes_on_with_a_new_one(saved_run, tmp_path, name):
-    """The cure of the refusals; the place in the data stays whole."""
+    """The fix of the refusals; the place in the data stays whole."""
     checkpoint = saved_run / "checkpoint-1"
     options = SAVED | {"resume_without": ["rollout"]} | ({name: OTHER_SETTINGS[name]} if name else {})
     trainer = make_trainer(tmp_path, **options)

@@ -1,4 +1,4 @@
-"""Bad settings are refused with the flag, the value, the rule and the cure."""
+"""Bad settings are refused with the flag, the value, the rule and the fix."""
 
 import contextlib
 import sys
@@ -57,7 +57,7 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
     MultiTurnPPOConfig(**CPU, lam_turn=0.5, advantage_estimator="bilevel_gae")
 
 
-def test_a_cure_names_no_estimator_of_the_other_trainer():
+def test_a_fix_names_no_estimator_of_the_other_trainer():
     for options in ({"num_generations": 1}, {"kl_placement": "reward", "beta": 0.1}):
         with pytest.raises(ValueError, match="advantage_estimator to one of 'reinforce_pp'") as refusal:
             MultiTurnGRPOConfig(**CPU, **options)
@@ -155,12 +155,12 @@ def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
     config = MultiTurnGRPOConfig(**CPU)
     config.check_supported()
     config.use_vllm = True
-    accepted, cure = UNSUPPORTED_OPTIONS[name]
+    accepted, fix = UNSUPPORTED_OPTIONS[name]
     setattr(config, name, {"x": 1} if accepted is None else not accepted)
     with pytest.raises(ValueError) as error:
         config.check_supported()
     assert name in str(error.value)
-    assert cure in str(error.value)
+    assert fix in str(error.value)
 
 
 def test_servers_come_from_our_list_or_from_trls_arguments():

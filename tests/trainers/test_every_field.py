@@ -1,4 +1,4 @@
-"""Every field of every configuration has a line here: a check that it acts, or that it is refused and the cure works.
+"""Every field of every configuration has a line here: a check that it acts, or that it is refused and the fix works.
 
 A new field, TRL's or ours, fails until somebody writes its line. A field of `TrainingArguments` needs none as long as
 the Trainer's loop, which the trainers inherit, reads it.
@@ -46,17 +46,17 @@ class Acts:
 
 
 class Refused:
-    """The value is refused by the field's name; without it, and with each of the cures, it is not."""
+    """The value is refused by the field's name; without it, and with each of the fixes, it is not."""
 
-    def __init__(self, value, *cures, config_class=GRPO, **others):
-        self.value, self.cures, self.config_class, self.others = value, cures, config_class, others
+    def __init__(self, value, *fixes, config_class=GRPO, **others):
+        self.value, self.fixes, self.config_class, self.others = value, fixes, config_class, others
 
     def check(self, name, folder):
         with pytest.raises(ValueError, match=rf"\b{name}\b"):
             self.accept({**self.others, name: self.value})
         self.accept(self.others)
-        for cure in self.cures:
-            self.accept({**self.others, name: self.value, **cure})
+        for fix in self.fixes:
+            self.accept({**self.others, name: self.value, **fix})
 
     def accept(self, options):
         self.config_class(**unfold(CPU | options)).check_supported()
@@ -618,7 +618,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_field_acts_or_is_refused_with_a_cure_that_works(tmp_path, name):
+def test_a_field_acts_or_is_refused_with_a_fix_that_works(tmp_path, name):
     lines = TABLE[name] if isinstance(TABLE[name], tuple) else (TABLE[name],)
     for line in lines:
         line.check(name, tmp_path)

@@ -13,7 +13,7 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales
 from agent_r1_trl.trainers.metrics import return_metrics
-from agent_r1_trl.update.batching import loss_weights, set_live_scales
+from agent_r1_trl.update.batching import loss_weights, set_valid_scales
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import (
@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
     gradients, buffer = step_gradients(trainer)
     live = [inputs["in_baseline"] for inputs in buffer]
     assert sum(int(rows.sum()) for rows in live) == 4
-    assert len({int(rows.sum()) for rows in live}) > 1, "live rows are spread unevenly"
+    assert len({int(rows.sum()) for rows in live}) > 1, "valid rows are spread unevenly"
 
     parts = [only(inputs, rows) for inputs, rows in zip(buffer, live, strict=True) if rows.any()]
     if loss_type in ("grpo", "dr_grpo", "sapo", "luspo"):
@@ -99,7 +99,7 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_live_rows(tmp_path, adaptive):
+def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_valid_rows(tmp_path, adaptive):
     rows = [LOST] * 7 + ["xx"]
     bonus = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_max": 0.3} if adaptive else {}
     trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, min_group_size=1, **bonus, **ACCUMULATION)
@@ -138,7 +138,7 @@ def test_a_loss_term_of_ones_own_is_a_mean_over_the_tokens_that_are_left(tmp_pat
 
 
 class OtherRanks:
-    """An accelerator of several ranks; the others hold these live rows and micro-batches, by optimizer step."""
+    """An accelerator of several ranks; the others hold these valid rows and micro-batches, by optimizer step."""
 
     def __init__(self, *, num_processes, live):
         self.num_processes, self.live = num_processes, torch.tensor(live)
@@ -159,9 +159,11 @@ def weights(inputs, loss_type):
     return loss_weights(inputs, SimpleNamespace(args=args, loss_type=loss_type))
 
 
-def test_live_rows_are_counted_by_optimizer_step_over_all_ranks():
+def test_valid_rows_are_counted_by_optimizer_step_over_all_ranks():
     buffer = [micro_batch(True, False), micro_batch(False, False), micro_batch(True, True), micro_batch(True, True)]
-    set_live_scales(buffer, steps_per_update=2, accelerator=OtherRanks(num_processes=2, live=[[2.0, 1.0], [4.0, 2.0]]))
+    set_valid_scales(
+        buffer, steps_per_update=2, accelerator=OtherRanks(num_processes=2, live=[[2.0, 1.0], [4.0, 2.0]])
+    )
     # First step: 8 rows on two ranks, 1 + 2 live; 4 micro-batches, 1 + 1 live. Second: 8 of 8 and 4 of 4.
     assert [float(x["row_scale"]) for x in buffer] == pytest.approx([8 / 3, 8 / 3, 1, 1])
     assert [float(x["micro_batch_scale"]) for x in buffer] == [2, 2, 1, 1]
@@ -174,7 +176,7 @@ def test_live_rows_are_counted_by_optimizer_step_over_all_ranks():
 @pytest.mark.parametrize("steps_per_update", [2, 6])
 def test_a_buffer_that_optimizer_steps_do_not_divide_is_counted_as_a_whole(steps_per_update):
     buffer = [micro_batch(True, False), micro_batch(False, False), micro_batch(True, True)]
-    set_live_scales(buffer, steps_per_update=steps_per_update, accelerator=OtherRanks(num_processes=1, live=[[0, 0]]))
+    set_valid_scales(buffer, steps_per_update=steps_per_update, accelerator=OtherRanks(num_processes=1, live=[[0, 0]]))
     assert [float(x["row_scale"]) for x in buffer] == [2, 2, 2]
     assert [float(x["micro_batch_scale"]) for x in buffer] == [1.5, 1.5, 1.5]
 
@@ -185,7 +187,7 @@ def test_a_step_whose_rows_are_all_lost_has_a_finite_gradient_of_zero(tmp_path):
     gradients, _ = step_gradients(trainer, change)
     assert all((gradient == 0).all() for gradient in gradients.values())
     nothing = [micro_batch(False, False)]
-    set_live_scales(nothing, steps_per_update=1, accelerator=OtherRanks(num_processes=1, live=[[0, 0]]))
+    set_valid_scales(nothing, steps_per_update=1, accelerator=OtherRanks(num_processes=1, live=[[0, 0]]))
     assert math.isfinite(nothing[0]["row_scale"])
 
 
@@ -265,7 +267,7 @@ def test_the_scale_of_a_reward_source_leaves_out_lost_rows(tmp_path):
     rows = ["x", CUT, "x", CUT, LOST, LOST, LOST, LOST]
     options = {"env": Logged, "normalize_process_rewards": True, "scale_rewards": "none"}
     batch = scored_batch(trainer_of(tmp_path, rows, **options))
-    # A cut trajectory earned 0.5 for its call: over the four live rows 0 .5 0 .5, std .288675, so that R is 1 or
+    # A cut trajectory earned 0.5 for its call: over the four valid rows 0 .5 0 .5, std .288675, so that R is 1 or
     # 1 + .5 / .288675 = 2.732051. With the four lost rows the std would be .231455, and R 3.160247.
     expected = 3**0.5 / 2
     assert source_scales([{"tool_call": x} for x in (0.0, 0.5, 0.0, 0.5)]) == pytest.approx({"tool_call": 0.288675})

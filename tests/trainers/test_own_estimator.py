@@ -175,7 +175,7 @@ def test_the_checks_read_its_row():
             config_class(**CPU, **options)
 
 
-def test_a_result_that_does_not_fit_ends_the_run_with_its_name_and_the_cure(tmp_path):
+def test_a_result_that_does_not_fit_ends_the_run_with_its_name_and_the_fix(tmp_path):
     def counts_everybody(inputs):
         return Credit(advantages=inputs.returns - inputs.returns.mean() * float("nan"))
 

@@ -288,7 +288,7 @@ def test_evaluation_runs_the_same_rollout_and_logs_the_critic(tmp_path):
     assert "eval_rollout/turns" in metrics
 
 
-def test_an_adapter_critic_without_lora_is_refused_with_the_cure(tmp_path):
+def test_an_adapter_critic_without_lora_is_refused_with_the_fix(tmp_path):
     with pytest.raises(ValueError, match="critic='adapter' needs a LoRA policy"):
         make_ppo(tmp_path, "adapter", peft_config=None)
 

@@ -8,7 +8,7 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.batching import trained_rows
-from agent_r1_trl.update.micro_batches import PASSES, live_ids
+from agent_r1_trl.update.micro_batches import PASSES, valid_ids
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
 from tests.trainers.test_rows import three_turns
@@ -156,5 +156,5 @@ def test_no_forward_pass_holds_more_tokens_than_the_limit_unless_a_row_does(tmp_
     passes = [one for step in trainer._buffered_inputs for one in step[PASSES]]
     for one in passes:
         prefix, own = one["privileged_mask"].sum(dim=1), one["prompt_mask"].sum(dim=1)
-        for ids, least in zip(live_ids(one), (prefix + own).tolist(), strict=True):
+        for ids, least in zip(valid_ids(one), (prefix + own).tolist(), strict=True):
             assert not len(ids) or len(ids) >= least, "the prefix is counted"

@@ -95,7 +95,7 @@ def test_prompts_and_updates_per_rollout_are_what_was_asked_for(processes, optio
 
 
 @pytest.mark.parametrize(
-    ("options", "named", "cure"),
+    ("options", "named", "fix"),
     [
         ({"prompts_per_rollout": 3}, "prompts_per_rollout", {"prompts_per_rollout": 4}),
         ({"prompts_per_rollout": 0}, "prompts_per_rollout", {"prompts_per_rollout": 2}),
@@ -129,11 +129,11 @@ def test_prompts_and_updates_per_rollout_are_what_was_asked_for(processes, optio
         ),
     ],
 )
-def test_what_does_not_divide_or_contradicts_is_refused_by_name_and_the_cure_works(options, named, cure):
+def test_what_does_not_divide_or_contradicts_is_refused_by_name_and_the_fix_works(options, named, fix):
     options = {"per_device_train_batch_size": 8, "num_generations": 4, **options}
     with pytest.raises(ValueError, match=rf"\b{named}"):
         shape_of(**options)
-    shape_of(**(options | cure))
+    shape_of(**(options | fix))
 
 
 def test_prompts_that_fill_one_process_but_not_two_name_a_number_that_fills_both(monkeypatch):

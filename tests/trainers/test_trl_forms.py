@@ -441,7 +441,7 @@ def test_a_column_that_reward_functions_could_not_see_is_refused(tmp_path, colum
     for arguments in ({"train_dataset": data}, {"eval_dataset": data}, {"eval_dataset": {"held_out": data}}):
         with pytest.raises(ValueError, match=f"column '{column}'.*rename_column"):
             build(tmp_path, environment_factory=Totals, **arguments)
-    build(tmp_path, environment_factory=Totals, train_dataset=data.rename_column(column, "free"))  # the cure
+    build(tmp_path, environment_factory=Totals, train_dataset=data.rename_column(column, "free"))  # the fix
 
 
 def test_such_a_column_in_a_stream_is_refused_when_its_batch_arrives(tmp_path):

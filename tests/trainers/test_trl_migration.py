@@ -234,7 +234,7 @@ def test_without_a_data_set_the_environment_owns_the_prompts(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_contradictory_arguments_are_refused_with_the_cure(tmp_path, arguments, message):
+def test_contradictory_arguments_are_refused_with_the_fix(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
         build(tmp_path, **arguments)
 

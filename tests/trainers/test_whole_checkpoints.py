@@ -133,7 +133,7 @@ def test_a_checkpoint_without_a_manifest_is_taken_and_said_to_be_one(run_copy, c
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3 and trainer._step == 3
     assert f"checkpoint-2 has no {MANIFEST}: it was written by TRL" in caplog.text
-    assert "holds no rollout under way: the next step begins with a new one" in caplog.text
+    assert "holds no rollout in flight: the next step begins with a new one" in caplog.text
 
 
 def test_a_run_without_a_whole_checkpoint_says_which_it_has(run_copy):

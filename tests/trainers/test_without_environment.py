@@ -113,7 +113,7 @@ def test_a_recording_format_asks_for_nothing_but_what_it_names(tmp_path):
     assert make_args(tmp_path, kl_placement="reward", beta=0.1, advantage_estimator="reinforce_pp").asked_features()
 
 
-def test_text_prompts_with_an_option_of_ours_are_refused_and_messages_are_the_cure(tmp_path):
+def test_text_prompts_with_an_option_of_ours_are_refused_and_messages_are_the_fix(tmp_path):
     texts = Dataset.from_list([{"prompt": f"question {index}"} for index in range(8)])
     with pytest.raises(ValueError, match="update_layout"):
         make(tmp_path, prompts=texts, update_layout="packed")

@@ -1,4 +1,4 @@
-"""TRL's loss types x layouts of the update: the gradient of `padded`, or a refusal by name whose cure works."""
+"""TRL's loss types x layouts of the update: the gradient of `padded`, or a refusal by name whose fix works."""
 
 import inspect
 import re

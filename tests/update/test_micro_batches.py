@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.update.micro_batches import PASSES, live_ids, plan_passes
+from agent_r1_trl.update.micro_batches import PASSES, plan_passes, valid_ids
 from tests.trainers.helpers import make_args, make_trainer, step_gradients
 from tests.update.test_packing import assert_same_run, trained
 
@@ -92,7 +92,7 @@ def test_no_other_way_to_cut_the_rows_is_better(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_plan_holds_every_live_row_once_below_the_limit(seed, is_shared):
+def test_a_plan_holds_every_valid_row_once_below_the_limit(seed, is_shared):
     generator = np.random.default_rng(seed)
     rows = [generator.integers(0, 2, generator.integers(0, 30)) for _ in range(25)]
     limit, num_ranks = int(generator.integers(30, 120)), int(generator.integers(1, 4))
@@ -125,7 +125,7 @@ def test_a_ppo_run_does_not_depend_on_the_passes(tmp_path, layout, limit):
 def test_a_pass_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp_path, caplog):
     trainer = make_trainer(tmp_path, update_layout="packed", max_tokens_per_micro_batch=400, **SMALL)
     _, steps = step_gradients(trainer)
-    sizes = [sum(map(len, live_ids(inputs))) for step in steps for inputs in step[PASSES]]
+    sizes = [sum(map(len, valid_ids(inputs))) for step in steps for inputs in step[PASSES]]
     assert max(sizes) <= 400
     assert len(sizes) > 1
     assert not caplog.records
@@ -172,7 +172,7 @@ def test_a_run_that_stops_within_a_rollout_goes_on_with_its_passes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "flaw", "cure"),
+    ("options", "flaw", "fix"),
     [
         ({}, "update_layout='padded'", {"update_layout": "packed"}),
         ({"update_layout": "grouped"}, "update_layout='grouped'", {"update_layout": "shared"}),
@@ -188,14 +188,14 @@ def test_a_run_that_stops_within_a_rollout_goes_on_with_its_passes(tmp_path):
         ),
     ],
 )
-def test_what_tokens_cannot_decide_is_refused_and_the_cure_works(tmp_path, options, flaw, cure):
+def test_what_tokens_cannot_decide_is_refused_and_the_fix_works(tmp_path, options, flaw, fix):
     options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 4, **options}
     with pytest.raises(ValueError, match=rf"max_tokens_per_micro_batch.*{flaw}"):
         make_args(tmp_path, **options)
-    make_args(tmp_path, **options | cure)
+    make_args(tmp_path, **options | fix)
 
 
-def test_the_cure_of_a_mean_within_micro_batches_works(tmp_path):
+def test_the_fix_of_a_mean_within_micro_batches_works(tmp_path):
     options = {"update_layout": "shared", "max_tokens_per_micro_batch": 100, "loss_type": "bnpo", **SMALL}
     with pytest.raises(ValueError, match=r"Remove max_tokens_per_micro_batch and set update_layout='packed'"):
         make_args(tmp_path, **options)

@@ -215,7 +215,7 @@ def test_flex_attention_gives_what_segments_give():
 
 
 @pytest.mark.parametrize(
-    ("options", "layout", "flaw", "cures"),
+    ("options", "layout", "flaw", "fixes"),
     [
         ({"attn_implementation": "eager"}, "packed", "'eager'", [{"attn_implementation": "sdpa"}]),
         ({"attn_implementation": "flex_attention"}, "shared", "no backward pass on a CPU", [
@@ -226,11 +226,11 @@ def test_flex_attention_gives_what_segments_give():
         ]),
     ],
 )  # fmt: skip
-def test_a_model_that_packing_does_not_cover_is_refused_and_the_cure_works(tmp_path, options, layout, flaw, cures):
+def test_a_model_that_packing_does_not_cover_is_refused_and_the_fix_works(tmp_path, options, layout, flaw, fixes):
     with pytest.raises(ValueError, match=rf"update_layout: the model has .*{flaw}"):
         UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options))
-    for cure in cures:
-        UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options | cure))
+    for fix in fixes:
+        UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options | fix))
     UpdateLayout(make_args(tmp_path, update_layout="grouped")).prepare(make_model("qwen3", **options))
 
 

@@ -227,9 +227,9 @@ class Estimator:
             )
         return tensor
 
-    def _refusal(self, found: str, cure: str) -> OwnObjectError:
+    def _refusal(self, found: str, fix: str) -> OwnObjectError:
         function = getattr(self.compute, "__qualname__", type(self.compute).__name__)
-        return OwnObjectError(f"advantage_estimator={self.name!r}: {function} returned {found}. {cure}.")
+        return OwnObjectError(f"advantage_estimator={self.name!r}: {function} returned {found}. {fix}.")
 
 
 # -------------------------------------------------------------------- the functions

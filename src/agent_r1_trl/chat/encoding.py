@@ -98,7 +98,7 @@ class TextEncoder:
         """Undo `hide` in every string of `data`."""
         return _map_strings(data, lambda text: self._hidden_re.sub(lambda match: self._spellings[int(match[1])], text))
 
-    def live_tokens(self, text: str, start: int = 0) -> list[tuple[int, int, str]]:
+    def valid_tokens(self, text: str, start: int = 0) -> list[tuple[int, int, str]]:
         """(start, end, spelling) of the control tokens in rendered text that are not hidden, from a character on."""
         return [(match.start(), match.end(), match[0]) for match in self._control_re.finditer(text, start)]
 
@@ -125,7 +125,7 @@ class TextEncoder:
             known.cuts.pop()
         start, num_ids = known.cuts.pop() if known.cuts else (0, 0)
         ids: list[int] = []
-        cuts = [at for at, _, token in self.live_tokens(text, start) if token in self._borders and at > start]
+        cuts = [at for at, _, token in self.valid_tokens(text, start) if token in self._borders and at > start]
         for begin, end in itertools.pairwise([start, *cuts, len(text)]):
             piece = text[begin:end]
             if piece not in known.pieces:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-GENERAL_CURE = (
+GENERAL_FIX = (
     "Pass as chat_template the source of a template for this model that writes a turn in the same way whatever "
     "follows it, and ends it with a special token; docs/model-families.md tells how."
 )
 
 
 class ChatFormatError(ValueError):
-    """A user's mistake with its cure; the message is both, in this order."""
+    """A user's mistake with its fix; the message is both, in this order."""
 
-    def __init__(self, problem: str, cure: str) -> None:
-        super().__init__(f"{problem} {cure}")
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem} {fix}")
         self.problem = problem
-        self.cure = cure
+        self.fix = fix

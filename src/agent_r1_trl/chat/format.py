@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agent_r1_trl.chat.encoding import TextEncoder, not_fast, split_by_author
-from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
+from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.grammars import GRAMMAR_NAMES
 from agent_r1_trl.chat.jinja import ChatTemplate
 from agent_r1_trl.chat.messages import readable
@@ -101,7 +101,7 @@ class ChatFormat:
         try:
             self._renderer = TemplateRenderer(self.template, self.encoder, supports_tools=self.supports_tools)
         except ChatFormatError as error:
-            if chat_template is not None or error.cure is not GENERAL_CURE:
+            if chat_template is not None or error.fix is not GENERAL_FIX:
                 raise
             raise ChatFormatError(error.problem, suggestion(tokenizer, self.chat_template)) from error
         self.thought_rule = find_rule(self.template) if thinking == "strip" else None

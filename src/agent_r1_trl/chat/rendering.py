@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.chat.encoding import TextEncoder
-from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
+from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.jinja import CALL_ID, ChatTemplate, calling, tool_answer
 from agent_r1_trl.trajectory import Message
 
@@ -115,7 +115,7 @@ class TemplateRenderer:
         start = self._reply_start(turns[: turns.index(message)], begun, whole)
         until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
         said = self._rest_of_thought(begun, whole[start:until], message) + whole[start:until]
-        tokens = self.encoder.live_tokens(begun)
+        tokens = self.encoder.valid_tokens(begun)
         return begun[tokens[-1][0] if tokens else 0 :], said
 
     def _reply_start(self, before: Sequence[Message], begun: str, whole: str) -> int:
@@ -129,7 +129,7 @@ class TemplateRenderer:
             return asked + len(header)
         start = _common_prefix_length(begun, whole)
         for text in (begun, whole):  # never inside of a token
-            start = min([start, *(left for left, right, _ in self.encoder.live_tokens(text) if left < start < right)])
+            start = min([start, *(left for left, right, _ in self.encoder.valid_tokens(text) if left < start < right)])
         if start <= asked:
             raise unusable("The chat template does not start an assistant turn with its generation prompt.")
         return start
@@ -276,7 +276,7 @@ class TemplateRenderer:
         after = self._after_reply(reply, rest, tools, generation_prompt=True)
         if "tool_calls" in reply and not after.startswith(end.lead):
             # What closes a call may hold its id (Mistral).
-            tokens = self.encoder.live_tokens(after)
+            tokens = self.encoder.valid_tokens(after)
             start = next((start for start, _, token in tokens if token in (end.rendered, end.sampled)), 0)
             after = end.lead + after[start:]
         # With nothing after it, a turn may end on the sampled token (GPT-OSS).
@@ -305,7 +305,7 @@ class TemplateRenderer:
             alone = self._after_reply(reply, [], None, generation_prompt=False)
         except ChatFormatError:
             alone = ""
-        live = self.encoder.live_tokens(alone)
+        live = self.encoder.valid_tokens(alone)
         special = [token for token in live if token[2] in self.encoder.special_ids]
         if not special and (found := self._find_open_end(after)):
             return found
@@ -318,7 +318,7 @@ class TemplateRenderer:
             )
         start, _, sampled = (special or live)[-1]
         lead = alone[:start]
-        following = self.encoder.live_tokens(after[len(lead) :])
+        following = self.encoder.valid_tokens(after[len(lead) :])
         if not after.startswith(lead) or not following or following[0][0] != 0:
             raise unusable(
                 f"The chat template ends an assistant turn with {sampled!r}, but not once a {follow['role']} message "
@@ -336,7 +336,7 @@ class TemplateRenderer:
         question: Message = {"role": "user", "content": self._said}
         asked, begun = (self.template.probe([question], generation_prompt=prompted) for prompted in (False, True))
         opening = begun.removeprefix(asked)
-        special = [token for token in self.encoder.live_tokens(after) if token[2] in self.encoder.special_ids]
+        special = [token for token in self.encoder.valid_tokens(after) if token[2] in self.encoder.special_ids]
         known = getattr(self, "text_end", None)
         usual = [token for token in special if known is not None and token[2] == known.rendered]
         for start, _, token in (usual or special)[:1]:
@@ -347,7 +347,7 @@ class TemplateRenderer:
 
 def unusable(problem: str) -> ChatFormatError:
     """The error of a template that another template can replace."""
-    return ChatFormatError(problem, GENERAL_CURE)
+    return ChatFormatError(problem, GENERAL_FIX)
 
 
 def _common_prefix_length(one: str, other: str) -> int:

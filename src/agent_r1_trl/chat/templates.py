@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.chat.calls import READERS
-from agent_r1_trl.chat.errors import GENERAL_CURE, ChatFormatError
+from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.grammars import GRAMMAR_NAMES, find_grammar, named_grammar
 from agent_r1_trl.chat.jinja import (
     PROBE_TOOL,
@@ -89,7 +89,7 @@ def choose_chat_template(
     raise ChatFormatError(
         f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
         "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
-        suggestion(tokenizer, template) if requested is None else GENERAL_CURE,
+        suggestion(tokenizer, template) if requested is None else GENERAL_FIX,
     )
 
 
@@ -286,7 +286,7 @@ def suggestion(tokenizer: Any, template: str) -> str:
         return writes_calls and (closeness(name)[0] > 0 or name == "qwen2_5_training")
 
     if not template:  # a vocabulary alone does not tell Qwen2.5 from Qwen3, nor Gemma 4 from its diffusion model
-        return GENERAL_CURE
+        return GENERAL_FIX
     trained = [name for name in shipped if name.endswith("_training") or f"{name}_training" not in shipped]
     trained = [name for name in trained if is_related(name)]
     closest = sorted(trained, key=closeness, reverse=True)[:_NUM_CANDIDATES]
@@ -297,7 +297,7 @@ def suggestion(tokenizer: Any, template: str) -> str:
             continue
         if works:
             return f'Pass chat_template="{name}", a template of TRL\'s that works with this tokenizer.'
-    return GENERAL_CURE
+    return GENERAL_FIX
 
 
 def _name(tokenizer: Any) -> str:

@@ -1,6 +1,6 @@
 """Mistakes of a user and failures of the infrastructure, reported without a traceback; exit codes, plain options.
 
-Every message names the flag, its value, the rule and the cure. AGENT_R1_TRL_DEBUG=1 shows the traceback as well.
+Every message names the flag, its value, the rule and the fix. AGENT_R1_TRL_DEBUG=1 shows the traceback as well.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class UsageError(RunError, ValueError):
 
 
 class DependencyError(RunError):
-    """Something that the run depends on has failed, which no change of the recipe need cure."""
+    """Something that the run depends on has failed, which no change of the recipe need fix."""
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def users_mistakes(*more: type[Exception]) -> Iterator[None]:
     except RunError:
         raise
     except kinds as error:
-        raise UsageError(with_cure(str(error))) from error
+        raise UsageError(with_fix(str(error))) from error
 
 
 def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -80,7 +80,7 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
 
 
 def model_problem(name: str | None, error: Exception) -> str:
-    """A loader's error about a model, with the flag and the cure."""
+    """A loader's error about a model, with the flag and the fix."""
     reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
     return (
         f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and tokenizer, "
@@ -88,10 +88,10 @@ def model_problem(name: str | None, error: Exception) -> str:
     )
 
 
-def with_cure(message: str) -> str:
-    """An error message of transformers, PEFT or TRL, with a cure where `_CURES` has one."""
-    cure = next((cure for words, cure in _CURES.items() if re.search(words, message)), None)
-    return message if cure is None else f"{message.rstrip('. ')}. Cure: {cure}"
+def with_fix(message: str) -> str:
+    """An error message of transformers, PEFT or TRL, with a fix where `_CURES` has one."""
+    fix = next((fix for words, fix in _CURES.items() if re.search(words, message)), None)
+    return message if fix is None else f"{message.rstrip('. ')}. Fix: {fix}"
 
 
 class PlainParser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
-from agent_r1_trl.cli.errors import UsageError, no_such_option, with_cure
+from agent_r1_trl.cli.errors import UsageError, no_such_option, with_fix
 from agent_r1_trl.cli.options import help_text
 from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
 from agent_r1_trl.features import MAPPINGS as OF_FEATURES
@@ -122,7 +122,7 @@ class RecipeParser(TrlParser):
         except UsageError:
             raise
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-            raise UsageError(f"{source}: {with_cure(str(error))}") from error
+            raise UsageError(f"{source}: {with_fix(str(error))}") from error
 
     def _take_nulls(self, arguments: Sequence[str]) -> tuple[dict[str, None], list[str]]:
         """The settings that `--name null` unsets, which argparse would read as a text, and the other arguments."""

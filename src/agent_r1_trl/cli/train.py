@@ -30,7 +30,7 @@ from agent_r1_trl.cli.errors import (
     model_problem,
     run_command,
     users_mistakes,
-    with_cure,
+    with_fix,
 )
 from agent_r1_trl.cli.parser import OVER_RECIPE, RecipeParser
 from agent_r1_trl.cli.progress import TrainingProgress
@@ -337,7 +337,7 @@ def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **part
     except RunError:
         raise
     except RuntimeError as error:  # from a tracker that is not installed; any other is not the recipe's fault
-        message = with_cure(str(error))
+        message = with_fix(str(error))
         if message == str(error):
             raise
         raise UsageError(message) from error

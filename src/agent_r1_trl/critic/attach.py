@@ -68,7 +68,7 @@ def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
     """Refuse a `critic_model` that would not be used, or could not.
 
     Raises:
-        ValueError: names the argument, the rule and the cure.
+        ValueError: names the argument, the rule and the fix.
     """
     if critic_model is None:
         return

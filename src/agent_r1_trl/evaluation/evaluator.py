@@ -167,8 +167,8 @@ def replay_evaluation(
     start = time.perf_counter()
     wanted = deciding_limits(limits) if limits is not None else {}
     wanted = {name: value for name, value in wanted.items() if value is not None or name != "max_model_length"}
-    cassette = feature("journal", f"journal.replay={str(replay)!r}").Cassette(replay)
-    trajectories = cassette.play(requests, limits=wanted)
+    replayed = feature("journal", f"journal.replay={str(replay)!r}").JournalReplay(replay)
+    trajectories = replayed.play(requests, limits=wanted)
     settings = {"replay": str(replay), "seed": seed}
     return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 

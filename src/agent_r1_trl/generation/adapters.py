@@ -35,7 +35,7 @@ def check_adapters(model: nn.Module, *, is_merged: bool = False) -> None:
         is_merged: whether the sampler receives the adapter merged into the weights (vLLM).
 
     Raises:
-        ValueError: names the kind of adapter, the reason and the cure.
+        ValueError: names the kind of adapter, the reason and the fix.
     """
     for config in getattr(model, "peft_config", {}).values():
         kind = getattr(config.peft_type, "value", config.peft_type)

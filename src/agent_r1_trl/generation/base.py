@@ -107,7 +107,7 @@ class Generator(ABC):
         return getattr(self.scores, "__func__", None) is not Generator.scores
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Fail the requests that are under way and free what the generator holds."""
+        """Fail the requests that are in flight and free what the generator holds."""
 
 
 class _Adapted(Generator):

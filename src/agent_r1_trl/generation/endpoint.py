@@ -35,7 +35,7 @@ class EndpointUnusableError(GenerationError):
     """No request will be answered as things are: key, name, address or credit are wrong. It ends an evaluation.
 
     Args:
-        message: what the server said, and the cure.
+        message: what the server said, and the fix.
         is_mistake: of the settings, unlike spent credit.
     """
 

@@ -65,7 +65,7 @@ class ThreadedGenerator(Generator):
     def __init__(self, name: str, *, step_timeout_s: float | None = None) -> None:
         self._name = name
         self._step_timeout_s = step_timeout_s
-        self._step_began: float | None = None  # None while no step is under way
+        self._step_began: float | None = None  # None while no step is in flight
         self._ended: list[WorkerRequest] = []
         self._waiting: deque[WorkerRequest] = deque()
         self._changed = threading.Condition()  # guards _waiting, _worker and _is_closed
@@ -124,7 +124,7 @@ class ThreadedGenerator(Generator):
             )
 
     def close(self) -> None:
-        """Fail the requests that are under way and refuse further ones."""
+        """Fail the requests that are in flight and refuse further ones."""
         with self._changed:
             self._is_closed = True
             worker = self._worker

@@ -2,7 +2,7 @@
 
 A rollout makes many objects, so the collector runs often, and each full collection visits everything in the process:
 with torch and transformers loaded, a third of the processor time of our part of a rollout. What was there before is
-therefore set aside (`gc.freeze`) until no rollout is under way.
+therefore set aside (`gc.freeze`) until no rollout is in flight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rollout_begins() -> None:
 
 
 def rollout_ends() -> None:
-    """Take it back when the last rollout under way has ended."""
+    """Take it back when the last rollout in flight has ended."""
     global _num_under_way, _has_frozen
     with _lock:
         _num_under_way -= 1

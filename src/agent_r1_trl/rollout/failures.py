@@ -85,7 +85,7 @@ def check_some_played(trajectories: Sequence[Trajectory]) -> None:
     """Refuse a rollout in which every trajectory ended in an infrastructure failure.
 
     Raises:
-        NothingPlayedError: lists the causes and names the cure.
+        NothingPlayedError: lists the causes and names the fix.
     """
     causes = count_causes(map(failure_of, trajectories))
     if sum(cause.count for cause in causes) == len(trajectories):

@@ -133,7 +133,7 @@ class RolloutSettings:
         """Check these settings, and those of the class that inherits them.
 
         Raises:
-            ValueError: names the setting, its value, the rule and the cure.
+            ValueError: names the setting, its value, the rule and the fix.
         """
         check_settings(self)
         refuse(find_limit_problems(self))
@@ -149,7 +149,7 @@ class RolloutLimits(RolloutSettings):
     """The limits of a rollout, which cannot be changed any more.
 
     Raises:
-        ValueError: names the limit, its value, the rule and the cure.
+        ValueError: names the limit, its value, the rule and the fix.
     """
 
     max_model_length: Annotated[int, Whole(2)] | None = None

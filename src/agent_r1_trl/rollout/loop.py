@@ -134,11 +134,11 @@ async def conclude(
         if keep_going:
             draft.error = _located(error, session, draft.phase)
             return draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=time.perf_counter() - start)
-        cure = "" if isinstance(error, RewardError) else ". Correct the method."
-        if cure and draft.phase != "outcome_reward":
+        fix = "" if isinstance(error, RewardError) else ". Correct the method."
+        if fix and draft.phase != "outcome_reward":
             raise
         where = f"It was in example {draft.request.example_id!r}, generation {draft.request.generation}."
-        raise RewardError(f"{_located(error, session, draft.phase)}{cure} {where}") from error
+        raise RewardError(f"{_located(error, session, draft.phase)}{fix} {where}") from error
     finally:
         await session.close()
 

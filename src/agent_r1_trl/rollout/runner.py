@@ -252,7 +252,7 @@ class RolloutRunner:
             self._has_reported_timeout = True
             logger.warning(
                 "rollout_timeout=%g s has stopped a trajectory (example %r, in %s), which counts as truncated. If "
-                "your model or your tools need longer, raise rollout_timeout. Said once; stop/timeout counts on.",
+                "your model or your tools need longer, raise rollout_timeout. Reported once; stop/timeout counts on.",
                 self.limits.rollout_timeout,
                 play.draft.request.example_id,
                 play.draft.cut_in,
@@ -261,7 +261,7 @@ class RolloutRunner:
     # ---------------------------------------------------------------- the event loop, and the end
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Cut the trajectories that are under way, and wait until their environments are closed.
+        """Cut the trajectories that are in flight, and wait until their environments are closed.
 
         May be called from any thread, and more than once at a time.
 

@@ -166,7 +166,7 @@ def check_room(chat: ChatFormat, limits: RolloutLimits) -> None:
     """Refuse limits under which a context that is full could never hold the request and its summary.
 
     Raises:
-        ValueError: names the limits, the rule and the cure.
+        ValueError: names the limits, the rule and the fix.
     """
     if limits.context.policy != SUMMARISE or limits.max_model_length is None or limits.context.tokens is None:
         return

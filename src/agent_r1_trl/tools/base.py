@@ -60,7 +60,7 @@ class Tool:
 
     Raises:
         ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
-            has no usable name; the message names the cure.
+            has no usable name; the message names the fix.
         ValueError: an argument is out of range.
     """
 
@@ -169,7 +169,7 @@ class Tool:
         """`{"type": "function", "function": {"name", "description", "parameters"}}`, made on first use.
 
         Raises:
-            ToolSchemaError: the function's hints or docstring are incomplete; the message names the cure.
+            ToolSchemaError: the function's hints or docstring are incomplete; the message names the fix.
         """
         return self._interface.schema
 

@@ -47,7 +47,7 @@ class DirectoryGuard:
             logger.warning(
                 "The tool %r, or one that ran beside it, left the process in the directory %s; it was put back to %s. "
                 "A directory belongs to the whole process: pass absolute paths, or run programs with "
-                "subprocess.run(cwd=...). This is said once for each tool.",
+                "subprocess.run(cwd=...). This is reported once for each tool.",
                 name,
                 here or "(deleted)",
                 self._home,

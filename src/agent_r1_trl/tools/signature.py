@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ToolSchemaError(RunError, ValueError):
-    """A function cannot be described to a model; the message gives the reason and the cure."""
+    """A function cannot be described to a model; the message gives the reason and the fix."""
 
     exit_code = 2
 

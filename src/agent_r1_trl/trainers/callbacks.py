@@ -346,7 +346,7 @@ class Callbacks:
         train_dataset: as the user gave it; None where the environment makes the prompts.
 
     Raises:
-        ValueError: a feature cannot do what is asked of it; names the option and the cure.
+        ValueError: a feature cannot do what is asked of it; names the option and the fix.
     """
 
     def __init__(self, config: Any, train_dataset: Any = None) -> None:

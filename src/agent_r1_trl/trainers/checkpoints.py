@@ -50,7 +50,7 @@ _CHECKSUM_BYTES = 32 * 2**20
 
 
 class CheckpointError(RunError, ValueError):
-    """A run cannot be resumed as it was asked to; names the flag, the file and the cure."""
+    """A run cannot be resumed as it was asked to; names the flag, the file and the fix."""
 
     exit_code = 2
 
@@ -150,12 +150,12 @@ def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, with
     if problem is not None:
         places = (folder, folder.parent)  # the folder may be that of a run
         whole = next(filter(None, (_newest_whole(place, without)[0] for place in places)), None)
-        cure = (
+        fix = (
             f"Set resume_from_checkpoint={str(whole)!r}, the newest whole one there."
             if whole is not None
             else "There is no whole one beside it: set resume_from_checkpoint to another, or remove it to start anew."
         )
-        raise CheckpointError(f"resume_from_checkpoint={str(value)!r}: {problem}. {cure}")
+        raise CheckpointError(f"resume_from_checkpoint={str(value)!r}: {problem}. {fix}")
     return folder
 
 
@@ -367,10 +367,10 @@ def _who_holds(output_dir: Path, name: str) -> str:
     try:
         owner = json.loads((output_dir / name).read_text(encoding="utf-8"))
         who = f"process {owner['pid']} on {owner['host']}, which has {work} there since {owner['since']}"
-        cure = f"Wait for it or end it (kill {owner['pid']}; a launcher that was killed leaves its workers)"
+        fix = f"Wait for it or end it (kill {owner['pid']}; a launcher that was killed leaves its workers)"
     except (OSError, ValueError, KeyError, TypeError):  # it has just begun or the disk is full
-        who, cure = "another process", "Wait for it or end it"
-    return f"output_dir={str(output_dir)!r} is in use by {who}. {cure}, or set another output_dir."
+        who, fix = "another process", "Wait for it or end it"
+    return f"output_dir={str(output_dir)!r} is in use by {who}. {fix}, or set another output_dir."
 
 
 _WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")

@@ -40,7 +40,7 @@ from agent_r1_trl.settings import (
     plain_value,
     setting,
 )
-from agent_r1_trl.trainers.config_checks import RolloutShape, check_config, check_fields, check_rollout, settle_shape
+from agent_r1_trl.trainers.config_checks import RolloutShape, check_config, check_fields, check_rollout, resolve_shape
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
@@ -240,7 +240,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     journal: dict[str, Any] | str | None = setting(
         True,
         "Write every turn of a rollout to output_dir/journal as it happens, so that a run that is killed and resumed "
-        "repeats nothing but the turn that was under way: true, false, or a mapping, for example {keep: 9}.",
+        "repeats nothing but the turn that was in flight: true, false, or a mapping, for example {keep: 9}.",
     )
     push: dict[str, Any] | str | None = setting(
         None,
@@ -268,7 +268,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     # ---- recording and resuming
     resume_without: Annotated[list[str], SomeOf("optimizer", "rng", "rollout", "data")] | None = setting(
         None,
-        "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (under way) "
+        "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (in flight) "
         "begin anew, 'data' goes on at the same place in other rows or another order.",
     )
     record_trajectories: Annotated[str, OneOf("jsonl", "none")] = setting(
@@ -319,7 +319,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         if self.bf16 is None and not torch.accelerator.is_available():
             values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
         check_fields(self)  # before anything follows from them
-        settle_shape(self)
+        resolve_shape(self)
         is_single = values["num_generations"] == 1
         if is_single:
             values["num_generations"] = _Single(1)  # TRL asks for groups, which some estimators do without
@@ -419,7 +419,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         """Check what only matters where our rollout plays: a trainer without environment and tools leaves it to TRL.
 
         Raises:
-            ValueError: names the option, its value and the cure.
+            ValueError: names the option, its value and the fix.
         """
         check_rollout(self, has_generator=has_generator)
 

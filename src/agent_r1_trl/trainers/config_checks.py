@@ -6,7 +6,7 @@ arguments that follow from others, then refuses what nothing would read (`NEEDS`
 accepts all of it, so a trainer without environment and tools does not call it.
 
 The refusals are evaluated in the order in which they stand here, and each names the flag, its value, the rule and the
-cure.
+fix.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def check_fields(config: MultiTurnConfig) -> None:
     """Check each field by itself; also before TRL reads them.
 
     Raises:
-        ValueError: names the flag, its value, the rule and the cure.
+        ValueError: names the flag, its value, the rule and the fix.
     """
     _read_groups(config)
     check_settings(config, TRL_FIELDS)
@@ -344,12 +344,12 @@ def check_config(config: MultiTurnConfig) -> None:
     """Check the arguments of a trainer, and set those that follow from others.
 
     Raises:
-        ValueError: names the flag, its value, the rule and the cure.
+        ValueError: names the flag, its value, the rule and the fix.
     """
     check_fields(config)
-    settle(config)
+    resolve(config)
     for checks in _feature_checks():
-        checks.settle(config)
+        checks.resolve(config)
     refuse(_find_problems(config))
     if (urls := plain_value(config, "servers.urls")) is not None:
         check_urls(urls)
@@ -362,13 +362,13 @@ def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
     """Refuse what the rollout cannot honour, and what would have no effect.
 
     Raises:
-        ValueError: names the option, its value and the cure.
+        ValueError: names the option, its value and the fix.
     """
     check_settings(config, PLAYED_FIELDS)
     refuse(_find_rollout_problems(config, has_generator))
 
 
-def settle(config: MultiTurnConfig) -> None:
+def resolve(config: MultiTurnConfig) -> None:
     """Set the arguments that follow from others.
 
     Raises:
@@ -396,7 +396,7 @@ def settle(config: MultiTurnConfig) -> None:
 
 
 def _feature_checks() -> list[Any]:
-    """The modules `checks` of the features: each has `NEEDS`, `CLASHES`, `settle` and `find_problems`."""
+    """The modules `checks` of the features: each has `NEEDS`, `CLASHES`, `resolve` and `find_problems`."""
     names = [name for name, row in FEATURES.items() if row.settings is not None and has_feature(name)]
     modules = [f"agent_r1_trl.features.{name}.checks" for name in names]
     return [importlib.import_module(module) for module in modules if importlib.util.find_spec(module) is not None]
@@ -458,8 +458,8 @@ def _find_estimator_problems(config: MultiTurnConfig) -> Iterator[str]:
         value = getattr(config, option, None)
         if value is not None and value not in (config.default_of(option), same.get(option)):
             readers = _names_of(other for other in others if option in other.options)
-            cure = f", or set advantage_estimator to one of {readers}" if readers else ""
-            yield f"{option}={value!r} has no effect with {name}, which does not read it. Remove {option}{cure}."
+            fix = f", or set advantage_estimator to one of {readers}" if readers else ""
+            yield f"{option}={value!r} has no effect with {name}, which does not read it. Remove {option}{fix}."
 
 
 def _names_of(rows: Iterable[Estimator]) -> str:
@@ -488,10 +488,10 @@ def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
     if config.loss_type == "vespo":
         found.append("loss_type")
     for name in found:
-        cure = f"Set {name}={WHOLE_ROWS[name]!r}" if name in WHOLE_ROWS else f"Set another {name}"
+        fix = f"Set {name}={WHOLE_ROWS[name]!r}" if name in WHOLE_ROWS else f"Set another {name}"
         yield (
             f"{shown(config, name)} with {shown(config, 'context.policy')}: it is computed over whole rows, and a row "
-            f"may hold only some of a trajectory's turns. {cure}, or context.policy='keep'."
+            f"may hold only some of a trajectory's turns. {fix}, or context.policy='keep'."
         )
 
 
@@ -534,7 +534,7 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "include_for_metrics": (None, _NO_PREDICTIONS),
     "batch_eval_metrics": (False, _NO_PREDICTIONS),
 }
-"""Options that the rollout or TRL's loop cannot honour: name -> (the only value accepted, the cure)."""
+"""Options that the rollout or TRL's loop cannot honour: name -> (the only value accepted, the fix)."""
 
 
 def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iterator[str]:
@@ -542,7 +542,7 @@ def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iter
         """A recipe may hold the options of vLLM for the day that it is switched on."""
         return name.startswith(("vllm_", "servers.")) and not config.use_vllm
 
-    for name, (accepted, cure) in UNSUPPORTED_OPTIONS.items():
+    for name, (accepted, fix) in UNSUPPORTED_OPTIONS.items():
         value, source = getattr(config, name, accepted), ""
         is_unset = accepted is None and value in (None, "", {}, [], False)
         variable, setting = LAUNCHED.get(name, ("", ""))
@@ -550,7 +550,7 @@ def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iter
             value, is_unset = True, False
             source = f" ({variable}={os.environ[variable]}: accelerate launch sets it for {setting})"
         if value != accepted and not is_unset and not is_waiting(name):
-            yield f"{name}={value!r}{source} is not supported by the multi-turn rollout. Cure: {cure}."
+            yield f"{name}={value!r}{source} is not supported by the multi-turn rollout. Fix: {fix}."
     if unread := find_unread(config, TRL_NEEDS, is_waiting):
         yield unread
     yield from find_clashes(config, PLAYED_CLASHES)
@@ -615,19 +615,19 @@ def num_processes() -> int:
     return get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1)
 
 
-def settle_shape(args: Any) -> None:
+def resolve_shape(args: Any) -> None:
     """Derive TRL's settings from `prompts_per_rollout` and `updates_per_rollout`, before TRL reads them.
 
     Raises:
         ValueError: the numbers do not divide, or an option beside them says something else; names the options, their
-            values and the cure.
+            values and the fix.
     """
     if args.prompts_per_rollout is None and args.updates_per_rollout is None:
         return
     rows = args.per_device_train_batch_size * num_processes()
     steps = _steps_of_prompts(args, rows) if args.prompts_per_rollout is not None else _given_steps(args, rows)
     if args.updates_per_rollout is not None:
-        _settle_accumulation(args, steps)
+        _resolve_accumulation(args, steps)
     if args.generation_batch_size is None:  # else TRL derives the same number of steps from it
         args.steps_per_generation = steps
 
@@ -670,7 +670,7 @@ def _given_steps(args: Any, rows: int) -> int:
     return args.gradient_accumulation_steps * max(1, args.updates_per_rollout // args.num_iterations)
 
 
-def _settle_accumulation(args: Any, steps: int) -> None:
+def _resolve_accumulation(args: Any, steps: int) -> None:
     """Set how many of the `steps` micro-batches make one update."""
     updates, passes = args.updates_per_rollout, args.num_iterations
     if updates % passes:

@@ -253,7 +253,7 @@ def check_overrides(trainer: Any) -> None:
         ValueError: names the method, who brings it, and what to use instead.
     """
     trls_file = sys.modules[GRPOTrainer.__module__].__file__
-    for name, cure in NEVER_CALLED.items():
+    for name, fix in NEVER_CALLED.items():
         owners = [kind for kind in type(trainer).__mro__ if name in vars(kind)]
         foreign: list[Any] = [kind.__name__ for kind in owners if not _is_ours_or_trls(kind)]
         if name in vars(trainer):
@@ -264,7 +264,7 @@ def check_overrides(trainer: Any) -> None:
         if foreign:
             raise ValueError(
                 f"{name} of TRL's trainer is replaced ({foreign[0]}), and the rollout that env=, tools= or an "
-                f"argument of ours asks for never calls it. Remove it and {cure}."
+                f"argument of ours asks for never calls it. Remove it and {fix}."
             )
 
 

@@ -161,7 +161,7 @@ class EvaluatingTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.evaluation = EvaluationRows()
-        """The evaluation under way, or the last one."""
+        """The evaluation in flight, or the last one."""
         self._eval_prefix = "eval"
         """What the metrics of the last evaluation begin with; of several data sets, `eval_NAME`."""
         super().__init__(*args, **kwargs)
@@ -172,7 +172,7 @@ class EvaluatingTrainer(GRPOTrainer):
         """Refuse a metric that no evaluation will have, before the first one ends the run.
 
         Raises:
-            ValueError: it is of none of several data sets; names the cure.
+            ValueError: it is of none of several data sets; names the fix.
         """
         best = self.args.metric_for_best_model
         if best is None or not isinstance(self.eval_dataset, Mapping) or self._set_of(_logged_as(best)) != "eval":

@@ -443,7 +443,7 @@ class LearningReport(RolloutCallback):
             "Step %d: %s: nothing can be learned from them. Look at some%s. If answers that differ in worth earn the "
             "same, correct the reward function; if none is ever right, use easier examples, a stronger model or a "
             "process reward; if all are right, harder examples; if they are alike, raise temperature or "
-            "num_generations. Said once; the summary at the end counts such rollouts.",
+            "num_generations. Reported once; the summary at the end counts such rollouts.",
             step, what, f" ({self.command.removesuffix(' --filter failed')})" if self.command else "",
         )  # fmt: skip
 

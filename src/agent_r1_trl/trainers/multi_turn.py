@@ -106,7 +106,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     8. Rows that a feature does not keep leave the update, the others are dealt to micro-batches
        (`update/layout.py`) and laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked
        tokens (`update/losses.py`).
-    9. The Trainer makes the optimizer step; a checkpoint holds the rollout under way (`saving.py`).
+    9. The Trainer makes the optimizer step; a checkpoint holds the rollout in flight (`saving.py`).
 
     Args:
         env: environment class or zero-argument factory; each trajectory gets a fresh one.
@@ -359,7 +359,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         first = self.accelerator.process_index * len(calls)
         batch.reward_values = values[first : first + num]
         if batch.reward_calls is not None:  # else a subclass has computed them without the functions
-            batch.reward_calls.settle(batch.reward_values, self.reward_funcs, self.reward_func_names)
+            batch.reward_calls.resolve(batch.reward_values, self.reward_funcs, self.reward_func_names)
         check_finite(values, self._calculate_rewards)
         batch.extra_columns = {
             name: [*column, *[None] * num][:num] for name, column in self._pending_extra_logs.items()

@@ -106,7 +106,7 @@ class KeptRows:
 
     @property
     def _has_signal(self) -> bool:
-        """Whether any rollout of the optimizer step under way has rows, as far as it was trained on."""
+        """Whether any rollout of the optimizer step in flight has rows, as far as it was trained on."""
         return any(has_signal for has_signal, _ in self._signals)
 
     def end_step(self, trainer: Any, model: Any, norms: Sequence[Any]) -> bool:

@@ -51,7 +51,7 @@ def check_optimizer_setup(args: Any, accelerator: Any, lr_scheduler: Any) -> Non
     """Refuse what would train the critic otherwise than the arguments say.
 
     Raises:
-        ValueError: names the argument, the rule and the cure.
+        ValueError: names the argument, the rule and the fix.
     """
     if lr_scheduler is not None:
         raise ValueError(

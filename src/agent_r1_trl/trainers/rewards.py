@@ -310,7 +310,7 @@ class RewardCalls:
         finally:
             trainer.reward_funcs = functions
 
-    def settle(self, values: torch.Tensor, functions: Sequence[Any], names: Sequence[str]) -> None:
+    def resolve(self, values: torch.Tensor, functions: Sequence[Any], names: Sequence[str]) -> None:
         """Raise on all ranks what was found on any. All ranks must call it.
 
         Args:
@@ -532,7 +532,7 @@ class RowCheck:
         eval_dataset: of the trainer: None, one or several by name.
 
     Raises:
-        ValueError: names the column, its value and the cure.
+        ValueError: names the column, its value and the fix.
     """
 
     def __init__(self, form: EnvForm, train_dataset: Any, eval_dataset: Any) -> None:
@@ -557,7 +557,7 @@ class RowCheck:
         """Check the rows of one batch; the first time all rows of the data sets that are in memory. Refuses images.
 
         Raises:
-            ValueError: names the column, its value and the cure.
+            ValueError: names the column, its value and the fix.
         """
         while self._unread:
             dataset = self._unread.pop()

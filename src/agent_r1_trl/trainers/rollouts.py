@@ -255,7 +255,7 @@ class Rollouts:
     # ---------------------------------------------------------------- playing
 
     def play(self, rows: Sequence[dict[str, Any]], model: Any, position: Position) -> RolloutBatch:
-        """Play one trajectory per row; with `overlap_rollout` they are under way already. `finish` must follow.
+        """Play one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
 
         A collective call where parameters are sharded: ZeRO-3 gathers them once, around the whole rollout.
 
@@ -345,7 +345,7 @@ class Rollouts:
             )
 
     def cut(self) -> None:
-        """End the rollout under way, and every further one until `end_run`; from any thread.
+        """End the rollout in flight, and every further one until `end_run`; from any thread.
 
         Whoever waits for a rollout gets a `CancelledError`. The environments are closed when this returns, or have had
         `CUT_TIMEOUT_S` for it.

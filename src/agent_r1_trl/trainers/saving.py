@@ -1,6 +1,6 @@
 """The Trainer's saving and resuming: whole checkpoints or none, on all ranks alike, and one run per `output_dir`.
 
-A resumed run needs more than transformers' checkpoint: the rollout under way, the order of the data, the reference.
+A resumed run needs more than transformers' checkpoint: the rollout in flight, the order of the data, the reference.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ SHAPE = (
 )
 """Arguments that a run's place in the data is counted in."""
 ROLLOUT = ("update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm", "beta", "has_critic")
-"""Arguments that decide which tensors a rollout under way holds, and how they lie."""
+"""Arguments that decide which tensors a rollout in flight holds, and how they lie."""
 
 
 class RolloutCheckpoint:
-    """The place of a run in the data and its rollout under way, a file of each rank in every checkpoint."""
+    """The place of a run in the data and its rollout in flight, a file of each rank in every checkpoint."""
 
     def __init__(self, args: Any, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -162,7 +162,7 @@ class RolloutCheckpoint:
             now = ", ".join(f"{name}={self._settings[name]}" for name in changed)
             raise ValueError(
                 f"the run was saved with {before} and cannot go on with {now}, which its place in the data "
-                f"{'and the rollout under way do' if has_rollout else 'does'} not fit. Start it with {before}"
+                f"{'and the rollout in flight do' if has_rollout else 'does'} not fit. Start it with {before}"
             )
         if path != own:
             raise ValueError(f"{own.name} is missing. Resume from an earlier checkpoint")
@@ -211,13 +211,13 @@ def check_same_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) ->
         if before is None or present is None or before == present:
             continue
         if name == "train_dataset":
-            was, given, cure = f"{before['rows']} rows", f"{present['rows']} rows", "Pass the same rows in their order"
+            was, given, fix = f"{before['rows']} rows", f"{present['rows']} rows", "Pass the same rows in their order"
             given += " with other contents or in another order" if was == given else ""
         else:
-            was, given, cure = f"{before}", f"{present}", f"Start it with {name}={before}"
+            was, given, fix = f"{before}", f"{present}", f"Start it with {name}={before}"
         raise CheckpointError(
             f"resume_from_checkpoint={str(folder)!r}: the run was saved with {name}={was} and cannot go on with "
-            f"{name}={given}, where its place in the data falls on other rows. {cure}, or set resume_without: [data] "
+            f"{name}={given}, where its place in the data falls on other rows. {fix}, or set resume_without: [data] "
             "to go on at that place in the new order."
         )
 
@@ -410,7 +410,7 @@ class SavingTrainer(GRPOTrainer):
                 "%s has no %s: it was written by TRL. Neither its files nor seed, data and model were compared.%s",
                 folder,
                 MANIFEST,
-                " It holds no rollout under way: the next step begins with a new one." * lacks_rollout(folder),
+                " It holds no rollout in flight: the next step begins with a new one." * lacks_rollout(folder),
             )
             return str(folder)
         run = describe_run(self, self.base)
@@ -460,7 +460,7 @@ class SavingTrainer(GRPOTrainer):
             has_reference = not batches or "ref_per_token_logps" in batches[0]
             if self.beta != 0 and self.args.kl_placement == "loss" and not has_reference:
                 raise CheckpointError(
-                    f"resume_from_checkpoint={checkpoint!r}: its rollout under way was scored without the reference, "
+                    f"resume_from_checkpoint={checkpoint!r}: its rollout in flight was scored without the reference, "
                     f"and this run has beta={self.beta}. Start it with the echo.actions that it had, or set "
                     "resume_without: [rollout]."
                 )
@@ -492,7 +492,7 @@ class SavingTrainer(GRPOTrainer):
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """The Trainer's checkpoint with the rollout under way, whole or not at all.
+        """The Trainer's checkpoint with the rollout in flight, whole or not at all.
 
         Raises:
             SaveError: `failures.max_failed_saves` in a row could not be written.

@@ -68,7 +68,7 @@ def take_rows(rows: Inputs, index: Any) -> Inputs:
     return taken
 
 
-def set_live_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:
+def set_valid_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:
     """Put `row_scale`, `micro_batch_scale` and `turn_scale` into micro-batches.
 
     They are rows per trajectory in the baseline, micro-batches per one with such a row, and with `turn_shares`
@@ -386,7 +386,7 @@ def add_masks(
     output[OTHER_TOKENS] = rows.expand(rows.total(own)) - own * (rows.index >= 0).to(device)
     if args.loss_unit == "turn":
         output[TURN_SHARES] = turn_shares(output, rows)
-    set_live_scales([output], steps_per_update=1, accelerator=accelerator)
+    set_valid_scales([output], steps_per_update=1, accelerator=accelerator)
 
 
 def turn_shares(output: dict[str, Any], rows: TrainingRows) -> torch.Tensor:

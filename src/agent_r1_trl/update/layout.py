@@ -36,11 +36,11 @@ from agent_r1_trl.update.batching import (
     exchange,
     join_rows,
     loss_masks,
-    set_live_scales,
+    set_valid_scales,
     take_rows,
     trim_padding,
 )
-from agent_r1_trl.update.micro_batches import PASSES, computed_ids, live_ids, plan_scoring, repack, sort_key
+from agent_r1_trl.update.micro_batches import PASSES, computed_ids, plan_scoring, repack, sort_key, valid_ids
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 
@@ -263,13 +263,13 @@ class UpdateLayout:
     def arrange(self, buffer: list[Inputs], accelerator: Any) -> list[Inputs]:
         """The micro-batches of a new rollout, with the rows of each optimizer step in this layout's order.
 
-        All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`set_live_scales`).
+        All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`set_valid_scales`).
         """
         if self._regroups and self._max_tokens is None:
             buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self.name == "shared")
         if "in_baseline" not in buffer[0]:  # TRL's own batches do without
             return buffer
-        set_live_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
+        set_valid_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
         if self._max_tokens is not None:
             self._warn_of_long_rows(buffer, self._max_tokens)
             buffer = repack(
@@ -304,7 +304,7 @@ class UpdateLayout:
         return plan if plan is not None and plan.fits(inputs) else None
 
     def _warn_of_long_rows(self, buffer: list[Inputs], limit: int) -> None:
-        longest = max(len(ids) for inputs in buffer for ids in live_ids(inputs))
+        longest = max(len(ids) for inputs in buffer for ids in valid_ids(inputs))
         if longest > limit and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -77,7 +77,7 @@ def _passes_of(
 ) -> list[Inputs]:
     """This rank's micro-batches of one optimizer step; on all ranks they are as many, of as many rows."""
     rows = join_rows(window)
-    ids = live_ids(rows)
+    ids = valid_ids(rows)
     # Beyond this rank, only what is shared has to be known by its tokens.
     everywhere = gather_object(ids if share_prefixes else [len(row) for row in ids])
     plan = plan_passes(everywhere, accelerator.num_processes, max_tokens, least=least)
@@ -93,7 +93,7 @@ def _passes_of(
     return micro_batches
 
 
-def live_ids(rows: Inputs) -> list[np.ndarray]:
+def valid_ids(rows: Inputs) -> list[np.ndarray]:
     """The ids of each row of TRL's batch that a packed forward pass of its loss computes.
 
     The critic's are counted where it reads a prefix of its own: they are the more.

@@ -124,10 +124,10 @@ def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: 
     """
     config = base.config
     used = config._attn_implementation
-    flaw, cure = _flaw(base, share_prefixes=share_prefixes)
+    flaw, fix = _flaw(base, share_prefixes=share_prefixes)
     if flaw:
         raise ValueError(
-            f"update_layout: {name} has {flaw}. {cure}{', or set' if cure else 'Set'} update_layout='grouped'."
+            f"update_layout: {name} has {flaw}. {fix}{', or set' if fix else 'Set'} update_layout='grouped'."
         )
     if used == "sdpa":
         config._attn_implementation = PACKED_ATTENTION

@@ -182,7 +182,7 @@ def index(tmp_path_factory):
         functools.partial(FunctionToolsEnv, [lookup.fn]),
         functools.partial(TRLEnvAdapter, GoodTRL, [lookup.fn]),
         {"a": GoodTRL, "b": GoodTRL},
-        env_like(ToolEnv, tools=[lookup], tool_call_reward=0.0),  # the cure for one that pays for calls alone
+        env_like(ToolEnv, tools=[lookup], tool_call_reward=0.0),  # the fix for one that pays for calls alone
         env_like(tools=[refusing]),
     ],
     ids=lambda env: getattr(env, "__name__", type(env).__name__),

@@ -247,7 +247,7 @@ def test_markers_that_stay_in_what_was_said_are_flagged():
     assert "is read as '<|BEGIN_WORDS|>said.<|END_WORDS|>'" in found[0].message
 
 
-def test_an_empty_thought_of_the_prompt_that_earlier_turns_lack_is_a_warning_with_a_cure_that_works():
+def test_an_empty_thought_of_the_prompt_that_earlier_turns_lack_is_a_warning_with_a_fix_that_works():
     qwq = FORMATS["qwq"]()
     qwq.chat_template = qwq.chat_template.replace(
         "assistant\n<think>\n{% endif %}", "assistant\n<think>\n</think>{% endif %}"
@@ -355,7 +355,7 @@ def test_a_template_that_cannot_be_rendered_without_tools_is_fine():
     assert [check.level for check in checks] == ["warning"] and "earlier messages" in checks[0].message
 
 
-def test_a_tokenizer_without_the_fast_back_end_is_flagged_with_a_cure():
+def test_a_tokenizer_without_the_fast_back_end_is_flagged_with_a_fix():
     """Mistral's own tokenizer has neither a back end nor a chat_template."""
 
     class MistralCommonBackend:
@@ -468,7 +468,7 @@ def test_prompts_that_are_text_are_measured_without_an_environment_too():
 # ---------------------------------------------------------------- the report
 
 
-def test_the_report_shows_every_verdict_message_and_cure():
+def test_the_report_shows_every_verdict_message_and_fix():
     checks = [
         Finding(check="masks", level="ok", message="exact"),
         Finding(check="tools", level="error", message="broken [bold]as written[/bold]", fix="mend it"),

@@ -67,8 +67,8 @@ def test_a_clip_that_does_not_act_is_left_alone_and_that_is_said_or_refused(tmp_
     assert "the clip stays" in guard_of(trainer).state.events[0]["text"]
     with pytest.raises(ValueError, match=r"echo.actions=\['clip'\].*change nothing"):
         MultiTurnGRPOConfig(**CPU, echo={"actions": ["clip"]}, beta=0.0, **options)
-    cure = {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, **RATIOS}
-    MultiTurnGRPOConfig(**CPU, echo={"actions": ["clip"]}, beta=0.0, **options | cure)
+    fix = {"loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2, "epsilon_high": None, **RATIOS}
+    MultiTurnGRPOConfig(**CPU, echo={"actions": ["clip"]}, beta=0.0, **options | fix)
 
 
 def test_a_switched_off_kl_term_is_taken_back_after_patience_and_where_the_entropy_explodes(tmp_path):
@@ -309,11 +309,11 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options", "cure"), REFUSED, ids=str)
-def test_what_the_guard_cannot_do_is_refused_by_name_and_the_cure_works(name, options, cure):
+@pytest.mark.parametrize(("name", "options", "fix"), REFUSED, ids=str)
+def test_what_the_guard_cannot_do_is_refused_by_name_and_the_fix_works(name, options, fix):
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         MultiTurnGRPOConfig(**unfold(CPU | options))
-    MultiTurnGRPOConfig(**unfold(copy.deepcopy(CPU | options | cure)))
+    MultiTurnGRPOConfig(**unfold(copy.deepcopy(CPU | options | fix)))
 
 
 def test_the_learning_rate_is_refused_or_left_out_under_deepspeed(tmp_path, caplog):

@@ -142,7 +142,7 @@ def test_a_setting_out_of_range_is_refused_by_name(settings, named):
         CountdownEnv(**settings)
 
 
-def test_puzzles_that_do_not_exist_are_refused_with_a_cure(monkeypatch):
+def test_puzzles_that_do_not_exist_are_refused_with_a_fix(monkeypatch):
     monkeypatch.setattr(countdown, "_MAX_DRAWS", 1)
     with pytest.raises(ValueError, match="Widen target or max_number"):
         CountdownEnv(max_number=2, target=(900, 999)).new_level(1)

@@ -130,7 +130,7 @@ def test_a_setting_out_of_range_is_refused_by_name(settings, named):
         FrozenLakeEnv(**settings)
 
 
-def test_the_cure_for_a_large_lake_works_and_a_lake_of_holes_is_refused():
+def test_the_fix_for_a_large_lake_works_and_a_lake_of_holes_is_refused():
     assert FrozenLakeEnv(size=8, max_actions=20).reset({"seed": 1})
     with pytest.raises(ValueError, match="ice_share"):
         FrozenLakeEnv(size=8, max_actions=14, ice_share=0.01).new_level(1)

@@ -135,7 +135,7 @@ def test_a_setting_out_of_range_is_refused_by_name(settings, named):
         SokobanEnv(**settings)
 
 
-def test_a_room_without_such_levels_is_refused_with_a_cure():
+def test_a_room_without_such_levels_is_refused_with_a_fix():
     make = functools.partial(SokobanEnv, room=(4, 4), min_moves=9)
     with pytest.raises(ValueError, match="Enlarge the room"):
         make().new_level(1)

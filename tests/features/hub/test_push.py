@@ -194,7 +194,7 @@ def test_a_hub_that_fails_or_cannot_be_reached_is_worth_another_try(hub, run_fol
 # ---------------------------------------------------------------- mistakes
 
 
-def test_a_directory_without_a_model_names_the_cure(hub, run_folder, capsys, tmp_path):
+def test_a_directory_without_a_model_names_the_fix(hub, run_folder, capsys, tmp_path):
     assert "is no directory with weights" in refusal(capsys, tmp_path / "nowhere", "--repo_id", "ada/adder")
     (run_folder / "model.safetensors").unlink()
     assert "is no directory with weights" in refusal(capsys, run_folder, "--repo_id", "ada/adder")

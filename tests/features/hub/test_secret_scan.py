@@ -160,10 +160,10 @@ def test_the_refusal_names_the_places_and_never_the_secret(tmp_path):
     token = EXAMPLES["Slack token"][0]
     (tmp_path / "a.txt").write_text("\n".join([token] * 30))
     with pytest.raises(SecretFoundError, match=r"sub/a.txt, line 1: Slack token") as refusal:
-        check_files({"sub/a.txt": tmp_path / "a.txt"}, cure="--allow_secrets")
+        check_files({"sub/a.txt": tmp_path / "a.txt"}, fix="--allow_secrets")
     assert token not in str(refusal.value) and "and 20 more" in str(refusal.value)
     for allowed in (["sub/a.txt"], ["sub/*"]):
-        check_files({"sub/a.txt": tmp_path / "a.txt"}, allowed=allowed, cure="--allow_secrets")
+        check_files({"sub/a.txt": tmp_path / "a.txt"}, allowed=allowed, fix="--allow_secrets")
 
 
 def test_files_that_are_broken_are_searched_as_bytes(tmp_path):

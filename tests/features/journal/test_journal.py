@@ -15,7 +15,7 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapter
-from agent_r1_trl.features.journal import Cassette, RolloutLog, resume_mode
+from agent_r1_trl.features.journal import JournalReplay, RolloutLog, resume_mode
 from agent_r1_trl.features.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
 from agent_r1_trl.features.journal.records import Appender, dump, pack, pack_floats, read_file, unpack_floats
 from agent_r1_trl.generation import ScriptedGenerator
@@ -302,7 +302,7 @@ def test_trajectories_of_a_loop_that_was_given_up_have_ended_and_nothing_follows
     assert back.wait(10) or not started.is_set()  # a busy machine may hold the loop before
     time.sleep(0.2)  # the loop that was given up writes what it would have written
     runner.close()
-    again = Cassette(path).play(requests()[:2])
+    again = JournalReplay(path).play(requests()[:2])
     assert [item.to_json() for item in again] == [item.to_json() for item in played]
     assert "held the event loop" in again[0].error
 

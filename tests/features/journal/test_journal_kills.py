@@ -70,7 +70,7 @@ def notes(folder, world):
 
 
 def kill_at_random_moments(start, folder, world, algorithm, num_steps, rng):
-    """Start, kill and start again; returns the numbers of kills that met a run under way."""
+    """Start, kill and start again; returns the numbers of kills that met a run in flight."""
     num_kills = 0
     while num_kills < NUM_KILLS:
         begun, run = len(notes(folder, world)), start(world, folder, algorithm, num_steps)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl.features.journal import Cassette, ReplayError
+from agent_r1_trl.features.journal import JournalReplay, ReplayError
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import pack, read_file
 from agent_r1_trl.features.journal.training import fingerprint, reads_environments
@@ -86,15 +86,15 @@ def answers(trainer):
     return {observation["content"] for turn in turns for observation in turn.observations}
 
 
-@pytest.mark.parametrize("cure", ["no folder", "journal: false"])
-def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted(tmp_path, cure):
+@pytest.mark.parametrize("fix", ["no folder", "journal: false"])
+def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted(tmp_path, fix):
     repaired = type("Repaired", (Repaired,), {"answer": "right"})
     checkpoint = str(tmp_path / "checkpoint-2")
     assert answers(train(tmp_path, env=Repaired, max_steps=3)) == {"wrong"}
     assert answers(train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint)) == {"wrong"}, "as recorded"
-    if cure == "no folder":
+    if fix == "no folder":
         shutil.rmtree(tmp_path / "journal")
-    resumed = train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint, journal=cure == "no folder")
+    resumed = train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint, journal=fix == "no folder")
     assert answers(resumed) == {"right"}
 
 
@@ -395,7 +395,7 @@ def test_a_replay_from_nowhere_into_itself_or_beside_what_it_lacks_is_refused(tm
         )
     with pytest.raises(ReplayError, match=r"replay.*environments"):
         train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, reward_funcs=[calls_of])
-    assert Cassette(tmp_path / "a").micro_steps == [0]
+    assert JournalReplay(tmp_path / "a").micro_steps == [0]
 
 
 # ---------------------------------------------------------------- context policies of one's own

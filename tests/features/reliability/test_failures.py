@@ -78,7 +78,7 @@ def test_share_and_window_are_the_users():
     assert watch(["..", *["xx"] * 5], window=8) is None
 
 
-def test_the_error_names_the_causes_the_setting_and_the_cure():
+def test_the_error_names_the_causes_the_setting_and_the_fix():
     watch = FailureBudget(0.25, 2)
     with pytest.raises(NothingPlayedError) as caught:
         watch.judge([failed("lost"), failed(), failed(example_id="q2"), None], group_size=2)

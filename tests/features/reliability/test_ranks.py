@@ -9,7 +9,7 @@ from agent_r1_trl.features.reliability import ranks
 
 
 class Store:
-    """Rank 1, on another machine, gives no new sign of life."""
+    """Rank 1, on another machine, gives no new heartbeat."""
 
     def set(self, key, value):
         pass
@@ -32,7 +32,7 @@ def test_a_run_whose_processes_all_stood_still_together_goes_on(monkeypatch):
     for _ in range(12):
         time.sleep(0.05)
         watch._look_around()
-    assert "no sign of life" in lost[0] and "failures.rank_timeout=0.4" in lost[0]
+    assert "no heartbeat" in lost[0] and "failures.rank_timeout=0.4" in lost[0]
 
 
 def test_a_store_that_does_not_answer_is_a_machine_that_is_gone(monkeypatch):

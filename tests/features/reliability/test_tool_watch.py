@@ -139,7 +139,7 @@ def test_a_tool_that_never_worked_ends_the_run_at_once_unless_arguments_may_be_t
             ToolOutageError, match=r"'look' has never worked: 16 of its last 16 calls failed.*by hand.*timeout_s"
         ):
             world.judge(letters)
-        assert world.waits == [], "it did not work before, so waiting is no cure"
+        assert world.waits == [], "it did not work before, so waiting is no fix"
     with caplog.at_level(logging.WARNING):
         assert World(False).judge("v" * 32, "v" * 32) == [False, False]
     assert caplog.text.count("first with: v") == caplog.text.count("none has ever succeeded") == 1

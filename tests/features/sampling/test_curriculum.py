@@ -222,7 +222,7 @@ def test_an_environment_that_makes_its_own_prompts_is_refused():
     for curriculum in (True, False):
         config = SimpleNamespace(sampling=SamplingSettings(resample_rounds=2, curriculum=curriculum))
         if not curriculum:
-            check_can_draw(None, config)  # the cure
+            check_can_draw(None, config)  # the fix
             continue
         with pytest.raises(ValueError, match=r"curriculum=True with train_dataset=None"):
             check_can_draw(None, config)

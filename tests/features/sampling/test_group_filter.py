@@ -535,9 +535,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("config_class, options, name, cure", REFUSED, ids=str)
-def test_what_cannot_be_filtered_is_refused_and_the_cure_works(config_class, options, name, cure):
+@pytest.mark.parametrize("config_class, options, name, fix", REFUSED, ids=str)
+def test_what_cannot_be_filtered_is_refused_and_the_fix_works(config_class, options, name, fix):
     common = {"output_dir": "unused", "bf16": False, "use_cpu": True}
     with pytest.raises(ValueError, match=rf"\b{name}\b"):
         config_class(**unfold(common | options))
-    config_class(**unfold(common | options | cure))
+    config_class(**unfold(common | options | fix))

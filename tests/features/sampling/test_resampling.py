@@ -295,7 +295,7 @@ def test_where_the_environment_makes_the_prompts_a_fresh_one_has_another_seed(tm
     assert len(seeds) == 16 and len({*seeds}) == 4
 
 
-def test_a_stream_is_refused_and_the_cure_works(tmp_path):
+def test_a_stream_is_refused_and_the_fix_works(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(questions(8)))
     for name, value in (("sampling.resample_rounds", 2), ("sampling.curriculum", True)):
         with pytest.raises(ValueError, match=rf"\b{name}={value}.*streaming=False"):

@@ -326,7 +326,7 @@ def test_an_old_kernel_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match='sandbox="sandlock" needs Landlock') as caught:
         make_sandbox_factory("sandlock", LIMITS)
     assert 'sandbox="limits"' in str(caught.value)
-    assert make_sandbox_factory("limits", LIMITS)().run("1").value == "1"  # the cure works
+    assert make_sandbox_factory("limits", LIMITS)().run("1").value == "1"  # the fix works
 
 
 def test_without_a_name_the_code_is_isolated_or_a_warning_says_why_not(monkeypatch, caplog):

@@ -109,7 +109,7 @@ def test_an_adapter_is_put_on_its_base(recipe, chat, model_folder, tmp_path):
     assert saved("base.jsonl")[0].completion_ids != saved("adapter.jsonl")[0].completion_ids
 
 
-def test_mistakes_are_named_with_a_cure(recipe, refusal, model_folder):
+def test_mistakes_are_named_with_a_fix(recipe, refusal, model_folder):
     recipe()
     assert "MODEL" in refusal("chat")
     assert "Remove one" in refusal("chat", model_folder, "--env", "task.py:AddEnv", "--tools", "task.py:add")

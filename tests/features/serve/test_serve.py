@@ -61,7 +61,7 @@ def test_a_request_to_vllm_keeps_the_schemas_of_training(schema):
     assert json.dumps(read) == json.dumps(schema)
 
 
-def test_mistakes_are_named_with_a_cure(refusal, model_folder):
+def test_mistakes_are_named_with_a_fix(refusal, model_folder):
     assert "MODEL" in refusal("serve")
     assert "port=99999" in refusal("serve", model_folder, "--port", "99999")
     assert "no such option" in refusal("serve", model_folder, "--max_turns_", "1")

@@ -209,7 +209,7 @@ def _open_chat(report: Report, subject: Subject, options: dict[str, Any]) -> Cha
     try:
         return ChatFormat(subject.tokenizer, extra_stop_token_ids=subject.eos_token_ids or (), **options)
     except ChatFormatError as error:
-        report.error("chat template", error.problem, error.cure)
+        report.error("chat template", error.problem, error.fix)
     except Exception as error:  # a template or tokenizer may fail in any way
         fix = "Load it with AutoTokenizer.from_pretrained and try apply_chat_template on one message."
         report.error("chat template", f"The tokenizer cannot be used ({describe_error(error)}).", fix)
@@ -238,7 +238,7 @@ def _refuse_tools(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> 
     try:
         chat.encode_prompt([{"role": "user", "content": "."}], tools)
     except ChatFormatError as error:
-        problem, fix = error.problem, error.cure
+        problem, fix = error.problem, error.fix
     report.error("chat template", problem, fix)
 
 
@@ -517,7 +517,7 @@ def _check_prompts(
     try:
         lengths = [len(chat.encode_prompt(messages, schemas or None)) for messages, schemas in starts]
     except ChatFormatError as error:
-        report.error("prompts", error.problem, error.cure)
+        report.error("prompts", error.problem, error.fix)
         return
     if not lengths:
         return

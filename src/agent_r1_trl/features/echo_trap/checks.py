@@ -20,7 +20,7 @@ NEEDS = (
 CLASHES: tuple[Clash, ...] = ()
 
 
-def settle(config: Any) -> None:
+def resolve(config: Any) -> None:
     """Read thresholds, to find what is wrong with them.
 
     Raises:
@@ -47,7 +47,7 @@ class Refusal(NamedTuple):
     holds: Callable[[Any], Any]
     because: str
     """Goes on after the name of the action, and ends the sentence."""
-    cure: str = ""
+    fix: str = ""
     """One sentence; empty if there is none."""
 
 
@@ -128,5 +128,5 @@ def find_problems(config: Any) -> Iterator[str]:
     for name in names:
         text = refusal(name, config)
         if text is not None:
-            cure = f"{text.cure} Or remove" if text.cure else "Remove"
-            yield f"echo.actions={names!r}: {name!r} {text.because} {cure} {name!r} from echo.actions."
+            fix = f"{text.fix} Or remove" if text.fix else "Remove"
+            yield f"echo.actions={names!r}: {name!r} {text.because} {fix} {name!r} from echo.actions."

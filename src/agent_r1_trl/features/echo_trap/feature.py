@@ -44,7 +44,7 @@ class EchoSignals(RolloutCallback):
         self._rollout: dict[str, float] = {}
         """Signals of the rollouts since the last optimizer step."""
         self._records: list[dict[str, Any]] = []
-        """Of `signal_record`, the trajectories of these rollouts."""
+        """What `signal_record` says of each trajectory of these rollouts."""
         self._groups: list[Hashable] = []
         """Which group each belongs to."""
         self._is_chosen = [False, False]

@@ -73,7 +73,7 @@ class EchoGuard(RolloutCallback):
         self._ending: RuntimeError | None = None
         """What `train` raises once the Trainer's loop has ended."""
         self._rates: list[float] = []
-        """Of the parameter groups, while they are lowered."""
+        """Learning rates of the parameter groups, while they are lowered."""
         self.state = GuardState()
 
     def attach(self, trainer: Any) -> None:
@@ -96,8 +96,8 @@ class EchoGuard(RolloutCallback):
             if text is not None and names != [ALL]:
                 raise ValueError(f"echo.actions={names!r}: {name!r} {text.because} Remove {name!r} from echo.actions.")
             if text is not None and self.trainer.is_world_process_zero():
-                cure = f" To have it taken as well: {text.cure}" if text.cure else ""
-                logger.warning("echo.actions: [all] leaves %r out, which %s%s", name, text.because, cure)
+                fix = f" To have it taken as well: {text.fix}" if text.fix else ""
+                logger.warning("echo.actions: [all] leaves %r out, which %s%s", name, text.because, fix)
         return [name for name, text in found.items() if text is None]
 
     def _refusal(self, name: str) -> Refusal | None:
@@ -226,7 +226,7 @@ class EchoGuard(RolloutCallback):
             raise self._roll_back
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The same after the last step of an epoch; a run that the guard ends saves no checkpoint there either."""
+        """Act after the last step of an epoch as after any other; a run that ends here saves no checkpoint either."""
         self.on_step_begin(args, state, control)
         if self._ending is not None:  # save_strategy="epoch" has just asked for one
             control.should_save = control.should_evaluate = False
@@ -315,7 +315,7 @@ class EchoGuard(RolloutCallback):
     def _report(self, verdict: str, healthy: Path | None) -> str:
         events = [event for event in self.state.events[:-1] if event["outcome"] == "taken"]
         taken = ", ".join(f"{event['action']} (step {event['step']})" for event in events)
-        cure = (
+        fix = (
             f"Its last healthy checkpoint is {healthy}: set resume_from_checkpoint to it with other settings (a lower "
             "learning_rate, a reward that says more; with resume_without: [rollout] also more num_generations)."
             if healthy is not None
@@ -323,7 +323,7 @@ class EchoGuard(RolloutCallback):
         )
         return (
             f"The echo guard has ended the run at step {self.trainer.state.global_step}: it is {verdict}. "
-            f"{self._judge.verdict.reason} Actions before: {taken or 'none'}. {cure}"
+            f"{self._judge.verdict.reason} Actions before: {taken or 'none'}. {fix}"
         )
 
     def _record(self, name: str, verdict: str, outcome: str, text: str) -> None:

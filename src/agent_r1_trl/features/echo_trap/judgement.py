@@ -137,7 +137,7 @@ class EchoTrapJudge:
         self._remember_best()
         found = self._raise_alarms(fresh)
         counted, excused = self._weigh(found)
-        return self._settle(counted | self._deaths(), excused)
+        return self._resolve(counted | self._deaths(), excused)
 
     def forget_norms(self) -> None:
         """Measure gradient norms anew, because something else than the policy has changed how large they are."""
@@ -295,7 +295,7 @@ class EchoTrapJudge:
 
     # ---------------------------------------------------------------- 3. the state
 
-    def _settle(self, counted: dict[str, Signal], excused: dict[str, Signal]) -> Verdict:
+    def _resolve(self, counted: dict[str, Signal], excused: dict[str, Signal]) -> Verdict:
         """The verdict: a worse state at once, because its signals have been patient; a better one after a while."""
         target, state = self._target(counted), self.verdict.state
         is_better = STATES.index(target) < STATES.index(state)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 _MOST_DEVIATIONS = 4.0
 """What a difference between neighbours may add to the noise, in its own standard deviations."""
 _OUTLIER_DEVIATIONS = 8.0
-"""Of single values: what is further from the average counts once a neighbour confirms it."""
+"""Standard deviations from the average beyond which a single value counts only once a neighbour confirms it."""
 _SPAN = 20
 """Number of the last differences that make a noise of their own: what was sparse at first need not be so later."""
 
@@ -30,7 +30,7 @@ class Series:
     num: int = 0
     num_nonzero: int = 0
     mean: float = 0.0
-    """Of all values until the baseline is known; then the baseline."""
+    """Mean of all values until the baseline is known; then the baseline."""
     has_baseline: bool = False
     ema: float = 0.0
     """Equal to `mean` until the baseline is known."""
@@ -40,9 +40,9 @@ class Series:
     raw: list[float] = field(default_factory=list)
     """The last five values, outliers included."""
     sum_squares: float = 0.0
-    """Of the differences between neighbouring values."""
+    """Sum of the squared differences between neighbouring values."""
     squares: list[float] = field(default_factory=list)
-    """Of the last ones."""
+    """The newest of these squares."""
     best: float = -math.inf
     """Largest `ema` since the baseline is known."""
     worst: float = math.inf
@@ -103,7 +103,7 @@ class Series:
 
     @property
     def _variance(self) -> float:
-        """Of a single value, of late or over the whole run, the larger: a dry spell of a sparse reward is quiet."""
+        """Variance of a single value, late or over the run, the larger: a dry spell of a sparse reward is quiet."""
         of_late = math.fsum(self.squares) / max(len(self.squares), 1)
         return max(of_late, self.sum_squares / max(self.num - 1, 1)) / 2
 
@@ -143,7 +143,7 @@ class Norms:
 
     @property
     def median(self) -> float:
-        """Of the last norms."""
+        """Median of the last norms."""
         ordered = sorted(self.values)
         return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 

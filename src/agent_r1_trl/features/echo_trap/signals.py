@@ -18,7 +18,7 @@ SIGNS = {"entropy": 1.7, "repetition": 0.15, "inaction": 0.15}
 """What a policy does otherwise, whatever it earns, and by how much it has to differ from when success was at its best:
 beside a drop it tells a collapse from data that got harder. The entropy may move either way, by this factor."""
 _SUDDEN_DEVIATIONS = 4.0
-"""Of single values, by which both of the last two must be away from where they came from to be a sudden collapse."""
+"""Standard deviations of a single value by which both of the last two must have moved to be a sudden collapse."""
 _MIN_FALL = 0.5
 """A share that was high from the beginning must have lost half of what was missing to 1."""
 
@@ -53,7 +53,7 @@ class Crossing:
     """One signal after one step, against its thresholds."""
 
     key: str
-    """Of the history."""
+    """Name of the signal in the history."""
     value: float
     """What is compared."""
     pair: Pair
@@ -91,7 +91,7 @@ class Spikes(Crossing):
     """Gradient norms: single steps, not an average, so that only most of the last ones together say something."""
 
     ratios: tuple[float, ...] = ()
-    """Of the last steps, the newest at the end."""
+    """Ratios of the last steps, the newest at the end."""
 
     def is_beyond(self, threshold: float) -> bool:
         """Beyond a threshold are three of the last norms; one outlier says nothing, whatever its size."""
@@ -169,7 +169,7 @@ class _Comparison(NamedTuple):
 
     key: str
     pair: str
-    """Of `Thresholds`."""
+    """Field of `Thresholds` that holds its two levels."""
     of: str
     """What is compared: the `ratio` of the average to the baseline, its `rise` above it, or the `value` itself."""
     falls: bool = False

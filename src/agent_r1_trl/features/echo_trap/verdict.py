@@ -62,7 +62,7 @@ class Thresholds(SettingsGroup):
     entropy_low: Falling = (0.5, 0.1)
     """Entropy over action tokens, as a ratio to its baseline: below."""
     entropy_high: Rising = (1.5, 2.0)
-    """The same: above."""
+    """Entropy over action tokens, as a ratio to its baseline: above."""
     grad_norm: Rising = (5.0, 10.0)
     """Gradient norm, as a ratio to the median of the last `median_window` norms: above."""
     reward_drop: Rising = (0.2, 0.5)
@@ -80,20 +80,20 @@ class Thresholds(SettingsGroup):
     window: Annotated[int, Whole(2)] = 10
     """W: number of first known values of a signal, whose mean is its baseline."""
     ema_decay: Annotated[float, Number(minimum=0, below=1)] = 0.8
-    """Of the exponential moving average (EMA) that is compared with the baseline."""
+    """Decay of the exponential moving average (EMA) that is compared with the baseline."""
     median_window: Count = 50
     """Number of steps whose gradient norms the median is taken over."""
     warning_steps: Count = 3
     """Number of known values in a row beyond a threshold that make a warning."""
     critical_steps: Count = 5
-    """The same for the critical level."""
+    """Number of known values in a row beyond the critical level that make a collapse."""
     recovery_steps: Count = 5
     """Number of steps in a row that must look better before the state gets better."""
     noise: NotNegative = 3.5
     """Number of standard errors by which a signal must differ from its baseline. Below that the difference is chance,
     which sparse rewards and small batches give plenty of."""
     reward_noise: NotNegative = 6.0
-    """The same for the distance of the smoothed reward from its best, which is a maximum over many steps."""
+    """`noise` for the distance of the smoothed reward from its best, which is a maximum over many steps."""
     stale_steps: Count = 50
     """A signal that has been unknown for this many steps is forgotten until it is known again."""
 

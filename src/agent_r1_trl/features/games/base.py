@@ -92,7 +92,7 @@ class GameEnv(ToolEnv):
     is_won: bool = False
     """Set by `act` when the game has been won."""
     random: random.Random
-    """Random events of the game under way."""
+    """Random events of the game in flight."""
     _reset_seed = 0
     _dynamics_seed = 0
 

@@ -17,7 +17,7 @@ CLASHES = (
 )
 
 
-def settle(config: Any) -> None:
+def resolve(config: Any) -> None:
     """Nothing follows from them."""
 
 

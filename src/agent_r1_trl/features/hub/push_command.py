@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
         try:
             files = (_dataset_files if arguments.trajectories else _model_files)(arguments, Path(scratch))
             sys.stdout.write(_listing(files, arguments))
-            check_files(files, allowed=arguments.allow_secrets, cure="--allow_secrets")
+            check_files(files, allowed=arguments.allow_secrets, fix="--allow_secrets")
             print("Nothing was sent (--dry_run)." if arguments.dry_run else _push(files, arguments))
         except (ValueError, FileNotFoundError) as error:
             raise UsageError(str(error)) from error
@@ -178,7 +178,7 @@ def _push(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
 
     Raises:
         UsageError: the Hub refuses the id, the token, the card or a file, or the repository is public and should not
-            be; names it, and the cure.
+            be; names it, and the fix.
         DependencyError: it cannot be reached, or answers with an error of its own.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -219,8 +219,8 @@ def _explained(repo_id: str, error: Any) -> Exception:
     if status == 401:
         return UsageError(f"token: the Hub refuses it ({said}). {_LOG_IN}")
     if status == 403:
-        cure = "Use a token with write access to that account, or pass another repo_id."
-        return UsageError(f"repo_id={repo_id!r}: this token may not write there ({said}). {cure}")
+        fix = "Use a token with write access to that account, or pass another repo_id."
+        return UsageError(f"repo_id={repo_id!r}: this token may not write there ({said}). {fix}")
     if status is not None and 400 <= status < 500 and status not in (408, 429):
         return UsageError(f"repo_id={repo_id!r}: the Hub refuses this ({said}). Correct it, and push again.")
     return DependencyError(f"repo_id={repo_id!r}: the Hub failed ({said}). Try again later.")

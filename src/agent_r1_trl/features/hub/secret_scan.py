@@ -73,13 +73,13 @@ class SecretFinding(NamedTuple):
     kind: str
 
 
-def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), cure: str) -> None:
+def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), fix: str) -> None:
     """Refuse files in which something looks like a secret.
 
     Args:
         files: name, as it will stand in the repository -> file.
         allowed: patterns of names that are not searched.
-        cure: the option that takes `allowed`, such as `--allow_secrets`.
+        fix: the option that takes `allowed`, such as `--allow_secrets`.
 
     Raises:
         SecretFoundError: names the first places, and how to allow them.
@@ -95,7 +95,7 @@ def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), cure:
     more = [f"  and {len(shown) - 10} more"] if len(shown) > 10 else []
     raise SecretFoundError(
         "\n".join(["Nothing was sent, because something looks like a secret:", *shown[:10], *more])
-        + f"\nTake it out, and make the key void if it was real. If it is none: {cure} {' '.join(found)}"
+        + f"\nTake it out, and make the key void if it was real. If it is none: {fix} {' '.join(found)}"
     )
 
 

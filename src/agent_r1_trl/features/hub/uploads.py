@@ -90,7 +90,7 @@ def uploads_checked(args: Any) -> Iterator[None]:
         ignored, folder = [*given, *left_out], Path(folder_path)
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=ignored)}
-        check_files(files, allowed=args.push.allow_secrets or [], cure="push.allow_secrets:")
+        check_files(files, allowed=args.push.allow_secrets or [], fix="push.allow_secrets:")
         return upload_folder(*others, folder_path=folder_path, ignore_patterns=ignored, **kwargs)
 
     api.upload_folder = upload  # hides the method of the class, on this object

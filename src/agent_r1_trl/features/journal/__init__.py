@@ -10,23 +10,23 @@
 - `log.py`: the file of a rollout that is played: finished trajectories are handed out, unfinished ones go on
 - `players.py`: draft, generator and environment session that write, and first repeat what was written
 - `environments.py`: how an environment comes back to where it stood
-- `cassette.py`: a rollout from its journal alone, without sampler, tools and environment
+- `replay.py`: a rollout from its journal alone, without sampler, tools and environment
 
 Not covered here: which rollouts a training run may use again (`training.py`).
 """
 
 from typing import Any
 
-from agent_r1_trl.features.journal.cassette import Cassette, ReplayError
 from agent_r1_trl.features.journal.environments import ResumeMode, resume_mode
 from agent_r1_trl.features.journal.log import FOLDER, RolloutLog, eval_journal, rank_folder, rollout_file
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import VERSION, dump
+from agent_r1_trl.features.journal.replay import JournalReplay, ReplayError
 
 __all__ = [
     "FOLDER",
     "VERSION",
-    "Cassette",
+    "JournalReplay",
     "ReplayError",
     "ResumeMode",
     "RolloutLog",

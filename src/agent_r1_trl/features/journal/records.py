@@ -64,7 +64,7 @@ class Appender:
     """Appends records to a file, each with one system call.
 
     What was written survives the death of the process. It is not synced to the disk, so a machine that loses power may
-    lose the last seconds. A full disk is said once; what follows is not written, and nothing is raised.
+    lose the last seconds. A full disk is reported once; what follows is not written, and nothing is raised.
 
     Args:
         path: of the file; its folder is made.

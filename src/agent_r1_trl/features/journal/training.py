@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from agent_r1_trl.environments.factory import users_environments
-from agent_r1_trl.features.journal import Cassette, ReplayError, RolloutLog, rank_folder, rollout_file
+from agent_r1_trl.features.journal import JournalReplay, ReplayError, RolloutLog, rank_folder, rollout_file
 from agent_r1_trl.features.journal.reader import RecordedRollout, read_rollout
 from agent_r1_trl.features.journal.records import VERSION, Record
 from agent_r1_trl.generation import SamplingParams
@@ -50,10 +50,10 @@ class TrainingJournal(RolloutCallback):
 
     def __init__(self, args: Any) -> None:
         settings = args.journal
-        self._cassette = None if settings.replay is None else Cassette(settings.replay, rank=args.process_index)
+        self._replay = None if settings.replay is None else JournalReplay(settings.replay, rank=args.process_index)
         self._plays_finished = False
         """Whether reward functions look at environments, which a recorded trajectory does not have."""
-        self._is_on, self._keep = self._cassette is None, settings.keep
+        self._is_on, self._keep = self._replay is None, settings.keep
         self._overlaps = args.overlap_rollout
         # A run that was to be resumed and has no checkpoint yet begins with the weights that it had then.
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
@@ -119,7 +119,7 @@ class TrainingJournal(RolloutCallback):
     @property
     def is_replay(self) -> bool:
         """Whether rollouts come from a journal (`journal.replay`)."""
-        return self._cassette is not None
+        return self._replay is not None
 
     @property
     def replaces_sampling(self) -> bool:  # type: ignore[override]
@@ -137,11 +137,11 @@ class TrainingJournal(RolloutCallback):
         Raises:
             ReplayError: the journal holds another one, or none.
         """
-        if self._cassette is None:
+        if self._replay is None:
             return None
         try:
             place = (position.micro_step, position.round)
-            trajectories = self._cassette.play(requests, *place, deciding_limits(limits))
+            trajectories = self._replay.play(requests, *place, deciding_limits(limits))
         except ReplayError as error:
             if not position.round:
                 raise
@@ -154,7 +154,7 @@ class TrainingJournal(RolloutCallback):
         if not self._has_said_end:
             logger.warning(
                 "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups without "
-                "signal that were not replaced there: %s This is said once; sampling/groups_with_signal counts on.",
+                "signal that were not replaced there: %s Reported once; sampling/groups_with_signal counts on.",
                 error,
             )
         self._has_said_end = True
@@ -168,7 +168,7 @@ class TrainingJournal(RolloutCallback):
 
     def has_rollout(self, micro_step: int) -> bool:
         """Whether the rollout that a micro-step begins to train on can be had; only a replay has an end."""
-        return self._cassette is None or micro_step in self._cassette.micro_steps
+        return self._replay is None or micro_step in self._replay.micro_steps
 
     # ---------------------------------------------------------------- the rollouts of this run
 

@@ -52,7 +52,7 @@ class NonFiniteError(RunError):
 
 
 class NumberWatch(RolloutCallback):
-    """What was not finite in the optimizer step under way, and how many steps were skipped.
+    """What was not finite in the optimizer step in flight, and how many steps were skipped.
 
     Args:
         max_in_a_row: the run ends with this many skipped steps in a row.
@@ -71,7 +71,7 @@ class NumberWatch(RolloutCallback):
         self._names: list[str] = []
         """Names of the trajectories of the rollout that is trained on."""
         self._pending: dict[str, torch.Tensor] = {}
-        """By quantity (B,) bool: whether a row of the micro-batch under way holds what is not finite."""
+        """By quantity (B,) bool: whether a row of the micro-batch in flight holds what is not finite."""
         self._found: list[tuple[torch.Tensor, list[str]]] = []
         """Per micro-batch of the step (B, 1 + Q + 1): number of the trajectory, whether each quantity is broken, the
         loss; and the names of its rollout, of which an optimizer step may take several."""

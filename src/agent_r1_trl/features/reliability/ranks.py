@@ -1,8 +1,8 @@
 """The processes of a run, called ranks: they agree on when to end, and each notices that another one has died.
 
 A collective operation waits for a rank that never comes: gloo until a connection breaks, NCCL until `ddp_timeout`. So
-a thread of each rank writes a sign of life into the process group's key-value store every second and reads those of
-the others. Covered here: agreement, signs of life, a launcher that is gone. Not covered: what a run does then
+a thread of each rank writes a heartbeat into the process group's key-value store every second and reads those of
+the others. Covered here: agreement, heartbeats, a launcher that is gone. Not covered: what a run does then
 (`signals.py`).
 """
 
@@ -31,7 +31,7 @@ from agent_r1_trl.trainers.callbacks import num_ranks
 logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 PAUSE_S = 4.0
 """Seconds without a look at the others after which their silence is counted from now on."""
 EXPLAIN_S = 6.0
@@ -73,7 +73,7 @@ class RankWatch:
     """A thread that watches the other ranks and the launcher while a run lasts.
 
     Args:
-        timeout_s: seconds without a sign of life after which a rank counts as dead; one of this machine whose process
+        timeout_s: seconds without a heartbeat after which a rank counts as dead; one of this machine whose process
             is gone does so at once.
         on_signal: called with the number of a signal that another rank received, or with SIGTERM's and a reason when
             the launcher is gone; from the thread.
@@ -216,7 +216,7 @@ class RankWatch:
             self._lose(f"{name} has died in its {sign.phase} without a word: killed, out of memory, or crashed")
         elif sign.state == RUNNING and silent_s > self._timeout_s:
             self._lose(
-                f"{name} has given no sign of life for {silent_s:.0f} s "
+                f"{name} has given no heartbeat for {silent_s:.0f} s "
                 f"(failures.rank_timeout={self._timeout_s:g}); its last phase was: {sign.phase}"
             )
 

@@ -31,7 +31,7 @@ class FailureSettings(SettingsGroup):
     )
     rank_timeout: Annotated[float, Number(minimum=5)] = setting(
         120.0,
-        "Seconds without a sign of life from a rank after which the others end the run with a message that names it. "
+        "Seconds without a heartbeat from a rank after which the others end the run with a message that names it. "
         "A killed rank of the same machine is noticed within 2 seconds.",
     )
 

@@ -1,10 +1,10 @@
 """What a training run does when it is told to end, and when another rank or the launcher has died.
 
-A signal lets the update under way finish and cuts a rollout, of which the journal keeps the whole turns. Then a
+A signal lets the update in flight finish and cuts a rollout, of which the journal keeps the whole turns. Then a
 checkpoint is written, environments and engines are closed, what tools have started is ended, and `train` raises
 KeyboardInterrupt or SystemExit. Signals are received on a thread of their own, because the main thread may wait for
 another rank in a collective operation. Covered here: the order of these events. Not covered: handlers
-(`signal_handlers.py`), agreement of ranks and their signs of life (`ranks.py`), processes of tools
+(`signal_handlers.py`), agreement of ranks and their heartbeats (`ranks.py`), processes of tools
 (`rollout/processes.py`).
 
 transformers 5.17 names that this file touches: `_save_checkpoint`, `callback_handler`, `control`, `state`; of TRL
@@ -168,7 +168,7 @@ class RunGuard(RolloutCallback):
         if self._watch is not None:
             self._watch.tell(signum=signum)
         logger.warning(
-            "%s%s: the update under way is finished, a rollout is cut, %s everything is closed. A second signal, at "
+            "%s%s: the update in flight is finished, a rollout is cut, %s everything is closed. A second signal, at "
             "least %g s after the first, ends at once.",
             signal.Signals(signum).name,
             f" ({why})" if why else "",

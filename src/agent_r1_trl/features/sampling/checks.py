@@ -66,7 +66,7 @@ CLASHES = (
 )
 
 
-def settle(config: Any) -> None:
+def resolve(config: Any) -> None:
     """Find the user's own filter rule.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that have nothing to teach are replaced by groups of fresh prompts (`resample_rounds`).
+"""Dynamic sampling: zero-variance groups are replaced by groups of fresh prompts (`resample_rounds`).
 
 After a rollout the reward functions are called at once. A group whose returns are all equal, or that has fewer than
 two members in the baseline, is without signal (`rules.has_signal`). In up to `resample_rounds` rounds each of them is

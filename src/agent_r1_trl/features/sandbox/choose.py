@@ -68,7 +68,7 @@ def check_sandlock() -> None:
     """Check that sandlock is installed and that the kernel has what it stands on.
 
     Raises:
-        ValueError: it is not, or it has not; the message names the cure.
+        ValueError: it is not, or it has not; the message names the fix.
     """
     if importlib.util.find_spec("sandlock") is None:
         raise ValueError(f'sandbox="sandlock" needs a package that is not installed. Install it: {INSTALL}')

@@ -44,7 +44,7 @@ class HttpRetriever:
         url: address of the server; without a path, `/retrieve` is added.
         timeout_s: seconds that one request may take.
         attempts: how often a request is made when the connection fails or the server is overloaded.
-        max_connections: requests under way at the same time, and connections kept open.
+        max_connections: requests in flight at the same time, and connections kept open.
         headers: of every request, such as {"Authorization": ...}.
 
     Raises:

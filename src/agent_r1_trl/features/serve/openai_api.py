@@ -77,7 +77,7 @@ class RequestMessage(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Of a stream."""
+    """What a stream holds besides its deltas."""
 
     include_usage: bool = False
     """Whether it ends with the numbers of tokens."""
@@ -97,7 +97,7 @@ class ChatRequest(_Strict):
     max_tokens: int | None = Field(None, ge=1)
     """Limit of the whole trajectory."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """The same, by its later name."""
+    """`max_tokens` by its later name."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 

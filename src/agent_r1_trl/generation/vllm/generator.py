@@ -128,7 +128,7 @@ class VLLMGenerator(ThreadedGenerator):
         return True
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], *, is_complete: bool = False) -> None:
-        """Load weights by their checkpoint names, after the requests that are under way have ended.
+        """Load weights by their checkpoint names, after the requests that are in flight have ended.
 
         Args:
             weights: name and tensor, on any device.
@@ -176,7 +176,7 @@ class VLLMGenerator(ThreadedGenerator):
 
     @contextmanager
     def _engine_at_rest(self) -> Iterator[None]:
-        """The engine, once no request is under way.
+        """The engine, once no request is in flight.
 
         Raises:
             GenerationError: a step hangs, or the engine has died.
@@ -211,7 +211,7 @@ class VLLMGenerator(ThreadedGenerator):
             self._has_all_weights = False
 
     def close(self) -> None:
-        """Fail the requests that are under way, refuse further ones and free the engine."""
+        """Fail the requests that are in flight, refuse further ones and free the engine."""
         super().close()
         if not self._engine_lock.acquire(blocking=False):
             return  # a step hangs in it, and nothing can be freed

@@ -94,7 +94,7 @@ class HTTPClient:
             raise HTTPError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        """Close the connections; requests that are under way are cancelled."""
+        """Close the connections; requests that are in flight are cancelled."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:

@@ -94,7 +94,7 @@ class NCCLGroup:
         Raises:
             GroupError: see there; the group is closed.
         """
-        if self._device.type == "cuda":  # what they are made of, or what used their memory before, may be under way
+        if self._device.type == "cuda":  # what they are made of, or what used their memory before, may be in flight
             torch.cuda.current_stream(self._device).synchronize()
         self._within_limit(lambda: self._broadcast(tensors))
 

@@ -177,7 +177,7 @@ class VLLMServerGenerator(Generator):
         return self._fleet.take_counts()
 
     def close(self) -> None:
-        """Cancel what is under way, close the connections and remove our files; the servers go on."""
+        """Cancel what is in flight, close the connections and remove our files; the servers go on."""
         self._http.run(self._fleet.pause())
         if self._fleet.is_adapter and self._rank == 0:
             shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)

@@ -82,9 +82,9 @@ async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_
     errors = sorted({item["error"] for item in results if "error" in item})
     if errors or not results:
         said = "".join(errors)
-        cure = _ADAPTERS_ONLY if ".base_layer." in said else NO_NCCL if "GroupError" in said else _SAME_MODEL
+        fix = _ADAPTERS_ONLY if ".base_layer." in said else NO_NCCL if "GroupError" in said else _SAME_MODEL
         raise UnfitServerError(
-            f"The server {url} could not load the policy's weights ({'; '.join(errors) or 'no answer'}). {cure}"
+            f"The server {url} could not load the policy's weights ({'; '.join(errors) or 'no answer'}). {fix}"
         )
     return results
 

@@ -20,7 +20,7 @@ class ReplayError(RunError, ValueError):
     exit_code = 2
 
 
-class Cassette:
+class JournalReplay:
     """Plays back recorded rollouts.
 
     Args:
