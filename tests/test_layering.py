@@ -303,7 +303,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/__init__.py": (133, 1),
     "features/doctor": (2090, 9),
     "features/echo_trap": (2243, 13),
-    "features/games": (1363, 9),
+    "features/games": (1368, 9),
     "features/hub": (1135, 8),
     "features/journal": (1470, 10),
     "features/reliability": (1564, 8),

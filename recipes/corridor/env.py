@@ -68,7 +68,7 @@ class CorridorEnv(GameEnv):
         """The doors of the present room."""
         if self.is_over:
             return "You are out." if self.is_won else "It is dark here."
-        doors = (f"{name} {LIT if door == self.lit_door else DARK}" for door, name in self._written.items())
+        doors = (f"{name} {LIT if name == self.lit_door else DARK}" for name in self.actions)
         return f"Room {self.rooms + 1}: {' '.join(doors)}"
 
     def act(self, action: str) -> dict[str, float]:

@@ -16,7 +16,7 @@ from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
 from agent_r1_trl.generation.local.prefix_cache import ParkedRow, PrefixCache
 from agent_r1_trl.generation.vllm.server import _as_generation
-from agent_r1_trl.recording import TrajectoryStore, read_trajectories, store, terminal
+from agent_r1_trl.recording import TrajectoryStore, store, terminal
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
@@ -228,13 +228,3 @@ def test_lines_are_written_one_by_one_and_none_of_them_stays_if_one_cannot_be(tm
     with pytest.raises(RuntimeError, match="cannot be encoded"):
         writer.write(1, [two_turns(), two_turns(example_id="broken")])
     assert path.stat().st_size == size
-
-
-def test_a_parquet_file_is_written_in_parts_and_read_as_one(tmp_path):
-    pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    written = [two_turns(example_id=str(index)) for index in range(40)]
-    path = TrajectoryStore(tmp_path, "parquet").write(1, written)
-    assert pq.ParquetFile(path).num_row_groups == 3
-    assert list(read_trajectories(path)) == written

@@ -164,6 +164,11 @@ def test_actions_may_have_another_separator_and_another_tag():
     assert env.number == 1 and result.info["reward_parts"]["step"] == -0.75
     assert "<moves>More , Less</moves>" in env.system_message({})
     assert step(env, written("More")).info["is_invalid"]
+    plain = counter(separator=",", answer_tag="")
+    assert (
+        step(plain, message(content="<think>Less, Less</think>More, More,Less")).info["reward_parts"]["step"] == -0.75
+    )
+    assert plain.number == 1 and "and nothing else" in plain.system_message({})
 
 
 def test_a_turn_of_text_that_calls_a_tool_is_answered_and_charged():

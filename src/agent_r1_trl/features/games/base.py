@@ -33,7 +33,7 @@ from agent_r1_trl.features.games.checks import (
     has_no_text,
     shown,
 )
-from agent_r1_trl.rewards import extract_answer
+from agent_r1_trl.rewards import extract_answer, strip_reasoning
 from agent_r1_trl.settings import Count, Finite, Flag, OneOf, Words
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
 
@@ -63,7 +63,8 @@ class GameEnv(ToolEnv):
             the model is told.
         max_idle_turns: number of turns without any action after which the game is lost.
         separator: text between two actions of a turn.
-        answer_tag: tag around the actions in the format "text".
+        answer_tag: tag around the actions in the format "text"; "" if the whole text (without the reasoning) holds
+            them.
         invalid_action_reward: reward of a turn with an action that the game does not know, or without any action.
         show_actions_left: whether observations say how many actions are left.
         **settings: settings of `ToolEnv`.
@@ -214,6 +215,8 @@ class GameEnv(ToolEnv):
             return f"{legal}In each turn, call the tool play with {up_to}."
         example = f" {self.separator} ".join(examples[:most])
         separated = f", separated by {self.separator}" if most > 1 else ""
+        if not self.answer_tag:
+            return f"{legal}In each turn, write {up_to}{separated}, and nothing else, for example: {example}"
         tag = self.answer_tag
         return f"{legal}In each turn, write {up_to}{separated} in this form: <{tag}>{example}</{tag}>"
 
@@ -249,7 +252,8 @@ class GameEnv(ToolEnv):
         """In the format "text": the state after the actions that the message holds."""
         if self.action_format == "tool":
             return None
-        answer = extract_answer(str(message.get("content") or ""), self.answer_tag)
+        text = str(message.get("content") or "")
+        answer = extract_answer(text, self.answer_tag) if self.answer_tag else strip_reasoning(text)
         if not (answer or "").strip():
             return f"There was no action in your turn. {self.how_to_act()}\n{self._state()}"
         return self.play(self.split_actions(answer or ""))

@@ -18,17 +18,18 @@ _MAX_SHOWN = 40
 
 
 class Tag(Rule):
-    """The bare name of a tag."""
+    """The bare name of a tag, or ""."""
 
     def accepts(self, value: Any) -> bool:
         """See `Rule`."""
         with contextlib.suppress(ValueError):
-            check_answer_tag("", value)
+            if value != "":
+                check_answer_tag("", value)
             return True
         return False
 
     def __str__(self) -> str:
-        return "the bare name of a tag other than that of the reasoning"
+        return "the bare name of a tag other than that of the reasoning, or an empty text"
 
 
 class TwoNumbers(Rule):
