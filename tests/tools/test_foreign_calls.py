@@ -1,6 +1,6 @@
 """A table of packages whose tools people bring, each played in a rollout: calls that fail, state, time, order.
 
-Calls of one turn to a board or a game come one after another, since these are objects with state; those
+Calls of one turn to a board, a file system or a game come one after another, since these are objects with state; those
 to the tools of the other packages run at once, unless they are `sequential`. No cell is left out.
 """
 
@@ -15,6 +15,7 @@ import agents
 import langchain_core.tools
 import pytest
 import smolagents
+from fsspec.implementations.memory import MemoryFileSystem
 
 from agent_r1_trl import StopReason, Tool, ToolEnv
 from tests.rollout.helpers import play
@@ -122,6 +123,16 @@ def of_mcp():
     return Env
 
 
+def of_fsspec():
+    class Env(ToolEnv):
+        def __init__(self):
+            own = {"store": {}, "pseudo_dirs": [""], "cachable": False}  # else all trajectories see the same files
+            self.watched = type("Own", (watched(MemoryFileSystem, "mkdir", slow="/slow"),), own)()
+            super().__init__(tools=[self.watched.mkdir, self.watched.find])
+
+    return Env
+
+
 def of_chess():
     board = watched(pytest.importorskip("chess").Board, "push_san", slow="Nf3")
 
@@ -168,6 +179,7 @@ PACKAGES = {
     "langchain": of_line(lambda: wrapped(of_langchain)),
     # The server, not the tool, says what the model reads of an exception.
     "mcp": of_line(of_mcp)._replace(bad=("", "Error executing tool write")),
+    "fsspec": Row(of_fsspec, "mkdir", "path", {"/a": "", "/b": "", "/c": ""}, ("/a", "FileExistsError"), "/slow"),
     "chess": Row(of_chess, "push_san", "san", MOVES, ("Ke5", "IllegalMoveError: illegal san"), "Nf3"),
     "textarena": Row(
         of_textarena, "play", "move", {"[9]": "lower", "[3]": "higher", "[5]": "Congrat"}, ("[99]", "outside"), "[7]"

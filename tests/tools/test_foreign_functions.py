@@ -8,14 +8,16 @@ import functools
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import fsspec
 import numpy as np
 import pydantic
 import pytest
 from typing_extensions import TypedDict
 
 from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, render_result, tool
+from agent_r1_trl.tools.worded_types import read_type
 from tests.tokenizers import FAMILIES, make_tokenizer
 
 DOCSTRINGS = {
@@ -98,6 +100,61 @@ def test_a_docstring_of_any_style_gives_the_same_schema(style):
             },
         },
     }
+
+
+WORDED = {
+    "str": str,
+    "string or None": str | None,
+    "int, optional": int,
+    "bool (default: False)": bool,
+    "float, default 0.5": float,
+    "str or list of str": str | list[str],
+    "list of strings": list[str],
+    "list[int] | None": list[int] | None,
+    "Optional[Union[int, str]]": int | str | None,
+    "int, float or None": int | float | None,
+    "tuple of int": list[int],
+    "dict(str, bytes)": dict,
+    "{'fast', 'slow'}, optional": Literal["fast", "slow"],
+    '"raise", "omit" or "return"': Literal["raise", "omit", "return"],
+    "Literal['fast'] or int": Literal["fast"] | int,
+    "list of tuple[int, ...]": list[list[int]],
+    "os.PathLike": str,
+    "path-like": str,
+    "pathlib.Path": None,
+    "list of callable": None,
+    "{0.5, 1.5}": None,
+    "callable": None,
+    "ndarray of int": None,
+    "the words": None,
+    "": None,
+}
+
+
+@pytest.mark.parametrize("words", WORDED)
+def test_types_that_a_docstring_words_are_read(words):
+    assert read_type(words) == WORDED[words]
+
+
+@pytest.mark.parametrize("style", ["numpy", "sphinx", "google with types"])
+def test_a_function_without_hints_has_the_types_of_its_docstring(style):
+    def move(source, force=False): ...
+
+    def hinted(source: str, force: bool = False): ...
+
+    move.__doc__ = hinted.__doc__ = DOCSTRINGS[style]
+    assert Tool(move, name="m").schema == Tool(hinted, name="m").schema
+
+
+def test_methods_of_other_peoples_classes_are_tools():
+    files = fsspec.filesystem("memory")
+    files.pipe("/words/a", b"x")
+    assert run(Tool(files.find), path="/words").content == '["/words/a"]'
+    parameters = Tool(files.rm).schema["function"]["parameters"]
+    assert parameters["properties"]["recursive"]["type"] == "boolean" and parameters["required"] == ["path"]
+    assert run(Tool(files.rm), path=["/words/a"], recursive=1).error.value == "invalid_arguments"
+    with pytest.raises(ToolSchemaError, match=r"'rm_file': argument 'path' has no type hint.*docstring"):
+        Tool(files.rm_file)
 
 
 def test_words_that_look_like_headings_stay_in_their_description():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.errors import RunError
+from agent_r1_trl.tools.worded_types import read_type
 
 REQUIRED = inspect.Parameter.empty
 """The default of an argument that has none."""
@@ -88,12 +89,22 @@ def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def read_arguments(fn: Callable[..., Any], tool_name: str) -> list[Argument]:
     """The arguments of a function, in their order, without `*args` and `**kwargs` where there are others.
 
+    An argument without a hint has the type that the docstring gives it, else that of its default.
+
     Raises:
         ToolSchemaError: one of them cannot be passed by name, or has no type.
     """
     hints = read_hints(fn, tool_name)
     parameters = list(function_parameters(fn).values())
     named = [parameter for parameter in parameters if parameter.kind not in STARS]
+    unhinted = [parameter for parameter in named if parameter.name not in hints]
+    worded = read_docstring(doc_text(fn)).types if unhinted else {}
+    for parameter in unhinted:
+        hint = read_type(worded.get(parameter.name, ""))
+        if hint is None and type(parameter.default) in (str, int, float, bool):
+            hint = type(parameter.default)
+        if hint is not None:
+            hints[parameter.name] = hint
     return [_argument(parameter, hints, tool_name) for parameter in named or parameters]
 
 
@@ -132,7 +143,7 @@ def _argument(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: st
     if parameter.name not in hints:
         raise ToolSchemaError(
             f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or "
-            "int, float, bool, list[...], dict[str, ...], Literal[...])."
+            "int, float, bool, list[...], dict[str, ...], Literal[...]), or name such a type in the docstring."
         )
     hint, default = hints[parameter.name], parameter.default
     field = default if _is_field(default) else None
@@ -168,6 +179,8 @@ class Docstring:
     description: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
     """Descriptions by argument; an argument without one is absent."""
+    types: dict[str, str] = field(default_factory=dict)
+    """Types by argument, as the docstring words them."""
 
 
 def doc_text(fn: Callable[..., Any]) -> str:
@@ -189,6 +202,8 @@ def read_docstring(text: str) -> Docstring:
     doc = Docstring(description=(parsed.description or "").strip())
     for item in parsed.params:
         described = " ".join((item.description or "").split())
-        for name in item.arg_name.split(",") if described else ():  # NumPy: "x, y : float"
-            doc.arguments[name.strip(" *`")] = described
+        for name in item.arg_name.split(","):  # NumPy: "x, y : float"
+            if described:
+                doc.arguments[name.strip(" *`")] = described
+            doc.types[name.strip(" *`")] = item.type_name or ""
     return doc
