@@ -24,8 +24,8 @@ class PythonMathEnv(ToolEnv):
     `####` counts.
 
     Args:
-        sandbox: where the code runs: "sandlock" (isolation) or "limits" (no isolation); by default sandlock where
-            the system has it. docs/sandbox.md compares them.
+        sandbox: where the code runs: "sandlock" (isolation), "limits" (no isolation) or "monty" (a subset of
+            Python); by default sandlock where the system has it. docs/sandbox.md compares them.
         timeout_s: maximum seconds of one call.
         **settings: settings of `ToolEnv`.
     """

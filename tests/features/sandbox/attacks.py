@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agent_r1_trl.features.sandbox import LocalSandbox, Sandbox, SandboxLimits, SandboxResult
+from agent_r1_trl.features.sandbox import LocalSandbox, MontySandbox, Sandbox, SandboxLimits, SandboxResult
 from agent_r1_trl.features.sandbox.cage.processes import drop_privileges
 
 LIMITS = SandboxLimits(timeout_s=3, memory_mb=512, disk_mb=16, max_processes=16)
@@ -46,12 +46,17 @@ class NoSandbox:
 BACKENDS: dict[str, Callable[[], Sandbox]] = {
     "sandlock": lambda: LocalSandbox("sandlock", LIMITS),
     "limits": lambda: LocalSandbox("limits", LIMITS),
+    "monty": lambda: MontySandbox(LIMITS),
     "none": NoSandbox,
 }
 
 PRELUDE = """
-import ctypes, os, platform, resource, signal, socket, sys, time
-libc = ctypes.CDLL(None, use_errno=True)
+import os, sys, time
+try:
+    import ctypes, platform, resource, signal, socket
+    libc = ctypes.CDLL(None, use_errno=True)
+except ImportError:  # monty has none of them
+    pass
 folder, pid, secret = {folder!r}, {pid}, {secret!r}
 target = os.path.join(folder, "target")
 def succeeded(holds=True):
@@ -293,7 +298,7 @@ STOPPED_BY_LIMITS = {name.strip() for name in _STOPPED.split(",")} | (
     set(WATCHED) - {"fills the disk with deleted files"}
 )
 ATTACKS = {
-    name: {"sandlock": name not in NOT_STOPPED_BY_SANDLOCK, "limits": name in STOPPED_BY_LIMITS}
+    name: {"sandlock": name not in NOT_STOPPED_BY_SANDLOCK, "limits": name in STOPPED_BY_LIMITS, "monty": True}
     for name in (*TRIED, *WATCHED)
 }
 """Attack -> backend -> whether it must stop it."""

@@ -10,7 +10,7 @@ from agent_r1_trl.features.sandbox.choose import check_sandlock
 from tests.features.sandbox.attacks import ATTACKS, TRIED, try_all, try_all_as
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "sandbox.md"
-COLUMNS = ("sandlock", "limits")
+COLUMNS = ("sandlock", "limits", "monty")
 NOBODY = 65534
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def expected(backend: str) -> dict[str, bool]:
 
 
 def test_the_page_says_what_the_attacks_expect():
-    rows = re.findall(r"^\| (.+?) \|((?: (?:yes|\*\*no\*\*) \|){2})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| (.+?) \|((?: (?:yes|\*\*no\*\*) \|){3})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     said = {
         name: dict(zip(COLUMNS, (cell.strip() == "yes" for cell in row.strip("|").split("|")), strict=True))
         for name, row in rows
@@ -39,10 +39,11 @@ def test_the_page_says_what_the_attacks_expect():
     assert len(ATTACKS) >= 50
 
 
-def test_sandlock_stops_what_the_page_says():
-    if reason := why_not_sandlock():
+@pytest.mark.parametrize("backend", ["sandlock", "monty"])
+def test_it_stops_what_the_page_says(backend):
+    if backend == "sandlock" and (reason := why_not_sandlock()):
         pytest.skip(reason)
-    assert try_all("sandlock") == expected("sandlock")
+    assert try_all(backend) == expected(backend)
 
 
 def test_limits_stop_what_the_page_says_and_no_more_than_the_system_itself_does():

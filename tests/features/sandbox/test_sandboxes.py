@@ -12,6 +12,7 @@ import pytest
 
 from agent_r1_trl.features.sandbox import (
     LocalSandbox,
+    MontySandbox,
     SandboxError,
     SandboxLimits,
     SandboxResult,
@@ -30,6 +31,8 @@ BACKENDS = ["limits", "sandlock"]
 
 
 def make(backend, limits=LIMITS):
+    if backend == "monty":
+        return MontySandbox(limits)
     if backend == "sandlock" and (reason := why_not_sandlock()):
         pytest.skip(reason)
     return LocalSandbox(backend, limits)
@@ -37,6 +40,13 @@ def make(backend, limits=LIMITS):
 
 @pytest.fixture(params=BACKENDS)
 def sandbox(request):
+    made = make(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[*BACKENDS, "monty"])
+def any_sandbox(request):
     made = make(request.param)
     yield made
     made.close()
@@ -52,10 +62,10 @@ def wait_until(condition, seconds=10.0):
 # -------------------------------------------------------------------- good code
 
 
-def test_variables_survive_and_the_last_expression_is_shown(sandbox):
-    assert sandbox.run("x = 20\ndef double(n):\n    return 2 * n") == SandboxResult()
-    assert sandbox.run("print('twice', x)\ndouble(x)") == SandboxResult(output="twice 20\n", value="40")
-    assert sandbox.run("None").value is None
+def test_variables_survive_and_the_last_expression_is_shown(any_sandbox):
+    assert any_sandbox.run("x = 20\ndef double(n):\n    return 2 * n") == SandboxResult()
+    assert any_sandbox.run("print('twice', x)\ndouble(x)") == SandboxResult(output="twice 20\n", value="40")
+    assert any_sandbox.run("None").value is None
 
 
 def test_files_survive_and_are_shared_with_the_shell(sandbox):
@@ -88,12 +98,12 @@ def test_an_exception_is_a_short_traceback_of_the_models_code_alone(sandbox):
     assert "cage" not in error and "exec(" not in error
 
 
-def test_exceptions_leave_the_variables_alone(sandbox):
-    sandbox.run("x = 1")
+def test_exceptions_leave_the_variables_alone(any_sandbox):
+    any_sandbox.run("x = 1")
     for code in ("1 / 0", "x = (", "def f():\n    return f()\nf()", "undefined"):
-        result = sandbox.run(code)
+        result = any_sandbox.run(code)
         assert result.error and not result.lost
-    assert sandbox.run("x").value == "1"
+    assert any_sandbox.run("x").value == "1"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +115,7 @@ def test_odd_endings_are_results(sandbox, code):
     assert sandbox.run("x").value == "1"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "monty"])
 def test_an_endless_loop_is_stopped_and_the_model_is_told_what_is_lost(backend):
     sandbox = make(backend, HURRIED)
     sandbox.run("x = 1")
@@ -150,8 +160,8 @@ def test_code_that_ends_the_interpreter_is_told_so(sandbox, code, error):
     assert sandbox.run("import os\nos.listdir()").value == "['kept.txt']"
 
 
-def test_output_without_end_is_cut_and_does_not_fill_the_memory(sandbox):
-    result = sandbox.run("for i in range(20_000):\n    print('spam', i)")
+def test_output_without_end_is_cut_and_does_not_fill_the_memory(any_sandbox):
+    result = any_sandbox.run("for i in range(20_000):\n    print('spam', i)")
     text = render_sandbox_result(result, 1000)
     assert text.startswith("spam 0\nspam 1\n") and "[truncated" in text
     assert len(text) < 1200
@@ -324,9 +334,9 @@ def test_an_old_kernel_is_refused_by_name(monkeypatch):
     sandlock = pytest.importorskip("sandlock")
     monkeypatch.setattr(sandlock, "landlock_abi_version", lambda: -1)
     with pytest.raises(ValueError, match='sandbox="sandlock" needs Landlock') as caught:
-        make_sandbox_factory("sandlock", LIMITS)
+        make_sandbox_factory("sandlock", LIMITS, "python")
     assert 'sandbox="limits"' in str(caught.value)
-    assert make_sandbox_factory("limits", LIMITS)().run("1").value == "1"  # the fix works
+    assert make_sandbox_factory("limits", LIMITS, "python")().run("1").value == "1"  # the fix works
 
 
 def test_without_a_name_the_code_is_isolated_or_a_warning_says_why_not(monkeypatch, caplog):
@@ -360,29 +370,32 @@ def test_a_capability_that_stays_is_refused(monkeypatch):
 def test_another_system_than_linux_is_refused_by_name(monkeypatch, name):
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ValueError, match=rf"sandbox='{name}' needs Linux, and this is darwin"):
-        make_sandbox_factory(name, LIMITS)
+        make_sandbox_factory(name, LIMITS, "python")
+    assert make_sandbox_factory("monty", LIMITS, "python")().run("1").value == "1"  # the fix works
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+@pytest.mark.parametrize(("name", "module"), [("sandlock", "sandlock"), ("monty", "pydantic_monty")])
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, module):
     import importlib.util
 
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == "sandlock" else found(asked))
-    with pytest.raises(ValueError, match=r'sandbox="sandlock".*agent-r1-trl\[sandbox\]'):
-        make_sandbox_factory("sandlock", LIMITS)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked: None if asked == module else found(asked))
+    with pytest.raises(ValueError, match=rf"sandbox='{name}'.*agent-r1-trl\[sandbox\]"):
+        make_sandbox_factory(name, LIMITS, "python")
 
 
 @pytest.mark.parametrize(
-    ("sandbox", "text"),
+    ("sandbox", "language", "text"),
     [
-        ("docker", "sandbox='docker': unknown"),
-        (LocalSandbox("limits"), "needs a sandbox of its own"),
-        (7, "needs a sandbox of its own"),
+        ("docker", "python", "sandbox='docker': unknown"),
+        ("monty", "shell", 'sandbox="monty" runs Python only'),
+        (LocalSandbox("limits"), "python", "needs a sandbox of its own"),
+        (7, "python", "needs a sandbox of its own"),
     ],
 )
-def test_other_sandboxes_are_refused(sandbox, text):
+def test_other_sandboxes_are_refused(sandbox, language, text):
     with pytest.raises(ValueError, match=text):
-        make_sandbox_factory(sandbox, LIMITS)
+        make_sandbox_factory(sandbox, LIMITS, language)
 
 
 @pytest.mark.parametrize("limit", [{"timeout_s": 0}, {"memory_mb": 1}, {"disk_mb": 1.5}, {"max_processes": True}])

@@ -167,12 +167,13 @@ def test_wrong_code_is_the_models_mistake_and_no_sign_of_an_outage():
     assert result.is_models_mistake is True
 
 
-def test_64_trajectories_are_kept_busy_at_once():
-    """Each sleeps for about 0.5 s in its sandbox: one after another would take more than half a minute."""
-    pause = "import time\ntime.sleep(0.25)"
+@pytest.mark.parametrize("sandbox", ["limits", "monty"])
+def test_64_trajectories_are_kept_busy_at_once(sandbox):
+    """Each sleeps or computes for about 0.5 s in its sandbox: one after another would take more than half a minute."""
+    pause = "import time\ntime.sleep(0.25)" if sandbox == "limits" else "sum(range(2000))"
 
     class Env(ToolEnv):
-        tools = (PythonTool("limits"),)
+        tools = (PythonTool(sandbox),)
 
     async def play(number):
         env = Env()

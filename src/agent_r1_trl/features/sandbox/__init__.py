@@ -10,11 +10,13 @@ from agent_r1_trl.features.sandbox.base import (
 )
 from agent_r1_trl.features.sandbox.choose import make_sandbox_factory
 from agent_r1_trl.features.sandbox.local import LocalSandbox
+from agent_r1_trl.features.sandbox.monty import MontySandbox
 from agent_r1_trl.features.sandbox.tools import PythonTool, SandboxTool, ShellTool
 
 __all__ = [
     "Language",
     "LocalSandbox",
+    "MontySandbox",
     "PythonTool",
     "Sandbox",
     "SandboxError",

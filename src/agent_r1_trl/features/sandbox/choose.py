@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from agent_r1_trl.features.sandbox.base import Sandbox, SandboxLimits
+from agent_r1_trl.features.sandbox.base import Language, Sandbox, SandboxLimits
 from agent_r1_trl.features.sandbox.local import LocalSandbox
+from agent_r1_trl.features.sandbox.monty import MontySandbox
 from agent_r1_trl.objects import check_call, did_you_mean, import_object, path_of
 
-BACKENDS = ("sandlock", "limits")
+BACKENDS = ("sandlock", "limits", "monty")
 INSTALL = "pip install 'agent-r1-trl[sandbox]'"
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,11 @@ def default_sandbox() -> str:
     return "limits"
 
 
-def make_sandbox_factory(sandbox: Any, limits: SandboxLimits) -> Callable[[], Sandbox]:
+def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language) -> Callable[[], Sandbox]:
     """A function that makes the sandbox of one trajectory.
 
     Raises:
-        ValueError: the backend is unknown, not installed or cannot run here.
+        ValueError: the backend is unknown, not installed, cannot run here, or cannot run the language.
     """
     if isinstance(sandbox, str) and any(mark in sandbox for mark in ".:"):
         sandbox = import_object(sandbox, "sandbox")
@@ -54,10 +55,15 @@ def make_sandbox_factory(sandbox: Any, limits: SandboxLimits) -> Callable[[], Sa
             f"sandbox={sandbox!r}: unknown.{did_you_mean(sandbox, BACKENDS)} Choose one of "
             f"{', '.join(map(repr, BACKENDS))}, or pass a class of your own, or its path."
         )
+    if sandbox == "monty":
+        if language != "python":
+            raise ValueError('sandbox="monty" runs Python only. Use sandbox="sandlock" or "limits" for a shell.')
+        _require("pydantic_monty", sandbox)
+        return functools.partial(MontySandbox, limits)
     if sys.platform != "linux":
         raise ValueError(
-            f"sandbox={sandbox!r} needs Linux, and this is {sys.platform}. Run in a Linux container, or pass a class "
-            "of your own that sends the code elsewhere (docs/sandbox.md)."
+            f'sandbox={sandbox!r} needs Linux, and this is {sys.platform}. Use sandbox="monty" for Python, run in a '
+            "Linux container, or pass a class of your own that sends the code elsewhere (docs/sandbox.md)."
         )
     if sandbox == "sandlock":
         check_sandlock()
@@ -70,8 +76,7 @@ def check_sandlock() -> None:
     Raises:
         ValueError: it is not, or it has not; the message names the fix.
     """
-    if importlib.util.find_spec("sandlock") is None:
-        raise ValueError(f'sandbox="sandlock" needs a package that is not installed. Install it: {INSTALL}')
+    _require("sandlock", "sandlock")
     import sandlock
 
     found, needed = sandlock.landlock_abi_version(), sandlock.min_landlock_abi()
@@ -79,5 +84,11 @@ def check_sandlock() -> None:
         has = f"version {found}" if found > 0 else "none (is 'landlock' missing from the kernel's lsm= list?)"
         raise ValueError(
             f'sandbox="sandlock" needs Landlock version {needed} or newer (Linux 6.12), and this kernel has {has}. '
-            'Run on such a kernel, or use sandbox="limits" inside a container or virtual machine of your own.'
+            'Run on such a kernel, or use sandbox="monty" (a subset of Python), or sandbox="limits" inside a '
+            "container or virtual machine of your own."
         )
+
+
+def _require(module: str, sandbox: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ValueError(f"sandbox={sandbox!r} needs a package that is not installed. Install it: {INSTALL}")

@@ -1,7 +1,7 @@
 """The python tool and the shell tool: run the code that a model writes, in a sandbox of the trajectory.
 
     class MyEnv(ToolEnv):
-        tools = [PythonTool(), ShellTool()]   # or PythonTool("limits"), PythonTool(MySandbox)
+        tools = [PythonTool(), ShellTool()]   # or PythonTool("limits"), PythonTool("monty"), PythonTool(MySandbox)
 
 Variables and files survive from call to call. See docs/sandbox.md for what each backend contains.
 """
@@ -92,8 +92,8 @@ class SandboxTool(Tool):
     Tools of one environment that name the same sandbox with the same limits share it, with its files.
 
     Args:
-        sandbox: `"sandlock"`, `"limits"`, a class, or a function that makes a `Sandbox`, or the path of one. By
-            default sandlock where this system has it, else limits with a warning.
+        sandbox: `"sandlock"`, `"limits"`, `"monty"`, a class, or a function that makes a `Sandbox`, or the path of
+            one. By default sandlock where this system has it, else limits with a warning.
         limits: what one sandbox may use; by default `SandboxLimits()`.
         name: name of the tool.
         **settings: further arguments of `Tool` (`description`, `max_result_tokens`, ...).
@@ -120,7 +120,7 @@ class SandboxTool(Tool):
         sandbox = default_sandbox() if sandbox is None else sandbox
         self.limits = limits or SandboxLimits()
         self._key = (sandbox, self.limits)
-        self._session = Session(make_sandbox_factory(sandbox, self.limits))
+        self._session = Session(make_sandbox_factory(sandbox, self.limits, self.language))
         # The sandbox's own limits end a call long before this one, which is for a sandbox that hangs.
         longest_s = 2 * self.limits.timeout_s + 3 * self.limits.start_timeout_s
         super().__init__(self._make_function(), name=name or self.language, timeout_s=longest_s, **settings)
@@ -194,7 +194,7 @@ class ShellTool(SandboxTool):
     """A tool `shell(command)`: bash (or sh) in the private directory of the trajectory. Arguments as `SandboxTool`.
 
     Files stay from call to call. Each call is a shell of its own that starts in that directory, and what it leaves
-    running in the background ends with it.
+    running in the background ends with it. `sandbox="monty"` has no shell and is refused.
     """
 
     language: ClassVar[Language] = "shell"
