@@ -345,7 +345,7 @@ AVOIDED = re.compile(
     re.IGNORECASE,
 )
 """Docstrings that begin without a subject, and words for which CONTRIBUTING.md has another one."""
-MAX_RAISES = 14.8
+MAX_RAISES = 14.82
 """`raise` per 1,000 lines of the files as they are."""
 
 
