@@ -316,7 +316,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "recording": (1129, 6),
     "rewards": (936, 8),
     "rollout": (3185, 19),
-    "tools": (2996, 16),
+    "tools": (2997, 16),
     "trainers": (7242, 16),
     "update": (1904, 8),
 }

@@ -112,7 +112,8 @@ class Tool:
         self.backend = backend or _declares_backend(fn)
         self.attempts = attempts
         self.retry_wait_s = retry_wait_s
-        self.user_errors = (user_errors,) if isinstance(user_errors, type) else tuple(user_errors)
+        listed: Any = (user_errors,) if isinstance(user_errors, type) else user_errors
+        self.user_errors: tuple[type[BaseException], ...] = tuple(listed)
         if not all(isinstance(item, type) and issubclass(item, BaseException) for item in self.user_errors):
             raise ValueError(f"user_errors={user_errors!r}: must be exception classes, as in (KeyError,).")
         self._interface = _interface_of(fn, self.name, description, schema)
