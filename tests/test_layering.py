@@ -294,10 +294,10 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1591, 7),
+    "(nouns)": (1595, 7),
     "advantages": (1271, 5),
     "chat": (2908, 13),
-    "cli": (2709, 15),
+    "cli": (2708, 15),
     "critic": (634, 3),
     "environments": (1478, 10),
     "evaluation": (1288, 9),
@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (936, 8),
     "rollout": (3185, 19),
     "tools": (2997, 16),
-    "trainers": (7242, 16),
+    "trainers": (7245, 16),
     "update": (1904, 8),
 }
 

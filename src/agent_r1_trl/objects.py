@@ -230,8 +230,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     >>> did_you_mean("learning_rat", ["learning_rate", "beta"])
     " Did you mean 'learning_rate'?"
+    >>> did_you_mean("vllm_server_urls", ["vllm_server_host", "servers.urls"])
+    " Did you mean 'servers.urls'?"
     """
     by_lower = {item.lower().replace("-", "_"): item for item in known}
     given = name.lower().replace("-", "_")
-    found = difflib.get_close_matches(given, by_lower, n=1)
+    # A key of a mapping by its bare name, or with the mapping's old prefix: vllm_server_urls for servers.urls.
+    keys = [item for item in by_lower if "." in item and f"_{given}".endswith(f"_{item.rpartition('.')[2]}")]
+    found = sorted(keys, key=len)[-1:] or difflib.get_close_matches(given, by_lower, n=1)
     return f" Did you mean {by_lower[found[0]]!r}?" if found else ""

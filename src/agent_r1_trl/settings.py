@@ -134,7 +134,7 @@ class Expression(Rule):
     """A regular expression to search for; one that matches empty text would match everywhere."""
 
     def __init__(self) -> None:
-        words = "a regular expression that does not match empty text ('(?!)' matches nothing)"
+        words = "one regular expression that does not match empty text ('(?!)' matches nothing)"
         super().__init__(words, _matches_some)
 
 

@@ -45,14 +45,14 @@ def read_file(path: Path) -> Iterator[Any]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
+            except ValueError as error:  # UnicodeDecodeError is one
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}). Pass a JSONL file.") from error
 
 
 def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import statistics
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -388,9 +388,12 @@ class LearningReport(RolloutCallback):
         self._has_warned = False
 
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
-        """See `take`."""
-        position = batch.position
+        """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
+        position, kept = batch.position, batch.is_kept
         self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
+        is_skipped = not any(gather_object([kept is None or bool(kept.any())]))
+        if is_skipped and self.rollouts:  # the filter kept none of its groups
+            self.rollouts[-1] = replace(self.rollouts[-1], teaches=False)
 
     def end_run(self) -> None:
         """Print the summary."""

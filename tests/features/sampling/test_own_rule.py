@@ -126,3 +126,12 @@ def test_the_guards_action_filter_leaves_it_and_adds_dynamic_sampling(tmp_path):
     assert trainer.features["group_filter"].settings.filter_groups == f"{__name__}:passed"
     kept = scored_batch(trainer)["is_kept"].view(4, 2)
     assert kept.any() and logged(trainer)["sampling/resampled_groups"] > 0
+
+
+def test_a_rollout_of_which_the_rule_keeps_nothing_taught_nothing(tmp_path):
+    trainer = make(
+        tmp_path, taught("q0"), num_prompts=4, max_steps=1,
+        sampling={"filter_groups": lambda returns: torch.zeros(len(returns), dtype=torch.bool), "resample_rounds": 0},
+    )  # fmt: skip
+    trainer.train()
+    assert "taught nothing  1 of 1 rollouts" in trainer.features["learning"].summary()
