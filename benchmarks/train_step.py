@@ -36,6 +36,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -204,7 +205,8 @@ def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float,
 
     def generate(inputs: Any) -> dict[str, torch.Tensor]:
         num = len(batch["prompt_ids"])
-        trainer.last_batch = RolloutBatch([{}] * num, [None] * num, None)  # a row is a trajectory
+        trainer.last_batch = RolloutBatch([{}] * num, [None] * num, None)
+        trainer.last_batch.training_rows = SimpleNamespace(index=torch.arange(num))  # a row is a trajectory
         return batch
 
     trainer._step, trainer._generate_and_score_completions = 0, generate
