@@ -129,6 +129,8 @@ def make_batch(args: argparse.Namespace) -> dict[str, torch.Tensor]:
         "advantages": advantages.unsqueeze(1) * tool_mask,
         "num_items_in_batch": tool_mask.sum(),
         "in_baseline": torch.ones(rows, dtype=torch.bool),
+        "is_first_row": torch.ones(rows, dtype=torch.bool),
+        "tokens_in_other_rows": torch.zeros(rows, dtype=torch.long),
         **of_critic,
     }
 
