@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (936, 8),
     "rollout": (3185, 19),
     "tools": (2997, 16),
-    "trainers": (7245, 16),
+    "trainers": (7271, 16),
     "update": (1904, 8),
 }
 
@@ -345,7 +345,7 @@ AVOIDED = re.compile(
     re.IGNORECASE,
 )
 """Docstrings that begin without a subject, and words for which CONTRIBUTING.md has another one."""
-MAX_RAISES = 14.82
+MAX_RAISES = 14.83
 """`raise` per 1,000 lines of the files as they are."""
 
 

@@ -247,7 +247,7 @@ def test_what_looks_at_a_whole_row_is_refused_where_there_may_be_several(name):
         MultiTurnGRPOConfig(**CPU, **option, **MANY)
     MultiTurnGRPOConfig(**CPU, **MANY)
     MultiTurnGRPOConfig(**CPU, **option)
-    steps = {**CPU, **option, "context.policy": "step"}
+    steps = {**CPU, **option, "context": {"policy": "step"}}
     if name == "importance_sampling_level":  # of a row that is one turn
         MultiTurnGRPOConfig(**steps)
     else:

@@ -326,6 +326,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         super().__post_init__()
         if is_single:
             values["num_generations"] = 1
+        _check_deepspeed(self)
         check_config(self)
 
     def asked_features(self) -> list[str]:
@@ -528,6 +529,31 @@ class ModelConfig(trl.ModelConfig):
             "of a sampled token differ between them."
         },
     )
+
+
+def _check_deepspeed(config: MultiTurnConfig) -> None:
+    """Refuse what DeepSpeed and transformers refuse of a DeepSpeed configuration once the model is loaded.
+
+    Raises:
+        ValueError: names the key and the fix.
+    """
+    read: Any = getattr(config, "hf_deepspeed_config", None)
+    if not config.deepspeed or read is None:
+        return
+    key, found = "train_micro_batch_size_per_gpu", ""
+    if read.get_value(key) is None and read.get_value("train_batch_size") is None:
+        found = (
+            f"{key} is not in it, nor is train_batch_size, and DeepSpeed needs one of them. Write "
+            f'"{key}": "auto" there, which is per_device_train_batch_size.'
+        )
+    elif read.mismatches:
+        unequal = "; ".join(item.removeprefix("- ds ").replace(" vs hf ", " with ") for item in read.mismatches)
+        found = (
+            f'{unequal}: both must be equal. Write "auto" for that key there, which takes the value of the training '
+            "arguments, or set the arguments to the same."
+        )
+    if found:
+        raise ValueError(f"deepspeed={config.deepspeed!r:.200}: {found}")
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:
