@@ -315,7 +315,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "generation": (4387, 27),
     "recording": (1129, 6),
     "rewards": (936, 8),
-    "rollout": (3185, 19),
+    "rollout": (3203, 19),
     "tools": (2997, 16),
     "trainers": (7271, 16),
     "update": (1904, 8),

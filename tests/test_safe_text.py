@@ -129,9 +129,9 @@ def test_a_pattern_of_the_user_is_masked_and_the_names_can_be_changed(monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"names": "("}, r"secrets\.names='\(' must be a regular expression"),
+        ({"names": "("}, r"secrets\.names='\(' must be one regular expression"),
         ({"names": "a*"}, r"secrets\.names='a\*' must be .* that does not match empty text"),
-        ({"patterns": ["["]}, r"secrets\.patterns=\['\['\] must be a list, .* a regular expression"),
+        ({"patterns": ["["]}, r"secrets\.patterns=\['\['\] must be a list, .* one regular expression"),
         ({"patterns": ["a*"]}, r"secrets\.patterns=\['a\*'\] must be a list, .* does not match empty text"),
     ],
 )

@@ -140,8 +140,9 @@ def test_an_advantage_that_is_not_its_groups_is_found(tmp_path, monkeypatch):
 
 
 def test_returns_and_advantages_that_are_not_the_critics_are_found(tmp_path, monkeypatch):
-    original = estimators.compute_gae
-    monkeypatch.setattr(estimators, "compute_gae", lambda *args, **kw: original(*args, **{**kw, "lam": 0.9}))
+    row = estimators.ESTIMATORS["gae"]
+    wrong = replace(row, compute=lambda x: row.compute(replace(x, settings=replace(x.settings, lam=0.9))))
+    monkeypatch.setitem(estimators.ESTIMATORS, "gae", wrong)
     assert any("the returns are wrong" in problem for problem in play(tmp_path / "lam", PPO))
     monkeypatch.undo()
     monkeypatch.setattr(credit, "masked_whiten", lambda x, *args: x)

@@ -117,7 +117,7 @@ def recorded(trajectories):
         rows.take(trajectories, rank=0)
     finally:
         evaluation_module.gather_object = gather
-    return list(zip(rows._records, rows._lengths, rows._failures, strict=True))
+    return list(zip(rows._records, rows._failures, strict=True))
 
 
 def test_metrics_of_batches_are_weighted_by_rows():

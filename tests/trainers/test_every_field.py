@@ -265,7 +265,7 @@ TABLE = {
             gradient_accumulation_steps=2,
         ),
     ),
-    "record_trajectories": Acts(effects.store, "jsonl"),
+    "record_trajectories": Acts(effects.store, "none"),
     "push.trajectories": (
         ShownBy("tests/features/hub/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
         Refused(True, {"record_trajectories": "jsonl"}, record_trajectories="none"),

@@ -71,6 +71,23 @@ CLASHES = (
     ),
 )
 """What the limits say together."""
+CLASHES_WITH_THE_MODEL = (
+    Clash(
+        "context.summary_tokens context.tokens max_model_length",
+        lambda c: (
+            c.context.summary_tokens
+            and (c.context.tokens or 0) + c.context.summary_tokens >= (c.max_model_length or math.inf)
+        ),
+        "a context that has reached its limit would leave no room for its summary in what the model or engine holds. "
+        "Set context.summary_tokens to a quarter of that, for example, and context.tokens to half of it.",
+    ),
+    Clash(
+        "context.tokens max_model_length",
+        lambda c: (c.context.tokens or 0) >= (c.max_model_length or math.inf),
+        "that limit is never reached, because the model's context has no room for the next turn behind it. Set "
+        "context.tokens well below max_model_length, or remove it.",
+    ),
+)
 
 
 @dataclass(kw_only=True)
@@ -160,6 +177,7 @@ class RolloutLimits(RolloutSettings):
 
     def __post_init__(self) -> None:
         self.check_limits()
+        refuse(find_clashes(self, CLASHES_WITH_THE_MODEL))
         object.__setattr__(self, "_is_fixed", True)
 
     def __setattr__(self, name: str, value: Any) -> None:
