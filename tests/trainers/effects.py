@@ -149,7 +149,7 @@ def layout(folder, config_class, **options):
 
 
 def store(folder, config_class, **options):
-    found = make(folder, config_class, **options).store
+    found = make(folder, config_class, **{"record_trajectories": "jsonl"} | options).store
     return None if found is None else str(vars(found))
 
 
