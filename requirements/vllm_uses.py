@@ -52,7 +52,7 @@ FIELDS_OF = {
 _ENGINE_MAKERS = ("EngineArgs", "build_engine", "VLLMGenerator")
 _VARIABLE = re.compile(r"\bVLLM_[A-Z0-9_]+\b")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-_OURS = {"--config"}
+_OURS = {"--config", "--servers"}  # --servers.urls, --servers.weight_transfer ... in docs/serving.md
 
 
 @dataclass(frozen=True, order=True)
