@@ -8,6 +8,7 @@ the next run; a failure prints what repeats it anywhere. The profile `fuzz` (`ma
 times as many, 10 by default.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -64,6 +65,12 @@ def pytest_collection_modifyitems(items):
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
     items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "vllm")))
+
+
+def pytest_collection_finish():
+    """Keep what the imports made out of later collections: accelerate makes two in each training."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report):
