@@ -1,7 +1,8 @@
-"""How much a property test tries; `make fuzz` asks for ten times as much (the profiles stand in tests/conftest.py).
+"""How much the suite tries; `make fuzz` has ten times the examples (the profiles stand in tests/conftest.py).
 
     @settings(max_examples=examples(200))                    # a hypothesis test
     for rng in random_rounds(100):                           # a loop by hand, in a test marked `fuzz`
+    @pytest.mark.parametrize("launch", short(KINDS, "ddp"))  # the suite plays what is named, `make nightly` the others
 
 `tests/test_fuzzing.py` holds that every property test asks here.
 """
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+import pytest
 from hypothesis import settings
 
 PLAIN_EXAMPLES = 100
@@ -29,3 +31,10 @@ def random_rounds(number: int) -> Iterator[random.Random]:
     for index in range(examples(number)):
         print(f"\rround {index} of FUZZ_SEED={seed}", end="")  # pytest shows it where the test fails
         yield random.Random(f"{seed} {index}")
+
+
+def short(values: Iterable, *kept) -> list:
+    """Values of a parameter, of which every run of the suite plays those that are kept, `make nightly` the others."""
+    values = [*values]
+    assert all(value in values for value in kept), kept
+    return [pytest.param(value, marks=[] if value in kept else [pytest.mark.matrix]) for value in values]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import short
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -128,7 +130,6 @@ TINY = {
 COMPUTED = {"scaling_model.py"}
 """Measures nothing; `test_scaling_model.py` tests it."""
 NEED_VLLM = {"context_policies.py", "overlap.py", "rollout_throughput.py"}
-NAMES = [pytest.param(name, marks=[pytest.mark.vllm] if name in NEED_VLLM else []) for name in TINY]
 
 
 # Runs a program without vLLM, which TRL imports wherever it is installed: that takes longer than most of these runs.
@@ -153,7 +154,7 @@ def run_benchmark(name, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", short(TINY, "gpu.py", "rollout_concurrency.py", "train_step.py"))
 def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     arguments, names = TINY[name]
     result = run_benchmark(name, *arguments, "--json")
@@ -231,6 +232,7 @@ def test_no_two_evaluations_of_the_corridor_draw_the_same_random_numbers():
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_an_adapter_critic_costs_little_and_a_model_of_its_own_much():
     """SmolLM2-135M's widths; fewer layers make the adapter's share smaller, so the bound is checked at rank 64."""

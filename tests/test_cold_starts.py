@@ -12,6 +12,7 @@ import yaml
 from agent_r1_trl import check_env
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.resolve import resolve_env
+from tests.effort import short
 
 ROOT = Path(__file__).resolve().parents[1]
 STARTS = {
@@ -44,7 +45,7 @@ def test_the_linter_of_environments_has_nothing_to_say(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", STARTS)
+@pytest.mark.parametrize("script", short(STARTS, "bandit/make_cold_start.py"))
 def test_a_recipe_trains_from_the_model_that_its_script_makes(script, tmp_path):
     start = str(tmp_path / "start")
     command = [sys.executable, f"recipes/{script}", "--steps", "2", "--batch-size", "2", "--out", start]

@@ -11,6 +11,7 @@ from datasets import Dataset
 from agent_r1_trl import SearchQAEnv
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.train import read_arguments
+from tests.effort import short
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "multihop_qa"
@@ -211,7 +212,7 @@ def test_a_configuration_says_what_agent_r1_released(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", short(ALGORITHMS, "ppo"))
 def test_the_cpu_configuration_trains(algorithm, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path / "cache"))

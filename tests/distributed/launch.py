@@ -16,9 +16,11 @@ from pathlib import Path
 
 import psutil
 
+from tests.effort import short
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"zero2": "cpu_2proc.yaml", "zero3": "cpu_2proc_zero3.yaml"}
-LAUNCHES = ("ddp", *CONFIGS)
+LAUNCHES = short(("ddp", *CONFIGS), "ddp", "zero3")
 TIMEOUT_S = 780
 """Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
 

@@ -8,11 +8,12 @@ from tests.distributed import echo_worker
 from tests.distributed.critics import save_policy
 from tests.distributed.echo_worker import NUM_CALLS, NUM_ROLLOUTS, NUM_ROWS
 from tests.distributed.launch import launch
+from tests.effort import short
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", NUM_ROLLOUTS)
+@pytest.mark.parametrize("kind", short(NUM_ROLLOUTS, "ddp"))
 def test_every_trajectory_keeps_its_own_tokens_while_ranks_take_no_turns_and_six(tmp_path, kind):
     folder = save_policy(tmp_path)
     launch(kind, echo_worker.__name__, folder)

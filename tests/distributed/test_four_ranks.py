@@ -11,7 +11,8 @@ import torch
 from tests.distributed import four_ranks
 from tests.distributed.critics import save_policy
 from tests.distributed.four_ranks import CASES, GROUP_SIZE, NUM_RANKS, NUM_STEPS, SAVED_STEP
-from tests.distributed.launch import LAUNCHES, launch
+from tests.distributed.launch import CONFIGS, launch
+from tests.effort import short
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +23,7 @@ def one(tmp_path_factory):
     return four_ranks.compute(save_policy(tmp_path_factory.mktemp("one")), is_resumed=False)
 
 
-@pytest.fixture(scope="module", params=LAUNCHES)
+@pytest.fixture(scope="module", params=short(("ddp", *CONFIGS), "ddp"))
 def four(request, tmp_path_factory):
     """The name of a launch and what its four ranks found."""
     folder = save_policy(tmp_path_factory.mktemp(request.param))

@@ -13,11 +13,12 @@ from tests.distributed import resume
 from tests.distributed.critics import KINDS, POLICY_FOLDER, save_policy
 from tests.distributed.launch import launch
 from tests.distributed.resume import NUM_STEPS, SAVED_STEP
+from tests.effort import short
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["ddp", "zero3"])
+@pytest.fixture(scope="module", params=short(["ddp", "zero3"], "zero3"))
 def runs(request, tmp_path_factory):
     """The folder of a launch; with ZeRO-3 parameters are in pieces on the ranks."""
     folder = save_policy(tmp_path_factory.mktemp(request.param))

@@ -19,6 +19,7 @@ from tests.distributed import machines
 from tests.distributed.launch import ROOT
 from tests.distributed.machines import two_machines
 from tests.distributed.vllm_ranks import save_policy
+from tests.effort import short
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +101,7 @@ def sums_in(folder):
 
 
 @pytest.mark.timeout(START_S + END_S + 120)
-@pytest.mark.parametrize("lost", [1, 0], ids=["without the store", "with the store"])
+@pytest.mark.parametrize("lost", short([1, 0], 1), ids=["without the store", "with the store"])
 def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, tmp_path, lost):
     """Machine 0 holds the key-value store through which ranks find each other."""
     logs = [tmp_path / f"machine-{rank}.txt" for rank in range(2)]

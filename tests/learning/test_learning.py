@@ -1,7 +1,7 @@
 """Every algorithm solves small tasks, and none does with the advantages of other rows.
 
 Solved is a success rate of at least 0.9 in two rollouts in a row. Steps are rollouts of 32 trajectories. The first
-seed is played in every run of the suite, the others in `make nightly`.
+seed of some algorithms is played in every run of the suite, the others in `make nightly`.
 """
 
 import statistics
@@ -9,6 +9,7 @@ import statistics
 import pytest
 import torch
 
+from tests.effort import short
 from tests.learning.tasks import BanditEnv, GuidedKeyDoorEnv, KeyDoorEnv, LockedKeyDoorEnv, learn
 
 SEEDS = (0, 1, 2)
@@ -25,14 +26,7 @@ ALGORITHMS = {
     "ppo_model": {"critic": "model"},
     "ppo_bilevel_gae": {"critic": "model", "estimator": "bilevel_gae"},
 }
-algorithms = pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=pytest.mark.xdist_group(f"learning {name}")) for name in ALGORITHMS]
-)
-
-
-seeds = pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.matrix] if seed != SEEDS[0] else []) for seed in SEEDS]
-)
+seeds = pytest.mark.parametrize("seed", short(SEEDS, SEEDS[0]))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,14 +54,14 @@ def key_door(tmp_path_factory):
 
 @pytest.mark.slow
 @seeds
-@algorithms
+@pytest.mark.parametrize("algorithm", short(ALGORITHMS, "rloo", "reinforce_pp", "ppo_head"))
 def test_the_bandit_is_solved(tmp_path, algorithm, seed):
     assert learn(tmp_path, BanditEnv, seed=seed, max_rollouts=30, **ALGORITHMS[algorithm]).is_solved
 
 
 @pytest.mark.slow
 @seeds
-@algorithms
+@pytest.mark.parametrize("algorithm", short(ALGORITHMS, "grpo", "gigpo", "ppo_adapter"))
 def test_key_and_door_are_found_by_the_outcome_alone(key_door, algorithm, seed):
     run = key_door(algorithm, seed)
     assert run.is_solved, run.rates
@@ -75,7 +69,7 @@ def test_key_and_door_are_found_by_the_outcome_alone(key_door, algorithm, seed):
 
 
 @pytest.mark.slow
-@algorithms
+@pytest.mark.parametrize("algorithm", short(ALGORITHMS, "grpo", "ppo_adapter"))
 def test_nobody_finds_key_and_door_with_the_advantages_of_other_rows(tmp_path, key_door, algorithm):
     """In twice as many steps as the first seed needs with its own."""
     num_rollouts = 2 * len(key_door(algorithm, SEEDS[0]).rates)
@@ -83,6 +77,7 @@ def test_nobody_finds_key_and_door_with_the_advantages_of_other_rows(tmp_path, k
     assert len(run.rates) == num_rollouts and max(run.rates[-5:]) < 0.7, run.rates
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_process_rewards_save_a_third_of_the_steps_where_success_is_rare(tmp_path):
     """With the turn-wise credit of GiGPO, whose step advantages see at once which word led on."""
