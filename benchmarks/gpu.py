@@ -461,7 +461,7 @@ def shape_of(options: argparse.Namespace) -> Any:
 
 def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
     """What `memory` expects of the update, CUDA context apart."""
-    from agent_r1_trl.features.doctor.memory import CONTEXT_BYTES, MemorySetup, estimate_memory
+    from agent_r1_trl.features.doctor.memory import CONTEXT_BYTES, MemorySetup, estimate_memory, find_peak
 
     batch = train_step.make_batch(options)
     lengths = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).tolist()
@@ -469,6 +469,7 @@ def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
     prompt, longest = int(batch["prompt_mask"].sum(dim=1).max()), max(lengths)
     width = batch["prompt_ids"].shape[1] + batch["completion_ids"].shape[1]
     setup = MemorySetup(
+        shape=size,
         dtype=options.dtype,
         mixed_precision=options.autocast,
         per_device_train_batch_size=options.micro_batch,
@@ -478,9 +479,10 @@ def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
         max_tokens_per_micro_batch=options.max_tokens if options.only == "tokens" else None,
         update_rows=len(lengths),
         gradient_checkpointing=options.checkpointing,
-        generator="server",
+        use_vllm=True,
+        vllm_mode="server",
     )
-    return estimate_memory(size, setup).peak - CONTEXT_BYTES
+    return find_peak(estimate_memory(setup)) - CONTEXT_BYTES
 
 
 def matmul_rate(args: argparse.Namespace) -> float:

@@ -21,8 +21,8 @@ from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.loading import is_local
 from agent_r1_trl.features.doctor.checks import run_doctor
 from agent_r1_trl.features.doctor.command_arguments import DoctorArguments
-from agent_r1_trl.features.doctor.memory import report_memory
-from agent_r1_trl.features.doctor.memory_command import estimate_recipe
+from agent_r1_trl.features.doctor.memory import GIB, estimate_memory, find_peak, find_savings, judge
+from agent_r1_trl.features.doctor.memory_command import read_setup
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
 from agent_r1_trl.trainers.metrics import REMEDY, problem_of_recipe
 
@@ -60,11 +60,29 @@ def run(argv: Sequence[str]) -> int:
         report.warning("precision", problem, REMEDY)
     path, _ = split_config(argv)
     if path is not None:
-        try:
-            flags = ["--config", path, "--model_name_or_path", arguments.model_name_or_path]
-            _, estimate, savings = estimate_recipe(flags)
-            report_memory(report, estimate, savings, has_gpu=torch.cuda.is_available())
-        except UsageError as error:
-            report.skip("memory", f"Not estimated: {error}")
+        _report_memory(report, ["--config", path, "--model_name_or_path", arguments.model_name_or_path])
     PlainConsole().print(render(report.findings))
     return int(has_errors(report.findings))
+
+
+def _report_memory(report: Report, flags: Sequence[str]) -> None:
+    """Add the estimate of a recipe; a verdict only where there is a GPU to compare it with.
+
+    It is no error: the launch, which the doctor does not know, may divide what lies on one GPU here.
+    """
+    try:
+        setup = read_setup(flags)
+    except UsageError as error:
+        report.skip("memory", f"Not estimated: {error}")
+        return
+    peak = find_peak(estimate_memory(setup))
+    text = f"By formula the recipe needs {peak / GIB:.1f} GiB at its peak on each GPU"
+    verdict = judge(peak, setup.gpu_memory_gb)
+    if not torch.cuda.is_available():
+        report.skip("memory", f"{text}; this machine has none. agent-r1-trl memory says what it consists of.")
+    elif verdict == "fits":
+        report.ok("memory", f"{text}, of {setup.gpu_memory_gb:.0f}.")
+    else:
+        changes = " or ".join(list(find_savings(setup))[:2]) or "use_peft: true"
+        fix = f"Set, or launch with, {changes}. agent-r1-trl memory --accelerate_config reckons with your launch."
+        report.warning("memory", f"{text}, of {setup.gpu_memory_gb:.0f}: {verdict}.", fix)

@@ -3,7 +3,7 @@
 The peak of one GPU is what always lies there plus the larger of what the update and the rollout add. Sources:
 Rajbhandari et al. 2020 (ZeRO: what each stage divides), Dettmers et al. 2023 (QLoRA: bits per weight), DeepSpeed's
 defaults for its buffers. Tests compare the formulas with real tensors of tiny models, and with autograd's list of what
-it saved; that list does not replace them, because it cannot be had for a GPU without one.
+it saved.
 
 Covered: dense decoders, with and without LoRA. Not covered: the activations of mixtures of experts and vision towers,
 and how many rows a context policy makes of a trajectory (it counts as one row).
@@ -11,13 +11,12 @@ and how many rows a context policy makes of a trajectory (it counts as one row).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
-from agent_r1_trl.features.doctor.report import Report
 from agent_r1_trl.rollout.limits import context_length
-from agent_r1_trl.settings import Count, OneOf, Positive, check_settings
+from agent_r1_trl.settings import Clash, Count, OneOf, Positive, Rule, check_settings, find_clashes, refuse
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -94,6 +93,31 @@ def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
     )
 
 
+CLASHES = (
+    Clash(
+        "max_tokens_per_micro_batch",
+        lambda c: c.max_tokens_per_micro_batch is not None and not c.is_packed,
+        "has no effect on padded rows. Set update_layout='packed' or 'shared', or remove it.",
+    ),
+    Clash(
+        "load_in_4bit load_in_8bit",
+        lambda c: c.weight_bits and not c.shape.num_adapter_parameters,
+        "a quantised base is frozen, so nothing would be trained. Set use_peft=True as well.",
+    ),
+    Clash(
+        "critic",
+        lambda c: c.critic == "adapter" and not c.shape.num_adapter_parameters,
+        "needs LoRA. Set use_peft=True, or critic='head' or critic='model'.",
+    ),
+    Clash(
+        "vllm_gpu_memory_utilization",
+        lambda c: c.use_vllm and c.vllm_mode == "colocate" and c.vllm_bytes <= 2 * c.shape.num_parameters,
+        "that share of {c.gpu_memory_gb:g} GiB does not hold vLLM's own weights in 16 bits. Raise it, or use a vLLM "
+        "server on other GPUs.",
+    ),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemorySetup:
     """One run on one kind of machine; what is called as in a recipe is the recipe's.
@@ -102,13 +126,13 @@ class MemorySetup:
         ValueError: names a value that cannot be, the rule and the fix.
     """
 
+    shape: ModelShape
     dtype: Annotated[str, OneOf(*BYTES)] = "float32"
     mixed_precision: bool = False
     """bf16 or fp16: matrix products in 16 bits. DeepSpeed then keeps the weights in 16 bits too."""
-    quantization: str | None = None
-    """'4bit' or '8bit', for the frozen base under LoRA; None: not quantised."""
-    optimizer_bytes: int = 8
-    """Bytes of Adam's two states per parameter: 8, or 2 for the 8-bit variants."""
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    optim: Annotated[str, Rule("a variant of Adam, such as 'adamw_torch'", lambda name: "adam" in name)] = "adamw"
     zero_stage: int = 0
     """Stage of DeepSpeed's ZeRO; 0: one process, or data parallel."""
     num_processes: Count = 1
@@ -119,22 +143,18 @@ class MemorySetup:
     prompt_tokens: Count = 512
     """Tokens of the longest prompt."""
     max_completion_length: Count = 512
-    context_policy: str = "keep"
-    """Any other rewrites contexts: its trajectories count as one row."""
     update_layout: str = "padded"
     max_tokens_per_micro_batch: int | None = None
     update_rows: int | None = None
     """Trajectories of one optimizer step in one process: all that a pass by tokens can hold. None: no limit."""
     gradient_checkpointing: bool = True
-    has_attention_masks: bool = True
-    """PyTorch's own attention needs masks of padding and shared prefixes; flash and flex attention need none."""
-    reference_model: bool = False
-    """A frozen copy for the KL term: full fine-tuning with beta != 0."""
+    attn_implementation: str | None = None
+    beta: float = 0.0
     critic: Annotated[str, OneOf("adapter", "head", "model")] | None = None
     """Critic of PPO; None: no critic."""
 
-    generator: Annotated[str, OneOf("transformers", "vllm", "server")] = "transformers"
-    """vllm: in this process; server: vLLM on GPUs of its own."""
+    use_vllm: bool = False
+    vllm_mode: Annotated[str, OneOf("colocate", "server")] = "colocate"
     generation_batch_rows: Count = 64
     vllm_gpu_memory_utilization: float = 0.3
     vllm_enable_sleep_mode: bool = False
@@ -143,16 +163,27 @@ class MemorySetup:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.max_tokens_per_micro_batch is not None and not self.is_packed:
-            raise ValueError(
-                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} has no effect on padded rows. Set "
-                "update_layout='packed' or 'shared', or remove it."
-            )
+        refuse(find_clashes(self, CLASHES))
 
     @property
     def is_packed(self) -> bool:
         """Whether no padding is computed."""
         return self.update_layout in ("packed", "shared")
+
+    @property
+    def needs_masks(self) -> bool:
+        """PyTorch's own attention needs masks of padding and shared prefixes; flash and flex attention need none."""
+        return self.attn_implementation in (None, "sdpa", "eager")
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits of a quantised weight, with a scale of 4 bytes for 64 weights of 4 bits; 0: not quantised."""
+        return 4 + 32 / 64 if self.load_in_4bit else 8 if self.load_in_8bit else 0
+
+    @property
+    def vllm_bytes(self) -> float:
+        """What vLLM takes for its weights and its cache."""
+        return self.vllm_gpu_memory_utilization * self.gpu_memory_gb * GIB
 
     @property
     def row_tokens(self) -> int:
@@ -172,7 +203,7 @@ class MemorySetup:
         """Maximum number of completion tokens in a pass; in one by tokens, few may belong to prompts."""
         if self.max_tokens_per_micro_batch is not None:
             return self.pass_tokens
-        return min(self.per_device_train_batch_size * self.max_completion_length, self.pass_tokens)
+        return self.per_device_train_batch_size * self.max_completion_length
 
     @property
     def weight_bytes(self) -> int:
@@ -193,68 +224,41 @@ class Line(NamedTuple):
     phase: str = "always"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """All lines of one run, per GPU. What is offloaded to main memory has none."""
-
-    lines: tuple[Line, ...]
-    gpu_memory_gb: float
-
-    def total(self, phase: str) -> float:
-        """Bytes that one phase adds."""
-        return sum(line.bytes for line in self.lines if line.phase == phase)
-
-    @property
-    def peak(self) -> float:
-        """Maximum number of bytes on one GPU."""
-        return self.total("always") + max(self.total("update"), self.total("rollout"))
-
-    @property
-    def verdict(self) -> str:
-        """'fits', 'tight' or 'does not fit'."""
-        share = self.peak / (self.gpu_memory_gb * GIB)
-        return "does not fit" if share > 1 else "fits" if share <= TIGHT else "tight"
+def estimate_memory(setup: MemorySetup) -> list[Line]:
+    """All lines of a run, per GPU. What is offloaded to main memory has none."""
+    return [*_states(setup, setup.shape), *_update(setup, setup.shape), *_rollout(setup, setup.shape)]
 
 
-def estimate_memory(shape: ModelShape, setup: MemorySetup) -> Estimate:
-    """Estimate the memory of a run.
-
-    Raises:
-        ValueError: the settings cannot be trained together.
-    """
-    if setup.quantization and not shape.num_adapter_parameters:
-        raise ValueError(
-            f"load_in_{setup.quantization}=True trains nothing: a quantised base is frozen. Set use_peft=True as well."
-        )
-    if setup.critic == "adapter" and not shape.num_adapter_parameters:
-        raise ValueError("critic='adapter' needs LoRA. Set use_peft=True, or critic='head' or critic='model'.")
-    share, weights = setup.vllm_gpu_memory_utilization * setup.gpu_memory_gb, 2 * shape.num_parameters / GIB
-    if setup.generator == "vllm" and share <= weights:
-        raise ValueError(
-            f"vllm_gpu_memory_utilization={setup.vllm_gpu_memory_utilization:g} is {share:.1f} GiB, and vLLM's own "
-            f"weights in 16 bits take {weights:.1f}. Raise it, or use a vLLM server on other GPUs."
-        )
-    lines = (*_states(shape, setup), *_update(shape, setup), *_rollout(shape, setup))
-    return Estimate(lines=lines, gpu_memory_gb=setup.gpu_memory_gb)
+def find_peak(lines: Iterable[Line]) -> float:
+    """Maximum number of bytes on one GPU: what is always there, and the larger of update and rollout."""
+    totals = dict.fromkeys(PHASES, 0.0)
+    for line in lines:
+        totals[line.phase] += line.bytes
+    return totals["always"] + max(totals["update"], totals["rollout"])
 
 
-def _states(shape: ModelShape, setup: MemorySetup) -> Iterator[Line]:
+def judge(peak: float, gpu_memory_gb: float) -> str:
+    """'fits', 'tight' or 'does not fit'."""
+    share = peak / (gpu_memory_gb * GIB)
+    return "does not fit" if share > 1 else "fits" if share <= TIGHT else "tight"
+
+
+def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     """Weights, gradients, optimizer, and the buffers that processes talk through."""
 
     def parts(stage: int) -> int:  # into which ZeRO divides something from a stage on
         return setup.num_processes if setup.zero_stage >= stage else 1
 
     size, adapter, head = setup.weight_bytes, shape.num_adapter_parameters, shape.hidden_size + 1
-    quantized = shape.num_linear_parameters if setup.quantization else 0
-    per_weight = 1.0 if setup.quantization == "8bit" else 0.5 + 4 / 64  # 4 bits, and a scale of 4 bytes per 64 weights
+    quantized = shape.num_linear_parameters if setup.weight_bits else 0
     if not setup.offload_parameters:
         rest = shape.num_parameters - quantized
-        yield Line("weights", (quantized * per_weight + rest * size) / parts(3))
-        if setup.reference_model and not adapter:
+        yield Line("weights", (quantized * setup.weight_bits / 8 + rest * size) / parts(3))
+        if setup.beta and not adapter:  # with an adapter, the base is the reference model
             yield Line("reference model", shape.num_parameters * size / parts(3))
 
     # peft keeps adapters in float32, TRL's QLoRA in bfloat16, DeepSpeed in its own type.
-    of_adapter = size if setup.zero_stage else 2 if setup.quantization else 4
+    of_adapter = size if setup.zero_stage else 2 if setup.weight_bits else 4
     trained = {
         "policy": ("adapter", adapter, of_adapter) if adapter else ("", shape.num_parameters, size),
         "critic": {
@@ -264,14 +268,14 @@ def _states(shape: ModelShape, setup: MemorySetup) -> Iterator[Line]:
             "model": ("model, head", shape.num_parameters - shape.num_head_parameters + head, size),
         }[setup.critic],
     }
+    of_adam = 2 if "8bit" in setup.optim else 8  # bytes of both states
     for who, (added, count, each) in trained.items():
         if count and added:
             yield Line(f"{who}: {added}", count * each / parts(3))
         if count and not setup.offload_optimizer:
             yield Line(f"{who}: gradients", count * each / parts(2), "update")
-            states = min(setup.optimizer_bytes, 2 * each)
-            if setup.zero_stage:  # moves a float32 copy of its part, whatever the weights are
-                states = 4 + setup.optimizer_bytes
+            # ZeRO moves a float32 copy of its part, whatever the weights are.
+            states = 4 + of_adam if setup.zero_stage else min(of_adam, 2 * each)
             yield Line(f"{who}: Adam", count * states / parts(1))
 
     if setup.num_processes > 1 and not setup.zero_stage:
@@ -284,103 +288,90 @@ def _states(shape: ModelShape, setup: MemorySetup) -> Iterator[Line]:
     yield Line("CUDA context, workspaces", CONTEXT_BYTES)
 
 
-def _update(shape: ModelShape, setup: MemorySetup) -> Iterator[Line]:
+def _update(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     scored, layers = setup.scored_tokens, shape.num_layers
     graphs = 2 if setup.critic in ("adapter", "model") else 1  # the policy's, and one of the critic's own
-    per_token = token_bytes(shape, setup)
+    per_token = token_bytes(setup)
     if setup.gradient_checkpointing:  # the inputs of all layers, and one layer in full
         per_token += shape.hidden_size * setup.weight_bytes * layers
     else:
         per_token *= layers
     yield Line(f"activations of {setup.pass_tokens:,} tokens", graphs * setup.pass_tokens * per_token, "update")
-    if setup.update_layout == "shared" and setup.has_attention_masks:  # of rows behind a shared prefix
+    if setup.update_layout == "shared" and setup.needs_masks:  # of rows behind a shared prefix
         yield Line("attention masks", graphs * scored * setup.row_tokens * setup.compute_bytes, "update")
     # A tile of logits with two float32 copies; float32 gradients of hidden states and head.
     tile = min(scored, HEAD_TILE[0]) * min(shape.vocab_size, HEAD_TILE[1])
     head = 0 if shape.num_adapter_parameters else shape.vocab_size * shape.hidden_size
     total = tile * (setup.compute_bytes + 8) + 4 * (scored * shape.hidden_size + head)
     yield Line("log-probabilities", total, "update")
-    if setup.compute_bytes < setup.weight_bytes and not setup.quantization:
+    if setup.compute_bytes < setup.weight_bytes and not setup.weight_bits:
         count = shape.num_linear_parameters + shape.vocab_size * shape.hidden_size
         count = graphs * (count // layers if setup.gradient_checkpointing else count)
         yield Line("autocast: 16-bit copies of float32 weights", count * 2, "update")
 
 
-def token_bytes(shape: ModelShape, setup: MemorySetup) -> float:
+def token_bytes(setup: MemorySetup) -> float:
     """Bytes that one decoder layer saves for each token, for the backward pass.
 
     Each of the two norms saves its input in float32, the normalised vector and the scaled one; attention saves q, the
     repeated k and v, and its output twice (before and after the heads are joined); the gated MLP four vectors of its
     inner width. Frozen layers save no input; each adapter saves its own input and the mask of its dropout.
     """
-    inner, outer = setup.compute_bytes, setup.weight_bytes
-    heads, joined = shape.num_heads + shape.num_kv_heads, shape.num_heads * shape.head_dim
+    shape, inner, outer = setup.shape, setup.compute_bytes, setup.weight_bytes
+    joined = shape.num_heads * shape.head_dim
+    in_head_norms = (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.has_head_norms else 0
     # Packed rows share their masks among all layers.
-    mask = setup.row_tokens * inner if setup.has_attention_masks and not setup.is_packed else 0
+    mask = setup.row_tokens * inner if setup.needs_masks and not setup.is_packed else 0
     common = 4 * shape.num_heads + mask
     if not shape.num_adapter_parameters:
-        head_norms = heads * shape.head_dim * (4 + inner) if shape.has_head_norms else 0
-        norms = 2 * shape.hidden_size * (4 + outer + inner) + head_norms
+        norms = 2 * shape.hidden_size * (4 + outer + inner) + in_head_norms * (4 + inner)
         return common + norms + 5 * joined * inner + 4 * shape.intermediate_size * inner
-    norms = 4 * (2 * shape.hidden_size + (heads * shape.head_dim if shape.has_head_norms else 0))
+    norms = 4 * (2 * shape.hidden_size + in_head_norms)
     adapters = shape.num_adapter_inputs / shape.num_layers * ((inner if inner < outer else 4) + 1)
     return common + norms + 4 * joined * inner + 3 * shape.intermediate_size * inner + adapters
 
 
-def _rollout(shape: ModelShape, setup: MemorySetup) -> Iterator[Line]:
-    if setup.generator == "vllm":
-        total = setup.vllm_gpu_memory_utilization * setup.gpu_memory_gb * GIB
-        phase = "rollout" if setup.vllm_enable_sleep_mode else "always"
-        yield Line("vLLM: its weights and KV cache", total, phase)
-    elif setup.generator == "transformers":
-        if setup.zero_stage == 3 and setup.num_processes > 1:
-            yield Line("ZeRO-3: the whole model, to generate", shape.num_parameters * setup.weight_bytes, "rollout")
-        per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
-        # `generation/local/kv_cache.py` keeps spare columns, so that it seldom moves.
-        columns = setup.row_tokens + max(64, setup.row_tokens // 4)
-        rows = setup.generation_batch_rows
-        yield Line(f"KV cache of {rows} x {columns:,} tokens", rows * columns * per_token, "rollout")
+def _rollout(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
+    if setup.use_vllm:
+        if setup.vllm_mode == "colocate":
+            phase = "rollout" if setup.vllm_enable_sleep_mode else "always"
+            yield Line("vLLM: its weights and KV cache", setup.vllm_bytes, phase)
+        return
+    if setup.zero_stage == 3 and setup.num_processes > 1:
+        yield Line("ZeRO-3: the whole model, to generate", shape.num_parameters * setup.weight_bytes, "rollout")
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
+    # `generation/local/kv_cache.py` keeps spare columns, so that it seldom moves.
+    columns = setup.row_tokens + max(64, setup.row_tokens // 4)
+    rows = setup.generation_batch_rows
+    yield Line(f"KV cache of {rows} x {columns:,} tokens", rows * columns * per_token, "rollout")
 
 
-def find_savings(shape: ModelShape, setup: MemorySetup) -> dict[str, float]:
+def find_savings(setup: MemorySetup) -> dict[str, float]:
     """The changes that lower the peak, each tried alone, with the peak after it; the largest saving first.
 
     LoRA is not among them, because it changes the model: estimate it with --use_peft.
     """
-    layout = setup.update_layout if setup.is_packed else "packed"
-    by_tokens = f"{'' if setup.is_packed else 'update_layout: packed, '}max_tokens_per_micro_batch: {setup.row_tokens}"
-    changes: dict[str, dict[str, Any]] = {
-        "per_device_train_batch_size: 1, with more gradient_accumulation_steps": {"per_device_train_batch_size": 1},
-        "gradient_checkpointing: true": {"gradient_checkpointing": True},
-        "optim: adamw_bnb_8bit": {"optimizer_bytes": 2},
-        "attn_implementation: flash_attention_2": {"has_attention_masks": False},
-        "a vLLM server on other GPUs": {"generator": "server"},
-        "vllm_enable_sleep_mode: true": {"vllm_enable_sleep_mode": True},
-        by_tokens: {"update_layout": layout, "max_tokens_per_micro_batch": setup.row_tokens},
-    }
+    layout = {} if setup.is_packed else {"update_layout": "packed"}
+    changes: list[dict[str, Any]] = [
+        {"per_device_train_batch_size": 1},
+        {"gradient_checkpointing": True},
+        {"optim": "adamw_bnb_8bit"},
+        {"attn_implementation": "flash_attention_2"},
+        {"use_vllm": True, "vllm_mode": "server"},
+        {"vllm_enable_sleep_mode": True},
+        {**layout, "max_tokens_per_micro_batch": setup.row_tokens},
+    ]
     if setup.num_processes > 1:
-        changes |= {f"zero{stage}.yaml": {"zero_stage": stage} for stage in (1, 2, 3) if stage > setup.zero_stage}
-    if shape.num_adapter_parameters and not setup.quantization:
-        changes["load_in_4bit: true"] = {"quantization": "4bit"}
-        changes["dtype: bfloat16 (of the frozen base)"] = {"dtype": "bfloat16"}
+        changes += [{"zero_stage": stage} for stage in (1, 2, 3) if stage > setup.zero_stage]
+    if setup.shape.num_adapter_parameters and not setup.weight_bits:
+        changes += [{"load_in_4bit": True}, {"dtype": "bfloat16"}]
     if setup.critic is not None:
-        changes["critic: head"] = {"critic": "head"}
-    now = estimate_memory(shape, setup).peak
-    peaks = {change: estimate_memory(shape, replace(setup, **values)).peak for change, values in changes.items()}
-    return {change: peaks[change] for change in sorted(peaks, key=peaks.__getitem__) if peaks[change] < now}
-
-
-def report_memory(report: Report, estimate: Estimate, savings: dict[str, float], *, has_gpu: bool) -> None:
-    """Add the estimate as a finding; a verdict only where there is a GPU to compare it with.
-
-    It is no error: the launch, which the doctor does not know, may divide what lies on one GPU here.
-    """
-    text = f"By formula the recipe needs {estimate.peak / GIB:.1f} GiB at its peak on each GPU"
-    if not has_gpu:
-        report.skip("memory", f"{text}; this machine has none. agent-r1-trl memory says what it consists of.")
-    elif estimate.verdict == "fits":
-        report.ok("memory", f"{text}, of {estimate.gpu_memory_gb:.0f}.")
-    else:
-        changes = " or ".join(list(savings)[:2]) or "use_peft: true"
-        fix = f"Set, or launch with, {changes}. agent-r1-trl memory --accelerate_config reckons with your launch."
-        report.warning("memory", f"{text}, of {estimate.gpu_memory_gb:.0f}: {estimate.verdict}.", fix)
+        changes.append({"critic": "head"})
+    peaks = {
+        ", ".join(f"{name}: {value}" for name, value in change.items()): find_peak(
+            estimate_memory(replace(setup, **change))
+        )
+        for change in changes
+    }
+    now = find_peak(estimate_memory(setup))
+    return {change: peak for change, peak in sorted(peaks.items(), key=lambda item: item[1]) if peak < now}
