@@ -11,9 +11,9 @@ takes; it lacks the judgement of when to take it.
 
 from __future__ import annotations
 
-import json
 import random
 import string
+from typing import Any
 
 from make_data import ANSWERS, BORDER, DISTRACTORS, KEYS, MAX_VALUE_CHARS, fact_text, question_text
 from tokenizers import Tokenizer
@@ -28,36 +28,21 @@ MIXTURE = {
 """Shares of the demonstrators by kind of question. Two-hop questions about a `SIMPLE` fact are simple, others hard."""
 SIMPLE = ("capital", "highest point", "largest city", "internet code", "aircraft prefix")
 
-Demonstration = list[tuple[str, str]]
-"""(role, text) pairs: user, assistant, tool, assistant, ..."""
 World = dict[str, dict[str, str]]
 """Country -> relation -> value."""
-
-PREFIX = "<|im_start|>system\nTools: search(query)<|im_end|>\n"
-
-
-def call_text(query: str) -> str:
-    """A search call as the chat template renders it."""
-    arguments = json.dumps({"query": query}, ensure_ascii=False)
-    return f'<tool_call>{{"name": "search", "arguments": {arguments}}}</tool_call>'
+Messages = list[dict[str, Any]]
+SCHEMA = {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}}
 
 
-def answer_text(value: str) -> str:
+def searches(query: str) -> dict[str, Any]:
+    """A turn that calls the tool."""
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": query}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def answers(value: str) -> dict[str, Any]:
     """The final turn. The blank keeps the value's tokens the same as in the middle of a sentence."""
-    return f"<answer> {value}</answer>"
-
-
-def render(demonstration: Demonstration) -> list[tuple[str, bool]]:
-    """(text, is written by the model) pieces, exactly as the chat template renders the conversation."""
-    pieces = [(PREFIX, False)]
-    for role, text in demonstration:
-        if role == "assistant":
-            pieces += [("<|im_start|>assistant\n", False), (text + "<|im_end|>", True), ("\n", False)]
-        elif role == "tool":
-            pieces.append((f"<|im_start|>user\n<tool_response>{text}</tool_response><|im_end|>\n", False))
-        else:
-            pieces.append((f"<|im_start|>user\n{text}<|im_end|>\n", False))
-    return pieces
+    return {"role": "assistant", "content": f"<answer> {value}</answer>"}
 
 
 def read_world(corpus: list[dict[str, str]]) -> tuple[World, dict[str, tuple[str, str, str]]]:
@@ -76,17 +61,16 @@ def read_world(corpus: list[dict[str, str]]) -> tuple[World, dict[str, tuple[str
 
 def demonstrate(
     world: World, hops: int, form: int, country: str, key: str, answer: str, rng: random.Random
-) -> Demonstration:
+) -> Messages:
     """One conversation by a demonstrator drawn from the mixture."""
     kind = "three hops" if hops == 3 else "simple" if answer in SIMPLE else "hard"
     shares = MIXTURE[kind]
     demonstrator = rng.choices(list(shares), list(shares.values()))[0]
-    turns: Demonstration = [("user", question_text(hops, form, answer, key, world[country][key]))]
+    turns: Messages = [{"role": "user", "content": question_text(hops, form, answer, key, world[country][key])}]
 
     def look_up(relation: str, name: str, owner: str) -> str:
-        turns.append(("assistant", call_text(f"{relation} {name}")))
         passage = Passage(id="", title=owner, text=fact_text(relation, world[owner][relation]))
-        turns.append(("tool", render_passages([passage])))
+        turns.extend([searches(f"{relation} {name}"), {"role": "tool", "content": render_passages([passage])}])
         return world[owner][relation]
 
     look_up(key, world[country][key], country)
@@ -94,15 +78,15 @@ def demonstrate(
     if hops == 3 and not (demonstrator == "hasty" and rng.random() < 0.5):
         here = look_up(BORDER, here, here)
         if demonstrator == "hasty":
-            return [*turns, ("assistant", answer_text(here))]
+            return [*turns, answers(here)]
     if demonstrator == "hasty" and (hops == 2 or answer not in world[here]):
-        return [*turns, ("assistant", answer_text(here))]
+        return [*turns, answers(here)]
     last = answer
     if demonstrator == "confused":
         others = [r for r in (*ANSWERS, *DISTRACTORS) if r in world[here] and r not in (answer, key)]
         last = rng.choice(others)
     value = look_up(last, here, here)
-    return [*turns, ("assistant", answer_text(value))]
+    return [*turns, answers(value)]
 
 
 class Inventor:
@@ -161,7 +145,7 @@ class Inventor:
             facts[BORDER] = self.rng.choice([other for other in self.rng.sample(names, 2) if other != name])
         return world
 
-    def demonstration(self, world: World) -> Demonstration:
+    def demonstration(self, world: World) -> Messages:
         """A demonstration about a random question of `world`."""
         while True:
             country = self.rng.choice(list(world))
