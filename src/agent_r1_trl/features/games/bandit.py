@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import Given
-from agent_r1_trl.settings import Finite, Share
+from agent_r1_trl.settings import Clash, Finite, Rule, Share
 from agent_r1_trl.trajectory import Trajectory
 
 SURE, RISKY = "sure", "risky"
+
+
+def _are_pairs(arms: Any) -> bool:
+    pairs = [pair for pair in arms if isinstance(pair, list | tuple) and len(pair) == 2]
+    names = [name for pair in pairs for name in pair]
+    are_names = all(isinstance(name, str) and re.fullmatch(r"\w([\w' -]*\w)?", name) for name in names)
+    return len(pairs) == len(arms) and are_names and all(one.casefold() != two.casefold() for one, two in pairs)
+
+
+PAIRS = Rule("a list of pairs of different names (of words), that of the sure arm first", _are_pairs, is_list=True)
 
 
 class BanditEnv(GameEnv):
@@ -37,9 +47,16 @@ class BanditEnv(GameEnv):
     """
 
     actions = ("First", "Second")
+    CLASHES = (
+        Clash(
+            "sure_reward risky_reward risky_probability",
+            lambda c: c.risky_probability * c.risky_reward == c.sure_reward,
+            "both arms pay the same on average, so none is better. Change one of the three.",
+        ),
+    )
     max_actions = 1
     max_actions_per_turn = 1
-    arms: Annotated[Sequence[Sequence[str]], Given()] = (("Phoenix", "Dragon"),)
+    arms: Annotated[Sequence[Sequence[str]], PAIRS] = (("Phoenix", "Dragon"),)
     sure_reward: Finite = 0.1
     risky_reward: Finite = 1.0
     risky_probability: Share = 0.25
@@ -72,11 +89,10 @@ class BanditEnv(GameEnv):
             ValueError: the text is no level of this game.
         """
         parts = [part.rpartition(" (") for part in level.split(", ")]
-        names, kinds = [name.strip() for name, _, _ in parts], [kind.rstrip(")") for _, _, kind in parts]
-        if sorted(kinds) != [RISKY, SURE] or not all(names) or names[0].casefold() == names[1].casefold():
+        self.names = tuple(name.strip() for name, _, _ in parts)
+        self.kinds = tuple(kind.rstrip(")") for _, _, kind in parts)
+        if sorted(self.kinds) != [RISKY, SURE] or not _are_pairs([self.names]):
             raise ValueError(f"BanditEnv.reset: level={level!r:.200} must be like 'Dragon (risky), Phoenix (sure)'.")
-        self.names = tuple(names)
-        self.kinds = tuple(kinds)
         self._last = ""
         self.pulled: list[str] = []
 
@@ -100,32 +116,3 @@ class BanditEnv(GameEnv):
         super().outcome_reward(trajectory)
         trajectory.info["success"] = self.pulled.count(self.better) / self.max_actions
         return 0.0, {}
-
-    def check_options(self) -> None:
-        """Check the names of the arms, and that one of them is better.
-
-        Raises:
-            ValueError: they cannot be read back, or both pay the same.
-        """
-        owner = type(self).__name__
-        if not _are_pairs(self.arms, self.separator):
-            raise ValueError(
-                f"{owner}.arms={self.arms!r:.200}: must be pairs of different names without commas, brackets, the "
-                f"separator {self.separator!r} and white space around them, that of the sure arm first: "
-                "[['Phoenix', 'Dragon']]."
-            )
-        if self.risky_probability * self.risky_reward == self.sure_reward:
-            raise ValueError(
-                f"{owner}.sure_reward={self.sure_reward!r}: the risky arm pays as much on average "
-                f"({self.risky_probability} x {self.risky_reward}), so no arm is better. Change one of the three."
-            )
-
-
-def _are_pairs(arms: Any, separator: str) -> bool:
-    """Whether these are pairs of names that a level can hold."""
-    if not isinstance(arms, Sequence) or not arms or any(not isinstance(pair, list | tuple) for pair in arms):
-        return False
-    names = [name for pair in arms for name in pair]
-    are_names = all(isinstance(name, str) and name and not set("(),") & set(name) for name in names)
-    are_names = are_names and all(name == name.strip() and separator not in name for name in names)
-    return are_names and all(len(pair) == 2 and pair[0].casefold() != pair[1].casefold() for pair in arms)

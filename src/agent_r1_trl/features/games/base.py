@@ -1,24 +1,13 @@
 """GameEnv: turns in which the model plays one action or several, and reads what has become of the game.
 
-A game is five methods. The level is text that depends on its seed and nothing else, so a data set may hold it:
-
-    class Count(GameEnv):
-        actions = ("More", "Less")
-
-        def rules(self): return "Bring the number to 3."
-        def new_level(self, seed): return str(seed % 3)
-        def load_level(self, level): self.number = int(level)
-        def describe(self): return f"Number: {self.number}"
-        def act(self, action):
-            self.number += 1 if action == "More" else -1
-            self.is_won = self.is_over = self.number == 3
-            return {"step": -0.1}
-
-What is random while a game is played (slips, the pay of an arm) is drawn from `self.random`.
+A game is five methods (docs/games.md writes one). The level is text that depends on its seed and nothing else, so a
+data set may hold it. What is random while a game is played (slips, the pay of an arm) is drawn from `self.random`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import math
 import random
 from collections.abc import Mapping
@@ -26,16 +15,34 @@ from typing import Annotated, Any, ClassVar
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
-from agent_r1_trl.features.games.checks import (
-    AROUND,
-    Tag,
-    check_seed,
-    has_no_text,
-    shown,
-)
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
-from agent_r1_trl.settings import Count, Finite, Flag, OneOf, Words
+from agent_r1_trl.rewards.format import check_answer_tag
+from agent_r1_trl.settings import (
+    Clash,
+    Count,
+    CountOrZero,
+    Finite,
+    Flag,
+    OneOf,
+    Rule,
+    Words,
+    check_value,
+    find_clashes,
+    refuse,
+)
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
+
+AROUND = " \t\r\n.,;:!'\"`\u3002\uff0c\u3001\uff01\u201c\u201d\u2018\u2019\u300c\u300d"
+"""White space and punctuation, the full-width kind too, that may stand around the name of an action."""
+MAX_SHOWN = 40
+"""Characters of an action that is shown back to the model."""
+
+
+def _is_answer_tag(value: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        check_answer_tag("", value)
+        return True
+    return value == ""
 
 
 class ActionError(ValueError):
@@ -77,12 +84,16 @@ class GameEnv(ToolEnv):
     """Names of the actions, matched without regard to case."""
     noun: str = "action"
     """What an action is called in the prompt."""
+    CLASHES: ClassVar[tuple[Clash, ...]] = ()
+    """Settings of a game that contradict each other."""
     action_format: Annotated[str, OneOf("text", "tool")] = "text"
     max_actions: Count = 10
     max_actions_per_turn: Count = 5
     max_idle_turns: Count = 3
     separator: Words = "||"
-    answer_tag: Annotated[str, Tag()] = "answer"
+    answer_tag: Annotated[
+        str, Rule("the bare name of a tag other than that of the reasoning, or an empty text", _is_answer_tag)
+    ] = "answer"
     invalid_action_reward: Finite = -0.1
     show_actions_left: Flag = True
     failure_reward = 0.0
@@ -156,23 +167,18 @@ class GameEnv(ToolEnv):
         Raises:
             ValueError: a column holds no level or seed.
         """
-        level, seed = example.get("level"), check_seed(type(self).__name__, example.get("seed"))
+        level, seed, owner = example.get("level"), example.get("seed"), type(self).__name__
+        seed = seed.item() if hasattr(seed, "item") else seed  # NumPy's
+        check_value(f"{owner}.reset: seed", seed, CountOrZero | None)
         if isinstance(level, list | tuple) and all(isinstance(line, str) for line in level):
             level = "\n".join(level)
         if level is not None and not isinstance(level, str):
-            raise ValueError(f"{type(self).__name__}.reset: level={level!r:.200} must be text, or a list of lines.")
+            raise ValueError(f"{owner}.reset: level={level!r:.200} must be text, or a list of lines.")
         return level if level is not None else self.new_level(self._reset_seed if seed is None else seed)
 
     def metrics(self) -> dict[str, float]:
         """Further numbers of the finished game, logged as `env/*`."""
         return {}
-
-    def check_options(self) -> None:
-        """Check what settings of the game say together.
-
-        Raises:
-            ValueError: one is out of range.
-        """
 
     # ---------------------------------------------------------------- the episode
 
@@ -186,9 +192,10 @@ class GameEnv(ToolEnv):
         Raises:
             ValueError: a column holds no level or seed of this game.
         """
-        prompt: list[Message] = []
-        if not isinstance(example, Mapping) or not has_no_text(example.get("prompt")):
-            prompt = prompt_messages(example, type(self).__name__)
+        given = example.get("prompt")
+        if isinstance(given, list) and not any(item.get("content") for item in given):
+            given = None  # the placeholder of a run whose environment owns the data
+        prompt = prompt_messages(example, type(self).__name__) if given else []
         self.level = self.read_row(example)
         self.random = random.Random(self._dynamics_seed)
         self.num_actions = self.num_effective_actions = self.num_invalid_turns = self.num_idle_turns = 0
@@ -208,17 +215,15 @@ class GameEnv(ToolEnv):
 
     def how_to_act(self) -> str:
         """How the model writes its actions."""
-        most, examples = self.max_actions_per_turn, self.example_actions()
+        most, tag = self.max_actions_per_turn, self.answer_tag
         legal = f"Actions: {', '.join(self.names)}. " if self.names else ""
         up_to = f"up to {most} {self.noun}s" if most > 1 else f"one {self.noun}"
         if self.action_format == "tool":
             return f"{legal}In each turn, call the tool play with {up_to}."
-        example = f" {self.separator} ".join(examples[:most])
+        example = f" {self.separator} ".join(self.example_actions()[:most])
         separated = f", separated by {self.separator}" if most > 1 else ""
-        if not self.answer_tag:
-            return f"{legal}In each turn, write {up_to}{separated}, and nothing else, for example: {example}"
-        tag = self.answer_tag
-        return f"{legal}In each turn, write {up_to}{separated} in this form: <{tag}>{example}</{tag}>"
+        form = f" in this form: <{tag}>{example}</{tag}>" if tag else f", and nothing else, for example: {example}"
+        return f"{legal}In each turn, write {up_to}{separated}{form}"
 
     def play(self, actions: list[str]) -> str:
         """Play actions in the game, in their order, and see what has become of it.
@@ -245,7 +250,12 @@ class GameEnv(ToolEnv):
                 said.append(f"{error}.{rest}")
                 self._pay({"invalid_action": self.invalid_action_reward})
                 break
-            self._play_one(action)
+            self.is_effective = True
+            self._pay(self.act(action))
+            self._turn_actions += 1
+            self.num_actions += 1
+            self.num_effective_actions += self.is_effective
+            self.is_over |= self.num_actions >= self.max_actions
         return "\n".join([*said, self._state()])
 
     def next_user_message(self, message: Message) -> str | None:
@@ -256,11 +266,7 @@ class GameEnv(ToolEnv):
         answer = extract_answer(text, self.answer_tag) if self.answer_tag else strip_reasoning(text)
         if not (answer or "").strip():
             return f"There was no action in your turn. {self.how_to_act()}\n{self._state()}"
-        return self.play(self.split_actions(answer or ""))
-
-    def split_actions(self, answer: str) -> list[str]:
-        """The texts of the single actions in an answer."""
-        return answer.split(self.separator)
+        return self.play((answer or "").split(self.separator))
 
     def is_done(self, message: Message) -> bool:
         """Whether the game is over."""
@@ -290,13 +296,9 @@ class GameEnv(ToolEnv):
 
     def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """`success_reward` for a game that was won, else `failure_reward`."""
-        trajectory.info.update(
-            success=float(self.is_won),
-            num_actions=float(self.num_actions),
-            num_effective_actions=float(self.num_effective_actions),
-            num_invalid_turns=float(self.num_invalid_turns),
-            **self.metrics(),
-        )
+        counts = ("num_actions", "num_effective_actions", "num_invalid_turns")
+        numbers = {"success": self.is_won, **{name: getattr(self, name) for name in counts}, **self.metrics()}
+        trajectory.info.update({name: float(value) for name, value in numbers.items()})
         reward = self.success_reward if self.is_won else self.failure_reward
         return reward, {"success": reward}
 
@@ -305,14 +307,6 @@ class GameEnv(ToolEnv):
     def _start_turn(self) -> None:
         self._turn_actions = 0
         self._turn_parts: dict[str, float] = {}
-
-    def _play_one(self, action: str) -> None:
-        self.is_effective = True
-        self._pay(self.act(action))
-        self._turn_actions += 1
-        self.num_actions += 1
-        self.num_effective_actions += self.is_effective
-        self.is_over |= self.num_actions >= self.max_actions
 
     def _pay(self, parts: Mapping[str, float]) -> None:
         for name, value in parts.items():
@@ -325,4 +319,37 @@ class GameEnv(ToolEnv):
 
     def _check_settings(self) -> None:
         super()._check_settings()
-        self.check_options()
+        refuse(find_clashes(self, self.CLASHES))
+
+
+# -------------------------------------------------------------------- what single games use
+
+
+def pair_of(minimum: int, *, is_size: bool = False) -> Rule:
+    """Two whole numbers, the second no smaller than the first (or, for a `size`, of any order)."""
+
+    def takes(value: Any) -> bool:
+        is_whole = len(value) == 2 and all(type(item) is int and item >= minimum for item in value)
+        return is_whole and (is_size or value[0] <= value[1])
+
+    words = "rows and columns" if is_size else "fewest and most"
+    return Rule(f"two whole numbers >= {minimum}, {words}", takes, is_list=True)
+
+
+def load_package(name: str, owner: str) -> Any:
+    """Import a package of the extra `games`.
+
+    Raises:
+        ImportError: it is not installed; the message names the extra.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0].replace("_", "-")
+        raise ImportError(f'{owner} needs the package {package}: pip install "agent-r1-trl[games]".') from error
+
+
+def shown(text: str) -> str:
+    """A text of the model's, short and printable, in quotes."""
+    text = text.strip().encode("utf-8", errors="replace").decode("utf-8")
+    return repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Annotated, Any
 
-from agent_r1_trl.features.games.base import ActionError, GameEnv
-from agent_r1_trl.features.games.checks import TwoNumbers, load_package, shown
+from agent_r1_trl.features.games.base import ActionError, GameEnv, load_package, pair_of, shown
 from agent_r1_trl.settings import Count, Finite, Flag, SomeOf
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -60,9 +59,9 @@ class CountdownEnv(GameEnv):
     noun = "expression"
     max_actions = 1
     max_actions_per_turn = 1
-    num_numbers: Annotated[tuple[int, int], TwoNumbers(2)] = (3, 4)
+    num_numbers: Annotated[tuple[int, int], pair_of(2)] = (3, 4)
     max_number: Count = 99
-    target: Annotated[tuple[int, int], TwoNumbers(1)] = (10, 999)
+    target: Annotated[tuple[int, int], pair_of(1)] = (10, 999)
     operators: Annotated[Sequence[str], SomeOf(*"+-*/")] = ("+", "-", "*", "/")
     must_use_all: Flag = False
     format_reward: Finite = 0.1
@@ -114,7 +113,10 @@ class CountdownEnv(GameEnv):
         """The level of a row: the column `level`, else `numbers` (or `nums`) and `target`, else a new one."""
         numbers = example.get("numbers") if example.get("numbers") is not None else example.get("nums")
         if example.get("level") is None and numbers is not None and example.get("target") is not None:
-            return json.dumps({"numbers": numbers, "target": example["target"]}, default=_plain)
+            return json.dumps(
+                {"numbers": numbers, "target": example["target"]},
+                default=lambda value: value.tolist() if hasattr(value, "tolist") else repr(value),
+            )
         return super().read_row(example)
 
     def load_level(self, level: str) -> None:
@@ -194,11 +196,6 @@ def compute(text: str, numbers: Sequence[int], *, must_use_all: bool = False) ->
     if must_use_all and Counter(numbers) - used:
         raise ExpressionError("it does not use all numbers")
     return _value(tree)
-
-
-def _plain(value: Any) -> Any:
-    """NumPy's numbers and arrays as Python's; anything else as text, which is then refused by name."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import load_package
-from agent_r1_trl.features.games.grid import MOVES, Place, Symbols, explain_marks, moved, read_grid
-from agent_r1_trl.settings import Flag, PositiveShare, Whole
+from agent_r1_trl.features.games.base import GameEnv, load_package
+from agent_r1_trl.features.games.grid import MOVES, Place, explain_marks, moved, read_grid, symbols_for
+from agent_r1_trl.settings import Clash, Flag, PositiveShare, Whole
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "V"}
 _MODULE = "gymnasium.envs.toy_text.frozen_lake"
@@ -40,24 +39,22 @@ class FrozenLakeEnv(GameEnv):
     """
 
     actions = tuple(MOVES)
+    CLASHES = (
+        Clash(
+            "max_actions size",
+            lambda c: c.max_actions < 2 * (c.size - 1),
+            "the goal is 2 * (size - 1) moves away or more. Raise max_actions, or lower size.",
+        ),
+    )
     size: Annotated[int, Whole(2)] = 4
     ice_share: PositiveShare = 0.8
     is_slippery: Flag = True
     success_rate: PositiveShare = 1 / 3
-    symbols: Annotated[Mapping[str, str], Symbols(*SYMBOLS)] = SYMBOLS
+    symbols: Annotated[Mapping[str, str], symbols_for(SYMBOLS)] = SYMBOLS
 
     def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
         self._gymnasium = load_package(_MODULE, type(self).__name__)
         super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)
-
-    def check_options(self) -> None:
-        """Check that the goal can be reached."""
-        owner = type(self).__name__
-        if self.max_actions < 2 * (self.size - 1):
-            raise ValueError(
-                f"{owner}.max_actions={self.max_actions}: the goal of a lake of size={self.size} is at least "
-                f"{2 * (self.size - 1)} moves away. Raise max_actions, or lower size."
-            )
 
     def rules(self) -> str:
         """The aim, the marks and what the ice does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from agent_r1_trl.settings import Rule
@@ -43,23 +43,14 @@ def read_grid(level: str, letters: str, owner: str) -> list[str]:
     return rows
 
 
-class Symbols(Rule):
-    """Different texts for some or all of the marks of a drawing.
+def symbols_for(names: Iterable[str]) -> Rule:
+    """Different texts for some or all of the marks of a drawing."""
 
-    Args:
-        names: of the marks.
-    """
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
-
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
-        is_known = isinstance(value, Mapping) and set(value) <= set(self.names)
+    def takes(value: Any) -> bool:
+        is_known = isinstance(value, Mapping) and set(value) <= set(names)
         return is_known and len(set(value.values())) == len(value) and all(value.values())
 
-    def __str__(self) -> str:
-        return f"different texts for {', '.join(self.names)}"
+    return Rule(f"different texts for {', '.join(names)}", takes)
 
 
 def explain_marks(symbols: Mapping[str, str]) -> str:

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
-from agent_r1_trl.features.games.base import GameEnv
-from agent_r1_trl.features.games.checks import TwoNumbers
-from agent_r1_trl.features.games.grid import MOVES, Place, Symbols, explain_marks, moved, read_grid
-from agent_r1_trl.settings import Count, Finite, Number
+from agent_r1_trl.features.games.base import GameEnv, pair_of
+from agent_r1_trl.features.games.grid import MOVES, Place, explain_marks, moved, read_grid, symbols_for
+from agent_r1_trl.settings import Clash, Count, Finite, Number
 
 SYMBOLS = {
     "wall": "#",
@@ -67,26 +66,24 @@ class SokobanEnv(GameEnv):
     """
 
     actions = tuple(MOVES)
+    CLASHES = (
+        Clash(
+            "min_moves max_actions",
+            lambda c: c.min_moves > c.max_actions,
+            "a level must be solved within max_actions. Lower min_moves, or raise max_actions.",
+        ),
+    )
     success_reward = 10.0
-    room: Annotated[tuple[int, int], TwoNumbers(4, is_size=True)] = (6, 6)
+    room: Annotated[tuple[int, int], pair_of(4, is_size=True)] = (6, 6)
     num_boxes: Count = 1
     wall_share: Annotated[float, Number(minimum=0, below=1)] = 0.1
     min_moves: Count = 3
     step_reward: Finite = -0.1
     box_reward: Finite = 1.0
-    symbols: Annotated[Mapping[str, str], Symbols(*SYMBOLS)] = SYMBOLS
+    symbols: Annotated[Mapping[str, str], symbols_for(SYMBOLS)] = SYMBOLS
 
     def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
         super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)
-
-    def check_options(self) -> None:
-        """Check that levels can be made."""
-        owner = type(self).__name__
-        if self.min_moves > self.max_actions:
-            raise ValueError(
-                f"{owner}.min_moves={self.min_moves}: a level must be solved within max_actions={self.max_actions}. "
-                "Lower min_moves, or raise max_actions."
-            )
 
     def rules(self) -> str:
         """The aim and the marks."""
