@@ -18,7 +18,7 @@ from typing import Any
 
 from _common import check_at_least, make_parser, print_table, report
 
-from agent_r1_trl.features.sandbox.choose import check_sandlock
+from agent_r1_trl.features.sandbox.choose import find_problems
 from agent_r1_trl.features.sandbox.local import LocalSandbox
 
 BACKENDS = ("sandlock", "limits")
@@ -32,12 +32,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     check_at_least(parser, args, 1, "sandboxes", "repeats")
-    try:
-        check_sandlock()
-    except ValueError as error:
-        parser.error(str(error))
+    for problem in find_problems("sandlock", "python"):
+        parser.error(problem)
     for backend in BACKENDS:
-        start_alone(backend)  # the keeper process starts with the first one
+        start_alone(backend)  # the fork server starts with the first one
     rounds = [{backend: measure(backend, args.sandboxes) for backend in BACKENDS} for _ in range(args.repeats)]
     figures = {
         f"{backend}_{name}": statistics.median(of_round[backend][name] for of_round in rounds)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from agent_r1_trl.features.sandbox import LocalSandbox, MontySandbox, Sandbox, SandboxLimits, SandboxResult
-from agent_r1_trl.features.sandbox.cage.processes import drop_privileges
+from agent_r1_trl.features.sandbox.processes import drop_privileges
 
 LIMITS = SandboxLimits(timeout_s=3, memory_mb=512, disk_mb=16, max_processes=16)
 
@@ -142,9 +142,9 @@ TRIED = {
     "sends a message to a unix socket": "a, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
     "a.sendmsg([b'x'], [], 0, folder + '/datagram'); succeeded()",
     "connects to an abstract unix socket": "s = socket.socket(socket.AF_UNIX); s.connect({abstract!r}); succeeded()",
-    "writes to the user's keyring": "n = libc.syscall(number(248, 217), b'user', b'cage', b'x', 1, -4)\n"
+    "writes to the user's keyring": "n = libc.syscall(number(248, 217), b'user', b'box', b'x', 1, -4)\n"
     "succeeded(n >= 0); n >= 0 and libc.syscall(number(250, 219), 9, n, -4)",
-    "joins a session keyring": "succeeded(libc.syscall(number(250, 219), 1, b'cage') >= 0)",
+    "joins a session keyring": "succeeded(libc.syscall(number(250, 219), 1, b'box') >= 0)",
     "takes System V memory": "n = libc.shmget(0, 4096, 0o1600); succeeded(n >= 0); libc.shmctl(n, 0, None)",
     "makes a System V queue": "n = libc.msgget(0, 0o1600); succeeded(n >= 0); libc.msgctl(n, 0, None)",
     "makes a System V semaphore": "n = libc.semget(0, 1, 0o1600); succeeded(n >= 0); libc.semctl(n, 0, 0)",

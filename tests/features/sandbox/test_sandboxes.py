@@ -18,9 +18,9 @@ from agent_r1_trl.features.sandbox import (
     SandboxResult,
     local,
     make_sandbox_factory,
+    processes,
     render_sandbox_result,
 )
-from agent_r1_trl.features.sandbox.cage import processes
 from agent_r1_trl.features.sandbox.choose import default_sandbox
 from tests.features.sandbox.attacks import processes_with
 from tests.features.sandbox.test_containment import why_not_sandlock
@@ -95,7 +95,7 @@ def test_an_exception_is_a_short_traceback_of_the_models_code_alone(sandbox):
     error = sandbox.run("def f(n):\n    return 1 / n\n\nf(0)").error
     assert error.splitlines()[0] == "Traceback (most recent call last):"
     assert "return 1 / n" in error and error.endswith("ZeroDivisionError: division by zero")
-    assert "cage" not in error and "exec(" not in error
+    assert "sandbox" not in error and "exec(" not in error
 
 
 def test_exceptions_leave_the_variables_alone(any_sandbox):
@@ -287,14 +287,14 @@ def test_a_sandbox_that_nobody_holds_any_more_ends():
     assert wait_until(lambda: not directory.exists())
 
 
-def test_a_forked_trainer_gets_a_keeper_of_its_own_and_leaves_its_parents_alone():
+def test_a_forked_trainer_gets_a_server_of_its_own_and_leaves_its_parents_alone():
     sandbox = make("limits")
     sandbox.run("x = 1")
     pid = os.fork()
     if pid == 0:
         try:
             fine = LocalSandbox("limits", LIMITS).run("2").value == "2"
-            local._end_keeper()
+            local._end_server()
             os._exit(0 if fine else 1)
         finally:
             os._exit(2)
@@ -306,23 +306,23 @@ def test_a_forked_trainer_gets_a_keeper_of_its_own_and_leaves_its_parents_alone(
 # -------------------------------------------------------------------- infrastructure, and refusals
 
 
-def test_a_keeper_that_cannot_start_is_an_infrastructure_fault(monkeypatch, tmp_path):
-    monkeypatch.setattr(local, "_keeper", None)
+def test_a_fork_server_that_cannot_start_is_an_infrastructure_fault(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "_server", None)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(SandboxError, match="did not start"):
         LocalSandbox("limits", LIMITS).run("1")
 
 
-def test_the_keeper_runs_the_cage_that_lies_beside_it():
+def test_the_sandboxes_run_the_code_that_lies_beside_them():
     assert (Path(local.SOURCE) / "agent_r1_trl/features/sandbox/local.py").samefile(local.__file__)
 
 
-def test_a_keeper_that_died_is_started_again():
+def test_a_fork_server_that_died_is_started_again():
     sandbox = make("limits")
     sandbox.run("x = 1")
     directory = Path(sandbox.run("import os\nos.getcwd()").value.strip("'"))
-    os.kill(local._the_keeper()._process.pid, signal.SIGKILL)
-    assert wait_until(lambda: not local._keeper.is_alive)
+    os.kill(local._the_server()._process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not local._server.is_alive)
     other = make("limits")
     assert other.run("2").value == "2"
     assert not directory.parent.exists()

@@ -1,4 +1,4 @@
-"""The local backends: `limits` (resource limits) and `sandlock` (isolation), behind one keeper per process."""
+"""The local backends: `limits` (resource limits) and `sandlock` (isolation), behind one fork server per process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_CODE_CHARS = 200_000
 START = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-from agent_r1_trl.features.sandbox.cage.keeper import main
+from agent_r1_trl.features.sandbox.supervisor import main
 del sys.path[0]
 main()
 """
@@ -83,7 +83,7 @@ class LocalSandbox:
             _close(connection)
 
     def _open(self) -> socket.socket:
-        connection = _the_keeper().open(self._settings)
+        connection = _the_server().open(self._settings)
         weakref.finalize(self, _close, connection)
         try:
             answer = self._receive(connection, self.limits.start_timeout_s)
@@ -113,50 +113,43 @@ def _close(connection: socket.socket) -> None:
     connection.close()
 
 
-class _Keeper:
-    """The keeper's process and the socket to it."""
+class _ServerProcess:
+    """The process that forks the supervisors (see `supervisor.py`), and the socket to it."""
 
     _base = ""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kept = {name: os.environ[name] for name in ("TMPDIR",) if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", START, SOURCE],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
-                env={"PATH": os.defpath, "LANG": "C.UTF-8", **_tmpdir()},
+                env={"PATH": os.defpath, "LANG": "C.UTF-8", **kept},
                 start_new_session=True,
             )
-        self._socket = ours
-        ours.settimeout(60)
-        with contextlib.suppress(OSError):
-            message = ours.recv(CHUNK)
-            if message:
-                self._base = str(json.loads(message)["base"])
-                return
+        self._socket.settimeout(60)
+        with contextlib.suppress(OSError, ValueError):
+            self._base = json.loads(self._socket.recv(CHUNK))["base"]
+            return
         self.close()
-        raise SandboxError("the keeper of the sandboxes did not start; its message is above")
+        raise SandboxError("the process of the sandboxes did not start; its message is above")
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still open sandboxes."""
         return self._process.poll() is None
 
     def open(self, settings: dict[str, Any]) -> socket.socket:
-        """Our end of a new sandbox's socket.
-
-        Raises:
-            SandboxError: the keeper is gone.
-        """
+        """Our end of a new sandbox's socket."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._socket, [json.dumps(settings).encode()], [theirs.fileno()])
             except OSError as error:
                 ours.close()
-                raise SandboxError(f"the keeper of the sandboxes is gone ({error})") from error
+                raise SandboxError(f"the process of the sandboxes is gone ({error})") from error
         return ours
 
     def close(self) -> None:
@@ -165,7 +158,7 @@ class _Keeper:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
             if self._base:
-                shutil.rmtree(self._base, ignore_errors=True)  # for a keeper that was killed
+                shutil.rmtree(self._base, ignore_errors=True)  # for one that was killed
 
     def forget(self) -> None:
         """Let go of it in a forked child, whose parent it serves."""
@@ -173,43 +166,38 @@ class _Keeper:
         self._process.returncode = 0  # else it would be waited for, which only the parent can
 
 
-_keeper: _Keeper | None = None
-_keeper_lock = threading.Lock()
+_server: _ServerProcess | None = None
+_server_lock = threading.Lock()
 
 
-def _the_keeper() -> _Keeper:
-    """This process's keeper, started on first use and again if it died."""
-    global _keeper
-    with _keeper_lock:
-        if _keeper is None or not _keeper.is_alive:
-            if _keeper is not None:
-                _keeper.close()
+def _the_server() -> _ServerProcess:
+    """This process's server, started on first use and again if it died."""
+    global _server
+    with _server_lock:
+        if _server is None or not _server.is_alive:
+            _end_server()
             try:
-                _keeper = _Keeper()
+                _server = _ServerProcess()
             except OSError as error:
-                raise SandboxError(f"the keeper of the sandboxes did not start: {error}") from error
-        return _keeper
+                raise SandboxError(f"the process of the sandboxes did not start: {error}") from error
+        return _server
 
 
-def _tmpdir() -> dict[str, str]:
-    return {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
+def _end_server() -> None:
+    global _server
+    server, _server = _server, None
+    if server is not None:
+        server.close()
 
 
-def _end_keeper() -> None:
-    global _keeper
-    keeper, _keeper = _keeper, None
-    if keeper is not None:
-        keeper.close()
+def _forget_server() -> None:
+    global _server, _server_lock
+    _server_lock = threading.Lock()
+    server, _server = _server, None
+    if server is not None:
+        server.forget()
 
 
-def _forget_keeper() -> None:
-    global _keeper, _keeper_lock
-    _keeper_lock = threading.Lock()
-    keeper, _keeper = _keeper, None
-    if keeper is not None:
-        keeper.forget()
-
-
-atexit.register(_end_keeper)
+atexit.register(_end_server)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_keeper)
+    os.register_at_fork(after_in_child=_forget_server)

@@ -41,32 +41,29 @@ class Session:
     def __init__(self, make: Callable[[], Sandbox]) -> None:
         self.make = make
         self._sandbox: Sandbox | None = None
-        self._end: Any = None
-
-    def __deepcopy__(self, memo: Any) -> Session:
-        return Session(self.make)  # a copy of an environment is another trajectory
+        self._end: Callable[[], Any] = lambda: None
 
     def open(self) -> Sandbox:
-        """The sandbox.
-
-        Raises:
-            SandboxError: it cannot be made.
-        """
+        """The sandbox."""
         if self._sandbox is None:
-            try:
-                self._sandbox = self.make()
-            except SandboxError:
-                raise
-            except Exception as error:
-                raise SandboxError(f"the sandbox could not be made: {type(error).__name__}: {error}") from error
+            self._sandbox = _named("the sandbox could not be made:", self.make)
             self._end = weakref.finalize(self, self._sandbox.close)
         return self._sandbox
 
     def close(self) -> None:
         """Close the sandbox; the next call opens another one."""
         self._sandbox = None
-        if self._end is not None:
-            self._end()
+        self._end()
+
+
+def _named(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call what may be the user's own; whatever it raises is a `SandboxError`."""
+    try:
+        return function(*arguments)
+    except SandboxError:
+        raise
+    except Exception as error:  # a lost connection, say
+        raise SandboxError(f"{what} {type(error).__name__}: {error}") from error
 
 
 def run_code(sandbox: Sandbox, code: str, language: Language) -> SandboxResult:
@@ -75,14 +72,10 @@ def run_code(sandbox: Sandbox, code: str, language: Language) -> SandboxResult:
     Raises:
         SandboxError: it raised anything, or returned no result.
     """
-    try:
-        result = sandbox.run(code, language)
-    except SandboxError:
-        raise
-    except Exception as error:  # a lost connection, say
-        raise SandboxError(f"{type(sandbox).__name__}.run raised {type(error).__name__}: {error}") from error
+    name = type(sandbox).__name__
+    result = _named(f"{name}.run raised", sandbox.run, code, language)
     if not isinstance(result, SandboxResult):
-        raise SandboxError(f"{type(sandbox).__name__}.run returned {result!r:.200}. Return a SandboxResult.")
+        raise SandboxError(f"{name}.run returned {result!r:.200}. Return a SandboxResult.")
     return result
 
 
@@ -136,19 +129,18 @@ class SandboxTool(Tool):
         if instance is None:
             return self
         sessions: dict[Any, Session] = vars(instance).setdefault("_sandboxes", {})
-        bound = copy.copy(self)
-        if self._key not in sessions:
-            sessions[self._key] = Session(self._session.make)
-        bound._session = sessions[self._key]
-        bound.fn = bound._make_function()
+        bound = self._with(sessions.setdefault(self._key, Session(self._session.make)))
         bound.sequential = True
         return bound
 
-    def __deepcopy__(self, memo: Any) -> SandboxTool:
+    def _with(self, session: Session) -> SandboxTool:
         made = copy.copy(self)
-        made._session = copy.deepcopy(self._session, memo)
+        made._session = session
         made.fn = made._make_function()
         return made
+
+    def __deepcopy__(self, memo: Any) -> SandboxTool:
+        return self._with(Session(self._session.make))  # a copy of an environment is another trajectory
 
     def close(self) -> None:
         """Close the sandbox: its processes, variables and files are gone. The next call opens another one."""

@@ -1,6 +1,6 @@
 """The interpreter of one sandbox: reads requests (one JSON object per line), runs them, answers.
 
-It runs inside the cage, in the process of the model's code. It is forked from the supervisor, or started from its
+It runs in the process of the model's code. It is forked from the supervisor, or started from its
 source text, so it stands alone. Requests come in on descriptor 0 and answers leave on 1; before any code runs, both
 move out of its way, and what the code prints goes to descriptor 2.
 """
@@ -90,7 +90,7 @@ def describe(error: BaseException) -> str:
 
 def run_shell(code: str) -> dict[str, Any]:
     """Run a command line with bash (or sh) in the private directory."""
-    import shutil  # late: in the cage each file that an import opens is judged; saves a sixth of a start
+    import shutil  # late: sandlock judges each file that an import opens; saves a sixth of a start
     import subprocess
 
     shell = shutil.which("bash") or "/bin/sh"

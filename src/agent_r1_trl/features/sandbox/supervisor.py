@@ -1,13 +1,20 @@
-"""The supervisor of one sandbox: starts the interpreter, passes requests on, enforces the limits, cleans up.
+"""The supervisors of the local backends, one for each sandbox, and the process that forks them.
 
-It is forked from the keeper, outside the cage of the code. A limit that a call breaks kills the interpreter, and the
-next call starts another one in the same directory. Between calls nothing runs: what a call left behind is killed, and
-the interpreter is stopped.
+    trainer ──socket── fork server ──fork── supervisor ──fork or sandlock── interpreter
+       └──────────────────socket────────────────┘
+
+The fork server is a small Python process with a clean environment; `local.py` starts it with a socket as descriptor 0.
+Each message on it brings the settings of a sandbox and the supervisor's end of that sandbox's socket. The supervisor
+starts the interpreter, passes requests on, enforces the limits, and kills everything when the trainer closes its end
+of the socket, on purpose or because it died. A limit that a call breaks kills the interpreter, and the next call
+starts another one in the same directory. Between calls nothing runs: what a call left behind is killed, and the
+interpreter is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -16,12 +23,13 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from agent_r1_trl.features.sandbox.cage import processes
-from agent_r1_trl.features.sandbox.cage.launch import Interpreter, launch
+from agent_r1_trl.features.sandbox import processes
+from agent_r1_trl.features.sandbox.launch import Interpreter, launch
 
 WATCH_S = 0.05
 """Seconds between two looks at the number of processes and their memory; a shorter call is never looked at."""
@@ -32,6 +40,9 @@ END_GRACE_S = 0.5
 DISK_FULL = "Disk full"
 MAX_FILES = 10_000
 CHUNK = 1 << 16
+POLL_S = 1.0
+CLOSE_S = 5.0
+"""Seconds that the supervisors get to clean up when the trainer ends."""
 
 
 @dataclass(kw_only=True)
@@ -116,10 +127,7 @@ class Supervisor:
 
     def _run(self, request: dict[str, Any]) -> dict[str, Any]:
         limits = self._settings
-        if self._interpreter is None:
-            self._start()
-        interpreter = self._interpreter
-        assert interpreter is not None
+        interpreter = self._interpreter or self._start()
         call = Call(deadline=time.monotonic() + limits["timeout_s"], max_output=4 * limits["max_output_chars"])
         interpreter.resume()
         interpreter.send({**request, "id": call.id, "max_chars": limits["max_output_chars"]})
@@ -131,7 +139,9 @@ class Supervisor:
             return self._empty_disk(call)
         if answer is None:
             return self._explain_end(interpreter, call)
-        self._finish_call(interpreter, call)
+        interpreter.pause()
+        processes.kill_descendants(keep=interpreter.pid)  # what was left running
+        self._drain(interpreter, call)
         if self._is_disk_full():
             return self._empty_disk(call)
         return {"output": call.text, "value": answer.get("value"), "error": answer.get("error")}
@@ -195,17 +205,8 @@ class Supervisor:
         error = f"Disk full: the limit is {limit} MB and {MAX_FILES} files in all. It was stopped."
         return {"output": call.text, "error": error, "lost": "everything"}
 
-    def _finish_call(self, interpreter: Interpreter, call: Call) -> None:
-        """After an answer: stop the interpreter, kill what was left running, read what is left of the output."""
-        interpreter.pause()
-        processes.kill_descendants(keep=interpreter.pid)
-        self._drain(interpreter, call)
-
     def _drain(self, interpreter: Interpreter, call: Call) -> None:
-        while select.select([interpreter.output], [], [], 0)[0]:
-            data = os.read(interpreter.output, CHUNK)
-            if not data:
-                break
+        while select.select([interpreter.output], [], [], 0)[0] and (data := os.read(interpreter.output, CHUNK)):
             call.keep(data)
 
     def _explain_end(self, interpreter: Interpreter, call: Call) -> dict[str, Any]:
@@ -231,12 +232,8 @@ class Supervisor:
 
     # ---------------------------------------------------------------- processes
 
-    def _start(self) -> None:
-        """Start the interpreter and see it answer.
-
-        Raises:
-            RuntimeError: it does not.
-        """
+    def _start(self) -> Interpreter:
+        """Start the interpreter and see it answer; raises RuntimeError if it does not."""
         interpreter = self._interpreter = launch(self._settings)
         call = Call(deadline=time.monotonic() + self._settings["start_timeout_s"], max_output=4000)
         interpreter.send({"language": "ping", "id": call.id})
@@ -245,6 +242,7 @@ class Supervisor:
             self._stop()
             raise RuntimeError(f"the interpreter did not start: {reason} {call.text}".strip())
         interpreter.pause()
+        return interpreter
 
     def _stop(self) -> None:
         interpreter, self._interpreter = self._interpreter, None
@@ -278,7 +276,7 @@ class Supervisor:
 
 
 def supervise(control: socket.socket, settings: dict[str, Any]) -> None:
-    """Body of the supervisor's process; returns when the sandbox is closed."""
+    """Body of a supervisor's process; returns when the sandbox is closed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     processes.die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
@@ -289,3 +287,84 @@ def supervise(control: socket.socket, settings: dict[str, Any]) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         supervisor.close()
+
+
+# -------------------------------------------------------------------- the fork server
+
+
+class ForkServer:
+    """Forks supervisors for one trainer, and leaves nothing behind when it ends.
+
+    Args:
+        control: socket of messages.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._trainer = os.getppid()
+        self._base = tempfile.mkdtemp(prefix="agent-r1-trl-sandbox-")
+        self._directories: dict[int, str] = {}
+        self._count = 0
+
+    def serve(self) -> None:
+        """Fork supervisors until the trainer has closed its end or is gone."""
+        gc.freeze()  # what is here now is never collected, so the forks go on sharing it
+        self._control.send(json.dumps({"base": self._base}).encode())
+        while os.getppid() == self._trainer:
+            if select.select([self._control], [], [], POLL_S)[0]:
+                message, descriptors, _, _ = socket.recv_fds(self._control, CHUNK, 1)
+                if not message:
+                    return
+                self._open(json.loads(message), descriptors[0])
+            self._collect()
+
+    def close(self) -> None:
+        """End every sandbox and remove the directory."""
+        deadline = time.monotonic() + CLOSE_S
+        for pid in self._directories:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        while self._directories and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._collect()
+        processes.kill_descendants()
+        processes.remove_tree(self._base)
+
+    def _open(self, settings: dict[str, Any], descriptor: int) -> None:
+        self._count += 1
+        if settings["backend"] == "sandlock":
+            with contextlib.suppress(ImportError):  # once for all forks; the fork says it if there is none
+                import sandlock  # noqa: F401
+        directory = os.path.join(self._base, str(self._count))
+        os.mkdir(directory, mode=0o700)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._control.close()
+                os.open(os.devnull, os.O_RDONLY)  # takes the number of the closed socket, 0
+                with socket.socket(fileno=descriptor) as control:
+                    supervise(control, {**settings, "directory": directory})
+            finally:
+                os._exit(0)
+        os.close(descriptor)
+        self._directories[pid] = directory
+
+    def _collect(self) -> None:
+        """Clear up after supervisors that ended, and after processes that outlived theirs."""
+        with contextlib.suppress(ChildProcessError):
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                if directory := self._directories.pop(pid, ""):
+                    processes.kill_descendants(skip=self._directories)
+                    processes.remove_tree(directory)
+
+
+def main() -> None:
+    """Body of the fork server's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which closes its end
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.adopt_orphans()
+    server = ForkServer(socket.socket(fileno=0))
+    try:
+        server.serve()
+    finally:
+        server.close()

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.features.sandbox.cage import interpreter as interpreter_file
-from agent_r1_trl.features.sandbox.cage import processes
+from agent_r1_trl.features.sandbox import interpreter as interpreter_file
+from agent_r1_trl.features.sandbox import processes
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
