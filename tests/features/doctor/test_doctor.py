@@ -5,7 +5,6 @@ Covered: broken templates, tokenizers, tools, environments and prompts; good one
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import re
@@ -16,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.environments import StepResult, ToolEnv
+from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
 from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
@@ -55,7 +54,9 @@ class GoodEnv(ToolEnv):
 DROPPING = ("gemma4", "gemma4_v5", "gptoss")
 
 
-def examine(subject, **options) -> list[Finding]:
+def examine(subject, *, max_model_length=None, **options) -> list[Finding]:
+    if max_model_length is not None:
+        subject.model_max_length = max_model_length
     return run_doctor(subject, num_conversations=6, **options)
 
 
@@ -82,26 +83,19 @@ def test_a_good_tokenizer_has_no_findings(family):
     assert {check.check for check in checks} >= {"chat template", "tokenizer", "parser", "masks", "environment: tools"}
 
 
-@pytest.mark.parametrize("family", ("qwen3", "llama3", "qwen2_5"))
+@pytest.mark.parametrize("family", ("qwen3", "llama3"))
 def test_a_good_environment_has_no_findings(family):
     rows = [{"question": "Capital of France?"}, {"question": "Höchster Berg? <|im_end|>"}]
-    for env in (GoodEnv, functools.partial(GoodEnv, tool_call_reward=0.1)):
-        checks = examine(
-            make_tokenizer(family), env=env, examples=rows, max_completion_length=100, max_model_length=2000
-        )
-        assert flagged(checks) == []
-        assert any(check.check == "prompts" and check.message.startswith("2 prompts") for check in checks)
-        assert any(check.check == "environment: step" for check in checks)
-
-
-@pytest.mark.parametrize("name", ("qwen3_training", "qwen2_5_training", "qwen3_5_think", "qwen3_instruct_2507"))
-def test_trl_s_chatml_templates_have_no_findings(name):
-    assert flagged(examine(make_tokenizer("qwen3", chat_template=read_template(name)))) == []
+    checks = examine(make_tokenizer(family), env=GoodEnv, examples=rows, max_completion_length=100)
+    assert flagged(checks) == []
+    assert any(check.check == "prompts" and check.message.startswith("2 prompts") for check in checks)
+    assert any(check.check == "environment: step" for check in checks)
 
 
 @pytest.mark.parametrize(
     ("family", "options"),
     [
+        *(("qwen3", {"chat_template": name}) for name in ("qwen3_training", "qwen3_5_think", "qwen3_instruct_2507")),
         ("qwen3", {"thinking": "off"}),
         ("qwen3", {"thinking": "strip"}),
         ("gemma4", {"thinking": "strip"}),
@@ -372,50 +366,9 @@ def test_a_tokenizer_without_the_fast_back_end_is_flagged_with_a_fix():
 # ---------------------------------------------------------------- broken tools and environments
 
 
-def no_hints(query):
-    """Search the corpus for passages.
-
-    Args:
-        query: What to look for.
-    """
-
-
-def no_docstring(query: str) -> str:
-    return query
-
-
-@pytest.mark.parametrize("broken", [no_hints, no_docstring, "search", 7])
-def test_a_tool_without_a_readable_schema_is_flagged(broken):
-    assert errors_of(examine(make_tokenizer("qwen2_5"), tools=[search, broken]), "environment: construction")
-
-
-class RaisingEnv(GoodEnv):
-    def step(self, message: dict) -> StepResult:
-        raise RuntimeError("boom")
-
-
-class NaNEnv(GoodEnv):
-    def outcome_reward(self, trajectory) -> float:
-        return float("nan")
-
-
-class NoPromptEnv(GoodEnv):
-    def reset(self, example: dict) -> str:
-        return "Capital of France?"
-
-
-class SharedStateEnv(GoodEnv):
-    seen: list = []  # noqa: RUF012 - the fault under test
-
-    def reset(self, example: dict) -> list[dict]:
-        self.seen.append(example)
-        return [{"role": "user", "content": f"question {len(self.seen)}"}]
-
-
-@pytest.mark.parametrize("broken", [RaisingEnv, NaNEnv, NoPromptEnv, SharedStateEnv, 7])
-def test_a_broken_environment_is_flagged(broken):
-    checks = examine(make_tokenizer("qwen2_5"), env=broken, examples=[{"question": "q"}])
-    assert [check for check in flagged(checks) if check.check.startswith("environment") and check.fix]
+@pytest.mark.parametrize("options", [{"env": 7}, {"tools": [search, 7]}, {"env": GoodEnv, "examples": [5]}])
+def test_what_check_env_finds_is_in_the_report(options):
+    assert errors_of(examine(make_tokenizer("qwen2_5"), **options), "environment: construction")
 
 
 def test_an_environment_whose_prompt_the_template_refuses_is_flagged():
@@ -430,9 +383,10 @@ def test_an_environment_whose_prompt_the_template_refuses_is_flagged():
 # ---------------------------------------------------------------- prompts
 
 
-def test_prompts_longer_than_the_model_are_flagged():
-    rows = [{"question": "long " * 300}]
-    checks = examine(make_tokenizer("qwen2_5"), env=GoodEnv, examples=rows, max_model_length=256)
+@pytest.mark.parametrize("options", [{"env": GoodEnv}, {}, {"tools": [search]}])
+def test_prompts_longer_than_the_model_are_flagged(options):
+    rows = [{"question": "long " * 300, "prompt": "long " * 300}]
+    checks = examine(make_tokenizer("qwen2_5"), examples=rows, max_model_length=256, **options)
     assert "256 positions" in errors_of(checks, "prompts")[0].message
 
 
@@ -455,14 +409,6 @@ def test_a_later_row_that_cannot_be_started_is_flagged():
     rows = [*[{"question": "q"}] * 9, {"text": "q"}]  # an environment is played on the first ones alone
     found = errors_of(examine(make_tokenizer("qwen2_5"), env=Demanding, examples=rows), "environment: reset")
     assert "Row 9" in found[0].message and "KeyError" in found[0].message
-
-
-def test_prompts_that_are_text_are_measured_without_an_environment_too():
-    for options in ({}, {"tools": [search]}):
-        checks = examine(
-            make_tokenizer("qwen2_5"), examples=[{"prompt": "long " * 300}], max_model_length=256, **options
-        )
-        assert "256 positions" in errors_of(checks, "prompts")[0].message
 
 
 # ---------------------------------------------------------------- the report

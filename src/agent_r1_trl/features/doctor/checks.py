@@ -82,10 +82,8 @@ def run_doctor(
     env: Any = None,
     examples: Iterable[dict[str, Any]] | None = None,
     max_completion_length: int | None = None,
-    max_model_length: int | None = None,
     trust_remote_code: bool = False,
     num_conversations: int = 24,
-    seed: int = 0,
     **chat_options: Any,
 ) -> list[Finding]:
     """Examine what a run would use. Whatever is wrong with it becomes a finding, not an exception.
@@ -96,10 +94,8 @@ def run_doctor(
         env: environment class, factory or instance.
         examples: rows of the data set; prompts are measured on the first of them.
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
-        max_model_length: assume this many positions instead of the model's.
         trust_remote_code: run code that comes with the model.
         num_conversations: number of scripted conversations to play.
-        seed: seed of the scripts.
         **chat_options: chat_template, response_template, chat_template_kwargs, thinking, as in the trainer's config.
 
     Returns:
@@ -124,11 +120,11 @@ def run_doctor(
         if shown is None or chat.supports_tools:
             _check_template(report, chat, shown)
             if shown is not None:
-                _check_parser(report, chat, shown, num_calls=num_conversations, seed=seed)
-            _check_masks(report, chat, shown, num_conversations=num_conversations, seed=seed)
+                _check_parser(report, chat, shown, num_conversations)
+            _check_masks(report, chat, shown, num_conversations)
         else:
             _refuse_tools(report, chat, shown)
-        _check_prompts(report, chat, starts, max_model_length or subject.max_length, max_completion_length)
+        _check_prompts(report, chat, starts, subject.max_length, max_completion_length)
     found = (dataclasses.replace(finding, check=f"environment: {finding.check}") for finding in of_env.findings)
     report.findings.extend(found)
     return report.findings
@@ -315,14 +311,14 @@ class _Scene:
         """Nothing to free."""
 
 
-def _check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, num_calls: int, seed: int) -> None:
+def _check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], num_calls: int) -> None:
     """Calls with random arguments, rendered by the template, must be read back; the first three are plain."""
 
     def text_of(calls: list[dict[str, Any]]) -> str:
         # Tokenizers with a normaliser compose accents; that is not the parser's doing.
         return _folded(json.dumps([call["function"] for call in calls], ensure_ascii=False, sort_keys=True))
 
-    rng = random.Random(seed)
+    rng = random.Random(0)
     wrong = []
     for index in range(num_calls):
         calls = _calls(chat, rng, tools, index, is_plain=index < 3)
@@ -345,11 +341,9 @@ def _check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], *, 
     report.ok("parser", f"{num_calls} calls with unicode and nested JSON are read back as they were written.")
 
 
-def _check_masks(
-    report: Report, chat: ChatFormat, tools: Sequence[Schema] | None, *, num_conversations: int, seed: int
-) -> None:
+def _check_masks(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None, num_conversations: int) -> None:
     """Play scripted conversations and compare the masks with the ids that were sampled."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     num_tokens = 0
     for _ in range(num_conversations):
         scene = _scene(chat, rng, tools)
