@@ -32,10 +32,10 @@ from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
 from agent_r1_trl.features.doctor.environment import examine_env
-from agent_r1_trl.features.doctor.episodes import Caller, make_env
+from agent_r1_trl.features.doctor.episodes import Caller, EnvTrial, make_env
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.generation.scripted import ScriptedGenerator
-from agent_r1_trl.rollout import EnvSession, RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.thinking import STRIP_POLICY
 from agent_r1_trl.tools import Tool, as_tool
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
@@ -472,26 +472,17 @@ def _start_rows(report: Report, env: Any, rows: list[dict[str, Any]]) -> list[St
 
     An environment may choose its tools in `reset`, so the tools of the class say little about the prompts.
     """
-
-    async def start(row: dict[str, Any]) -> Start:
-        session = EnvSession(
-            functools.partial(make_env, env), truncate=lambda text, max_tokens: text[: 4 * max_tokens]
-        )
-        try:
-            return await session.reset(RolloutRequest(example=row))
-        finally:
-            if session.env is not None:
-                await session.close()
-
     starts: list[Start] = []
-    with contextlib.closing(Caller(_START_S)) as caller:
+    trial = EnvTrial(rows=rows, caller=Caller(_START_S), make=functools.partial(make_env, env))
+    with contextlib.closing(trial.caller):
         for number, row in enumerate(rows):
-            started = caller.call("reset", start(row))
+            session, started = trial.start(row)
             if started.failure:
                 text = f"Row {number} of the data set cannot be started: {started.failure}."
                 report.error("reset", text, "Correct or drop the row: reset must work for every one.")
                 break
             starts.append(started.value)
+            trial.caller.call("close", session.close())
     return starts
 
 
