@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from agent_r1_trl import check_env
 from agent_r1_trl.advantages import compute_group_advantages
 from agent_r1_trl.features.games import BanditEnv
 from tests.environments.helpers import finished, message
@@ -76,38 +75,6 @@ def test_levels_hold_every_pair_in_both_orders():
     shown = env.reset({"level": "Founder (risky), Nurse (sure)"})
     assert "Founder, Nurse" in shown[-1]["content"]
     assert not any("risky" in item["content"] or "sure" in item["content"] for item in shown)
-
-
-@pytest.mark.parametrize(("form", "pulls"), [("text", 3), ("tool", 1)])
-def test_the_linter_of_environments_has_nothing_to_say(form, pulls):
-    rows = [{"seed": 0}, {"level": LEVEL}, {"prompt": "Good luck."}]
-    assert check_env(lambda: BanditEnv(action_format=form, max_actions=pulls), rows) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("arms", []),
-        ("arms", [["Phoenix"]]),
-        ("arms", [["Dragon", "dragon"]]),
-        ("arms", [["Phoenix", "Dragon (risky)"]]),
-        ("arms", 5),
-        ("arms", [[" Phoenix", "Dragon"]]),
-        ("arms", [["Phoenix||2", "Dragon"]]),
-        ("sure_reward", 0.25),
-        ("risky_probability", 1.5),
-        ("risky_reward", float("nan")),
-    ],
-)
-def test_settings_out_of_range_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        BanditEnv(**{name: value})
-
-
-@pytest.mark.parametrize("level", ["", "Dragon, Phoenix", "Dragon (risky), Phoenix (risky)", "A (risky), a (sure)"])
-def test_text_that_is_no_level_is_refused(level):
-    with pytest.raises(ValueError, match="level="):
-        started(level=level)
 
 
 def test_dividing_by_the_spread_of_a_group_teaches_the_sure_arm():

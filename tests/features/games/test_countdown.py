@@ -116,32 +116,6 @@ def test_columns_of_other_data_sets_are_read():
     )
 
 
-@pytest.mark.parametrize(
-    "level",
-    ["", "[]", "{}", "3", '{"numbers": [], "target": 3}', '{"numbers": [1.5], "target": 3}',
-     '{"numbers": 3, "target": 3}', '{"numbers": [true], "target": 3}', '{"numbers": ["3"], "target": 3}'],
-)  # fmt: skip
-def test_what_is_no_level_is_refused(level):
-    with pytest.raises(ValueError, match="level="):
-        begun(CountdownEnv, {"level": level})
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"num_numbers": (1, 3)}, r"num_numbers=\(1, 3\)"),
-        ({"num_numbers": 3}, "num_numbers=3"),
-        ({"target": (5, 3)}, r"target=\(5, 3\)"),
-        ({"operators": ["**"]}, "operators="),
-        ({"max_number": 0}, "max_number=0"),
-        ({"format_reward": None, "max_actions": 0}, "max_actions=0"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(settings, named):
-    with pytest.raises(ValueError, match=named):
-        CountdownEnv(**settings)
-
-
 def test_puzzles_that_do_not_exist_are_refused_with_a_fix(monkeypatch):
     monkeypatch.setattr(countdown, "_MAX_DRAWS", 1)
     with pytest.raises(ValueError, match="Widen target or max_number"):

@@ -107,29 +107,6 @@ def test_the_level_may_be_gymnasium_s_list_of_lines():
     assert prompt[1]["content"].startswith("P_______\n________\n___O____")
 
 
-@pytest.mark.parametrize("level", ["", "SFX\nFFG", "SF\nFFG", "FF\nFG", "SS\nFG", "SF\nFF", "   "])
-def test_what_is_no_map_is_refused(level):
-    with pytest.raises(ValueError, match="level="):
-        lake(level)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"size": 1}, "size=1"),
-        ({"size": 8}, "max_actions=10"),
-        ({"ice_share": 0}, "ice_share=0"),
-        ({"success_rate": 1.5}, "success_rate=1.5"),
-        ({"is_slippery": "false"}, "is_slippery='false'"),
-        ({"symbols": {"player": "_"}}, "symbols="),
-        ({"symbols": {"bear": "B"}}, "symbols="),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(settings, named):
-    with pytest.raises(ValueError, match=named):
-        FrozenLakeEnv(**settings)
-
-
 def test_the_fix_for_a_large_lake_works_and_a_lake_of_holes_is_refused():
     assert FrozenLakeEnv(size=8, max_actions=20).reset({"seed": 1})
     with pytest.raises(ValueError, match="ice_share"):

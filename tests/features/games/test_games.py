@@ -1,6 +1,5 @@
 """What all games share: actions of a turn, formats, penalties, seeds, rows, and how they end."""
 
-import builtins
 import functools
 import importlib
 import math
@@ -9,18 +8,19 @@ import pytest
 import reasoning_gym  # noqa: F401 - takes seconds where many tests run, which no time limit below should count
 
 from agent_r1_trl import check_env
-from agent_r1_trl.cli.resolve import BUILT_IN_ENVS, resolve_env
 from agent_r1_trl.features.doctor import run_doctor
-from agent_r1_trl.features.games import CountdownEnv, FrozenLakeEnv, GameEnv, SokobanEnv
-from agent_r1_trl.rollout import RolloutRequest, rollout_requests
+from agent_r1_trl.features.games import BanditEnv, CountdownEnv, FrozenLakeEnv, GameEnv, SokobanEnv
+from agent_r1_trl.rollout import rollout_requests
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished, message
-from tests.features.games.helpers import CLASSIC, ROOM, begun, called, step, text_of, written
+from tests.features.games.helpers import ROOM, begun, called, step, text_of, written
 from tests.rollout.helpers import play
 from tests.tokenizers import make_tokenizer
 
 GAMES = [FrozenLakeEnv, SokobanEnv, CountdownEnv]
 ALL = {
+    "bandit": functools.partial(BanditEnv, max_actions=3),
+    "bandit_tool": functools.partial(BanditEnv, action_format="tool"),
     "lake": functools.partial(FrozenLakeEnv),
     "lake_tool": functools.partial(FrozenLakeEnv, action_format="tool"),
     "sokoban": functools.partial(SokobanEnv, max_actions=30),
@@ -196,6 +196,52 @@ def test_two_calls_in_one_turn_share_the_actions_of_the_turn():
 
 # ---------------------------------------------------------------- rows and settings
 
+SETTINGS = {
+    Counter: {
+        "action_format": ["json"], "max_actions": [0], "max_actions_per_turn": [1.5], "max_idle_turns": [True],
+        "separator": [" "], "invalid_action_reward": [math.nan], "answer_tag": ["<answer>", "think"],
+        "show_actions_left": ["false"],
+    },
+    BanditEnv: {
+        "arms": [5, [], [["Phoenix"]],
+                 *([pair] for pair in (["A", "a"], ["A", "B (risky)"], [" A", "B"], ["A||2", "B"]))],
+        "sure_reward": [0.25],  # what the risky arm pays on average
+        "risky_probability": [1.5], "risky_reward": [math.nan],
+    },
+    CountdownEnv: {
+        "num_numbers": [(1, 3), 3], "target": [(5, 3)], "operators": [["**"]], "max_number": [0], "max_actions": [0],
+    },
+    FrozenLakeEnv: {
+        "size": [1, 8],  # a way that is longer than max_actions
+        "ice_share": [0], "success_rate": [1.5], "is_slippery": ["false"], "symbols": [{"player": "_"}, {"bear": "B"}],
+    },
+    SokobanEnv: {
+        "room": [6, (3, 6)], "num_boxes": [0], "min_moves": [11], "wall_share": [1.0], "step_reward": [math.inf],
+    },
+}  # fmt: skip
+LEVELS = {
+    Counter: [3],
+    BanditEnv: ["", "Dragon, Phoenix", "Dragon (risky), Phoenix (risky)", "A (risky), a (sure)"],
+    CountdownEnv: [
+        "", "[]", "{}", "3", '{"numbers": [], "target": 3}', '{"numbers": [1.5], "target": 3}',
+        '{"numbers": 3, "target": 3}', '{"numbers": [true], "target": 3}', '{"numbers": ["3"], "target": 3}',
+    ],
+    FrozenLakeEnv: ["", "SFX\nFFG", "SF\nFFG", "FF\nFG", "SS\nFG", "SF\nFF", "   "],
+    SokobanEnv: ["", "####", "#@.#", "#@$#", "#@@$.#", "#$.#", "#@*#", "#@$.Q#", "#@$..#", "\u2603"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", SETTINGS)
+def test_what_a_game_cannot_use_is_refused_by_name(cls):
+    cases = [(name, value) for name, values in SETTINGS[cls].items() for value in values]
+    for name, value in cases:
+        with pytest.raises(ValueError, match=name):
+            cls(**{name: value})
+    rows = [{"level": level} for level in LEVELS[cls]] + [{"seed": seed} for seed in (-1, "x")]
+    for row in rows:
+        with pytest.raises(ValueError, match=f"{next(iter(row))}="):
+            cls().reset(row)
+
 
 def test_a_row_may_hold_the_level_its_seed_and_what_the_user_says():
     assert begun(Counter, {"level": "-7"}).number == -7
@@ -204,44 +250,6 @@ def test_a_row_may_hold_the_level_its_seed_and_what_the_user_says():
     assert prompt[1]["content"] == "Go.\n\nNumber: 1\nActions left: 10"
     prompt = Counter(show_actions_left=False).reset({"level": "1", "prompt": [{"role": "user", "content": ""}]})
     assert [item["content"] for item in prompt[1:]] == ["Number: 1"]
-
-
-@pytest.mark.parametrize(
-    ("row", "named"),
-    [
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": "x"}, "seed='x'"),
-        ({"level": 3}, "level=3"),
-    ],
-)
-def test_a_row_that_does_not_fit_is_refused_by_name(row, named):
-    with pytest.raises(ValueError, match=named):
-        Counter().reset(row)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"action_format": "json"}, "action_format='json'"),
-        ({"max_actions": 0}, "max_actions=0"),
-        ({"max_actions_per_turn": 1.5}, "max_actions_per_turn=1.5"),
-        ({"max_idle_turns": True}, "max_idle_turns=True"),
-        ({"separator": " "}, "separator=' '"),
-        ({"invalid_action_reward": math.nan}, "invalid_action_reward=nan"),
-        ({"answer_tag": "<answer>"}, "answer_tag='<answer>'"),
-        ({"answer_tag": "think"}, "answer_tag='think'"),
-        ({"show_actions_left": "false"}, "show_actions_left='false'"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(settings, named):
-    with pytest.raises(ValueError, match=named):
-        Counter(**settings)
-
-
-@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "countdown"])
-def test_every_game_has_a_name_for_recipes(name):
-    assert name in BUILT_IN_ENVS
-    assert resolve_env(name, {})().reset({"seed": 1})
 
 
 @pytest.mark.parametrize(
@@ -321,7 +329,7 @@ def test_check_env_finds_nothing(name):
     assert check_env(ALL[name], ROWS) == []
 
 
-@pytest.mark.parametrize("name", ["lake", "sokoban_tool", "countdown_tool"])
+@pytest.mark.parametrize("name", ["lake", "sokoban_tool"])
 def test_the_doctor_finds_nothing(name):
     checks = run_doctor(make_tokenizer("qwen3"), env=ALL[name], examples=ROWS, num_conversations=2)
     assert [check for check in checks if check.level != "ok"] == []
@@ -341,21 +349,3 @@ def test_a_rollout_plays_a_game_to_its_end(family):
 class SokobanLevel(SokobanEnv):
     def read_row(self, example):
         return ROOM
-
-
-def test_nothing_that_a_model_writes_is_evaluated(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("evaluated")
-
-    games = [begun(FrozenLakeEnv, {"level": CLASSIC}), begun(SokobanEnv, {"level": ROOM}), begun(CountdownEnv)]
-    monkeypatch.setattr(builtins, "eval", refuse)
-    monkeypatch.setattr(builtins, "exec", refuse)
-    for env in games:
-        for text in ("__import__('os').system('x')", "eval('1')", "().__class__", "9**9**9", "f'{1}'"):
-            assert not env.is_won and step(env, written(text)).reward <= 0
-            env.num_idle_turns, env.is_over = 0, False
-
-
-def test_the_request_carries_both_seeds():
-    """The games stand on `seed(reset_seed, dynamics_seed)` of the protocol."""
-    assert {"reset_seed", "seed"} <= set(RolloutRequest.__dataclass_fields__)

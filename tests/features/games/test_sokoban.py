@@ -113,28 +113,6 @@ def test_a_level_file_of_others_is_read():
     assert begun(SokobanEnv, {"level": ragged}).solution() == ["Right", "Right"]
 
 
-@pytest.mark.parametrize("level", ["", "####", "#@.#", "#@$#", "#@@$.#", "#$.#", "#@*#", "#@$.Q#", "#@$..#", "\u2603"])
-def test_what_is_no_level_is_refused(level):
-    with pytest.raises(ValueError, match="level="):
-        room(level)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"room": 6}, "room=6"),
-        ({"room": (3, 6)}, r"room=\(3, 6\)"),
-        ({"num_boxes": 0}, "num_boxes=0"),
-        ({"min_moves": 11}, "min_moves=11"),
-        ({"wall_share": 1.0}, "wall_share=1.0"),
-        ({"step_reward": float("inf")}, "step_reward=inf"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(settings, named):
-    with pytest.raises(ValueError, match=named):
-        SokobanEnv(**settings)
-
-
 def test_a_room_without_such_levels_is_refused_with_a_fix():
     make = functools.partial(SokobanEnv, room=(4, 4), min_moves=9)
     with pytest.raises(ValueError, match="Enlarge the room"):

@@ -83,11 +83,7 @@ class BanditEnv(GameEnv):
         return ", ".join(shown)
 
     def load_level(self, level: str) -> None:
-        """Begin a level.
-
-        Raises:
-            ValueError: the text is no level of this game.
-        """
+        """Begin a level."""
         parts = [part.rpartition(" (") for part in level.split(", ")]
         self.names = tuple(name.strip() for name, _, _ in parts)
         self.kinds = tuple(kind.rstrip(")") for _, _, kind in parts)

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -49,7 +50,7 @@ class ActionError(ValueError):
     """A text that names no action of the game; the message tells the model why."""
 
 
-class GameEnv(ToolEnv):
+class GameEnv(ToolEnv, ABC):
     """A game that is played in turns of one or several actions.
 
     In the format "text" the model writes its actions into the answer, `<answer>Up || Right</answer>`; in the format
@@ -118,32 +119,36 @@ class GameEnv(ToolEnv):
 
     # ---------------------------------------------------------------- what a game defines
 
+    @abstractmethod
     def rules(self) -> str:
         """What the model must know of the game; how to write actions is added."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_level(self, seed: int) -> str:
-        """A level as text, from its seed and the settings alone."""
-        raise NotImplementedError
+        """A level as text, from its seed and the settings alone.
 
+        Raises:
+            ValueError: none was found.
+        """
+
+    @abstractmethod
     def load_level(self, level: str) -> None:
         """Begin a level.
 
         Raises:
             ValueError: the text is no level of this game.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """The state of the game as the model reads it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def act(self, action: str) -> dict[str, float]:
         """Play one action (its name in the class); returns what it earns, by source. Sets `is_over` and `is_won`.
 
         By its end `self.is_effective` says whether the action has changed anything; it is True if nothing sets it.
         """
-        raise NotImplementedError
 
     def read_action(self, text: str) -> str:
         """The action that a text names.
@@ -167,7 +172,8 @@ class GameEnv(ToolEnv):
         Raises:
             ValueError: a column holds no level or seed.
         """
-        level, seed, owner = example.get("level"), example.get("seed"), type(self).__name__
+        level, owner = example.get("level"), type(self).__name__
+        seed: Any = example.get("seed")
         seed = seed.item() if hasattr(seed, "item") else seed  # NumPy's
         check_value(f"{owner}.reset: seed", seed, CountOrZero | None)
         if isinstance(level, list | tuple) and all(isinstance(line, str) for line in level):

@@ -79,12 +79,7 @@ class CountdownEnv(GameEnv):
         return ["(5 + 3) * 2", "5 * 3 - 2"]
 
     def new_level(self, seed: int) -> str:
-        """A puzzle of reasoning-gym's generator with a solution that is exactly right.
-
-        Raises:
-            ImportError: reasoning-gym is not installed; a level of the row's own does not need it.
-            ValueError: none was found.
-        """
+        """A puzzle of reasoning-gym's generator with a solution that is exactly right."""
         made = load_package("reasoning_gym", type(self).__name__).create_dataset(
             "countdown",
             min_numbers=self.num_numbers[0],
@@ -136,11 +131,7 @@ class CountdownEnv(GameEnv):
         self._tried = ""
 
     def read_action(self, text: str) -> str:
-        """The expression, if it follows the rules.
-
-        Raises:
-            ActionError: it does not.
-        """
+        """The expression, if it follows the rules."""
         try:
             compute(text, self._numbers, must_use_all=self.must_use_all)
         except ExpressionError as error:

@@ -67,11 +67,7 @@ class FrozenLakeEnv(GameEnv):
         return f"Walk over a frozen lake to the goal without falling into a hole.{slip}\n{marks}"
 
     def new_level(self, seed: int) -> str:
-        """A map whose goal can be reached within `max_actions`; ice and holes are drawn until there is one.
-
-        Raises:
-            ValueError: none was found. (gymnasium's own `generate_random_map` would draw for ever.)
-        """
+        """A map whose goal can be reached within `max_actions`; ice and holes are drawn until there is one."""
         draws, places = random.Random(seed), self.size**2
         for _ in range(_MAX_DRAWS):
             letters = ["F" if draws.random() < self.ice_share else "H" for _ in range(places)]

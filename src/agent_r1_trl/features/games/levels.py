@@ -40,12 +40,13 @@ def make_rows(
         ImportError: a package of the extra `games` is not installed.
         ValueError: there is no such game, or it has not enough different levels with these settings.
     """
-    if isinstance(game, str) and game not in GAMES:
-        raise ValueError(f"game={game!r}: must be one of {', '.join(map(repr, GAMES))}, or a class.")
-    if not isinstance(game, str) and not issubclass(game, GameEnv):
-        raise ValueError(f"game={game!r}: must be a GameEnv. Rows of others need only a column seed.")
-    env = (GAMES[game] if isinstance(game, str) else game)(**options)
-    name = game if isinstance(game, str) else game.__name__
+    found_class = GAMES.get(game) if isinstance(game, str) else game
+    if found_class is None or not issubclass(found_class, GameEnv):
+        names = ", ".join(map(repr, GAMES))
+        raise ValueError(
+            f"game={game!r}: must be one of {names}, or a GameEnv. Rows of others need only a column seed."
+        )
+    env, name = found_class(**options), game if isinstance(game, str) else game.__name__
     taken = {row["level"] for row in exclude}
     draws = random.Random(seed)
     found: list[dict[str, Any]] = []

@@ -93,11 +93,7 @@ class SokobanEnv(GameEnv):
         )
 
     def new_level(self, seed: int) -> str:
-        """A room that can be solved in `min_moves` to `max_actions` moves and not in fewer.
-
-        Raises:
-            ValueError: none was found.
-        """
+        """A room that can be solved in `min_moves` to `max_actions` moves and not in fewer."""
         draws = random.Random(seed)
         for _ in range(_MAX_ROOMS):
             walls = self._draw_walls(draws)
