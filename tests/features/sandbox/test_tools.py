@@ -81,7 +81,7 @@ def test_what_the_code_does_wrong_is_a_failed_call_with_the_whole_story():
     env = started()
     step = asyncio.run(env.step(calls(("python", "print('before')\n1 / 0"))))
     (result,) = step.info["tool_results"]
-    assert result.error is ToolErrorKind.EXCEPTION
+    assert result.error is ToolErrorKind.EXCEPTION and result.is_models_mistake
     assert result.content.startswith("before\nTraceback") and result.content.endswith("division by zero")
     assert step.reward == env.tool_error_reward
     (failed,) = results(env, ("shell", "echo out; exit 2"))
@@ -162,18 +162,12 @@ def test_a_sandbox_that_fails_is_the_infrastructures_fault(sandbox, cause):
     assert cause in result.content
 
 
-def test_wrong_code_is_the_models_mistake_and_no_sign_of_an_outage():
-    (result,) = results(started(), ("python", "1 / 0"))
-    assert result.is_models_mistake is True
-
-
-@pytest.mark.parametrize("sandbox", ["limits", "monty"])
-def test_64_trajectories_are_kept_busy_at_once(sandbox):
-    """Each sleeps or computes for about 0.5 s in its sandbox: one after another would take more than half a minute."""
-    pause = "import time\ntime.sleep(0.25)" if sandbox == "limits" else "sum(range(2000))"
+def test_64_trajectories_are_kept_busy_at_once():
+    """Each sleeps for 0.5 s in its sandbox: one after another would take more than half a minute."""
+    pause = "import time\ntime.sleep(0.25)"
 
     class Env(ToolEnv):
-        tools = (PythonTool(sandbox),)
+        tools = (PythonTool("limits"),)
 
     async def play(number):
         env = Env()
