@@ -12,7 +12,7 @@ import pytest
 
 from agent_r1_trl import InfrastructureError
 from agent_r1_trl.features.search import HttpRetriever
-from agent_r1_trl.features.search.server import make_app, read_request
+from agent_r1_trl.features.search.server import RetrieveRequest, make_app
 from agent_r1_trl.tools import Passage, SearchIndex
 from agent_r1_trl.tools.search_corpus import join_contents, split_contents
 
@@ -132,7 +132,9 @@ def test_an_outage_behind_the_server_is_one_of_the_server():
 
 
 def test_a_request_may_leave_out_what_has_a_default():
-    assert read_request({"query": "a"}) == read_request({"queries": ["a"], "topk": None}) == (["a"], 3)
+    for body in ({"query": "a"}, {"queries": ["a"], "topk": None}):
+        asked = RetrieveRequest.model_validate(body)
+        assert (asked.queries, asked.topk, asked.return_scores) == (["a"], None, False)
     for body in ({"queries": ["a"] * 5000}, {"query": "a", "topk": 5000}, {"query": "a", "topk": True}):
-        with pytest.raises(ValueError, match=r"at most|from 1"):
-            read_request(body)
+        with pytest.raises(ValueError, match=r"queries|topk"):
+            RetrieveRequest.model_validate(body)

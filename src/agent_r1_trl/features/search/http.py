@@ -200,11 +200,6 @@ def read_hit(hit: Any) -> Passage:
 # -------------------------------------------------------------------- addresses
 
 
-def is_url(source: object) -> bool:
-    """Whether it is an address of HTTP."""
-    return isinstance(source, str) and source.lower().startswith(("http://", "https://"))
-
-
 def full_url(url: str) -> str:
     """The address with its path.
 
@@ -215,8 +210,9 @@ def full_url(url: str) -> str:
         ValueError: it is no address of HTTP.
     """
     try:
-        parts = urlsplit(str(url))
-        is_address = is_url(url) and bool(parts.hostname) and (parts.port or 1) > 0  # a port may be out of range
+        parts = urlsplit(url if isinstance(url, str) else "")
+        is_http = parts.scheme in ("http", "https")
+        is_address = is_http and bool(parts.hostname) and (parts.port or 1) > 0  # a port may be out of range
     except ValueError:
         is_address = False
     if not is_address:

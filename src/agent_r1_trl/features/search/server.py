@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sized
+from collections.abc import Sized
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agent_r1_trl.tools.faults import InfrastructureError
 from agent_r1_trl.tools.search import Passage, Retriever
@@ -22,6 +24,21 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 16 * 2**20
 MAX_QUERIES = 4096
 MAX_K = 1000
+USUAL = '{"queries": [...], "topk": 3}'
+
+
+class RetrieveRequest(BaseModel):
+    """The queries of a request, one or several, and how many passages each gets (3 unless it says otherwise)."""
+
+    model_config = ConfigDict(strict=True)
+    queries: Annotated[list[str], Field(min_length=1, max_length=MAX_QUERIES)]
+    topk: Annotated[int, Field(ge=1, le=MAX_K)] | None = None
+    return_scores: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_one_query(cls, body: Any) -> Any:
+        return {"queries": [body["query"]], **body} if isinstance(body, dict) and "query" in body else body
 
 
 def make_app(retriever: Retriever) -> web.Application:
@@ -33,20 +50,18 @@ def make_app(retriever: Retriever) -> web.Application:
     async def retrieve(request: web.Request) -> web.Response:
         loop = asyncio.get_running_loop()
         try:
-            body = await request.json()
+            asked = RetrieveRequest.model_validate(await request.json())
+        except ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+            return web.json_response({"error": f"a request is {USUAL}; {wrong}"}, status=422)
         except ValueError:
             return web.json_response({"error": "the body is not JSON"}, status=400)
         try:
-            queries, k = read_request(body)
-        except ValueError as error:
-            return web.json_response({"error": str(error)}, status=422)
-        try:
-            jobs = [loop.run_in_executor(pool, retriever.search, query, k) for query in queries]
+            jobs = [loop.run_in_executor(pool, retriever.search, query, asked.topk or 3) for query in asked.queries]
             found = await asyncio.gather(*jobs)
         except InfrastructureError as error:  # the retriever asks another server itself
             return web.json_response({"error": str(error)}, status=503)
-        with_score = bool(body.get("return_scores"))
-        hits = [[write_hit(passage, with_score=with_score) for passage in passages] for passages in found]
+        hits = [[write_hit(passage, with_score=asked.return_scores) for passage in passages] for passages in found]
         return web.json_response({"result": hits})
 
     async def health(request: web.Request) -> web.Response:
@@ -60,25 +75,6 @@ def make_app(retriever: Retriever) -> web.Application:
     app.add_routes([web.post("/retrieve", retrieve), web.get("/health", health)])
     app.on_cleanup.append(close)
     return app
-
-
-def read_request(body: Any) -> tuple[list[str], int]:
-    """The queries of a request, one or several, and how many passages each gets (3 unless it says otherwise).
-
-    Raises:
-        ValueError: the request has another form.
-    """
-    if not isinstance(body, Mapping):
-        raise ValueError(f'a request must be {{"queries": [...], "topk": 3}}, not {body!r:.200}')
-    queries = body.get("queries", [body.get("query")])
-    if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
-        raise ValueError(f"'queries' must be a list of strings, not {queries!r:.200}")
-    if len(queries) > MAX_QUERIES:
-        raise ValueError(f"'queries' has {len(queries)} items, at most {MAX_QUERIES} are answered at once")
-    k = 3 if body.get("topk") is None else body["topk"]
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_K:
-        raise ValueError(f"'topk' must be a whole number from 1 to {MAX_K}, not {k!r:.200}")
-    return queries, k
 
 
 def write_hit(passage: Passage, *, with_score: bool) -> dict[str, Any]:
