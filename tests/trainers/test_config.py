@@ -275,14 +275,6 @@ def test_a_deepspeed_configuration_that_says_auto_or_the_same_is_accepted(tmp_pa
     assert MultiTurnGRPOConfig(str(tmp_path), deepspeed=deepspeed, bf16=False, use_cpu=True, **given)
 
 
-@pytest.mark.parametrize(("rows", "num_lines"), [(128, 1), (64, 0)])
-def test_vllm_is_switched_on_by_one_option_and_rows_that_nothing_reads_are_named_once(caplog, rows, num_lines):
-    for use_vllm in (False, True):
-        MultiTurnGRPOConfig(**CPU, generation_batch_rows=rows, use_vllm=use_vllm)
-    said = [line for line in caplog.messages if line.startswith("generation_batch_rows=128 is not read with use_vllm")]
-    assert len(said) == num_lines
-
-
 def test_failing_checkpoints_end_a_run_of_trls_rollout_as_well():
     assert MultiTurnGRPOConfig(**CPU, failures={"max_failed_saves": 9}).asked_features() == []
     assert MultiTurnGRPOConfig(**CPU, failures={"max_failed_saves": 9, "window": 9}).asked_features() == ["failures"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -53,8 +52,6 @@ from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
-
-logger = logging.getLogger(__name__)
 
 LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
 """Those of TRL, which itself finds an unknown one after the first rollout."""
@@ -353,9 +350,6 @@ def check_config(config: MultiTurnConfig) -> None:
     refuse(_find_problems(config))
     if (urls := plain_value(config, "servers.urls")) is not None:
         check_urls(urls)
-    rows = config.generation_batch_rows
-    if config.use_vllm and rows != config.default_of("generation_batch_rows") and config.process_index == 0:
-        logger.warning("generation_batch_rows=%d is not read with use_vllm=True: vLLM batches by itself.", rows)
 
 
 def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
