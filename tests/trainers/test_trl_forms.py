@@ -293,8 +293,6 @@ def test_every_class_with_a_reward_has_a_column_after_the_users_functions(tmp_pa
         assert trainer.reward_func_names == ["ones", "Totals", "Picky"]
         assert trainer.reward_weights.tolist() == [0.5, 1.0, 1.0]
         assert len(trainer.reward_funcs) == len(trainer.reward_processing_classes) == 3
-        column = trainer.reward_funcs[1](environments=[Totals(), Plain(), Picky()][1:])
-        assert column == [None, None], "a subclass has a column of its own"
     assert [tool.__name__ for tool in ours.tools] == [tool.__name__ for tool in trl.tools]
     scored = {
         kind: [item.reward_parts for item, env in zip(ours.last_trajectories, ours.environments, strict=True)

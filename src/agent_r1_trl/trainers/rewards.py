@@ -42,22 +42,17 @@ def environment_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[floa
 
 
 def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
-    """Column of one class of `environment_factory=`: what its `get_reward` returned; None for other classes.
-
-    Without `trajectory` it asks the environments themselves, as TRL's does.
-    """
+    """Column of one class of `environment_factory=`: what its `get_reward` returned; None for other classes."""
     name = environment_class.__name__
 
-    def column(
-        environments: list[Any], trajectory: list[Trajectory] | None = None, **kwargs: Any
-    ) -> list[float | None]:
+    def column(environments: list[Any], trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
         # A trajectory out of the journal has no environment; its parts name the class that scored it.
-        of_class = [environment is None or type(environment) is environment_class for environment in environments]
-        if trajectory is None:
-            pairs = zip(environments, of_class, strict=True)
-            return [environment.get_reward() if is_one else None for environment, is_one in pairs]
-        played = zip(trajectory, of_class, strict=True)
-        return [item.reward_parts.get(name) if is_one and item.in_baseline else None for item, is_one in played]
+        return [
+            item.reward_parts.get(name)
+            if item.in_baseline and (environment is None or type(environment) is environment_class)
+            else None
+            for environment, item in zip(environments, trajectory, strict=True)
+        ]
 
     column.__name__ = name
     return column
