@@ -403,7 +403,7 @@ def save_final_model(trainer: Any, output_dir: str) -> str | None:
     return next(iter(gather_object(problems)), None)
 
 
-# -------------------------------------------------------------------- weights: digests, and whether they are finite
+# -------------------------------------------------------------------- digests of weights
 
 
 CHUNK = 2**22
@@ -462,25 +462,7 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]).sum()
 
 
-def nonfinite_problem(trainer: Any) -> str | None:
-    """What is wrong with the weights of a trainer's model, in words; None if they are finite."""
-    bad = nonfinite_weights(trainer.model)
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:  # then all ranks save together
-        bad = [name for names in gather_object([bad]) for name in names]
-    return f"{len(bad)} tensors of the model hold NaN or infinity (first {bad[0]})" if bad else None
-
-
-def nonfinite_weights(model: nn.Module) -> list[str]:
-    """Names of the trainable parameters that hold NaN or infinity; of sharded ones this rank's part is looked at."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not named:
-        return []
-    device = named[0][1].device
-    is_finite = torch.stack([torch.isfinite(_own_part(p)).all().to(device) for _, p in named]).tolist()
-    return [name for (name, _), finite in zip(named, is_finite, strict=True) if not finite]
-
-
-def _own_part(parameter: Any) -> torch.Tensor:
+def own_part(parameter: Any) -> torch.Tensor:
     """The values of a parameter that lie on this rank."""
     if hasattr(parameter, "ds_tensor"):  # ZeRO-3; what fills up the last rank's part was never written
         rank = torch.distributed.get_rank(parameter.ds_process_group)

@@ -39,7 +39,6 @@ from agent_r1_trl.trainers.checkpoints import (
     find_run,
     finish,
     lacks_rollout,
-    nonfinite_problem,
     output_lock,
     read_manifest,
     rotate_around,
@@ -487,8 +486,6 @@ class SavingTrainer(GRPOTrainer):
         folder = output_dir or self.args.output_dir
         if self.env_factory is not None:
             self.features.call("before_save", folder)
-        elif problem := nonfinite_problem(self):
-            logger.warning("%s, and are saved to %s.", problem, folder)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

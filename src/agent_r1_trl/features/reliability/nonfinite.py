@@ -5,9 +5,6 @@ NaN. All its gradients are NaN then, and so is the gradient norm, which is the s
 step is healthy therefore costs one look at that norm, and no rank has to ask another one. A skipped step leaves
 weights, optimizer and learning rate schedule as they were. DeepSpeed, which makes the optimizer step inside the
 backward pass, skips steps with such a norm by itself.
-
-transformers 5.17 and accelerate 1.15 names that this file touches: `optimizer` and its `_is_overflow`,
-`accelerator.optimizer_step_was_skipped`, `state`.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from accelerate.utils import gather_object
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.reliability.failures import MAX_WARNINGS
 from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback, is_main_process
-from agent_r1_trl.trainers.checkpoints import last_checkpoint, nonfinite_problem
+from agent_r1_trl.trainers.checkpoints import last_checkpoint, own_part
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.update.batching import TRAJECTORY_ROW
 
@@ -145,25 +142,20 @@ class NumberWatch(RolloutCallback):
             self.trainer._metrics["train"]["nonfinite/skipped_steps"] = [float(self.num_skipped)]
 
     def before_save(self, folder: str) -> None:
-        """Refuse to save weights that are not finite.
-
-        Raises:
-            NonFiniteError: names the first of them and the last healthy checkpoint.
-        """
-        problem = nonfinite_problem(self.trainer)
-        if problem is not None:
-            raise NonFiniteError(f"{problem}; {folder} was not written. {self.advice()}")
+        """Refuse to save weights that are not finite; names the first of them and the last healthy checkpoint."""
+        bad = nonfinite_weights(self.trainer.model)
+        if self.trainer.is_deepspeed_enabled:  # then all ranks save together
+            bad = [name for names in gather_object([bad]) for name in names]
+        if bad:
+            raise NonFiniteError(
+                f"{len(bad)} tensors of the model hold NaN or infinity (first {bad[0]}); {folder} was not written. "
+                f"{self.advice()}"
+            )
 
     def end_step(self, *, is_finite: bool, is_scaled: bool, step: int) -> bool:
-        """Judge an optimizer step. Where it is not finite, all ranks must call it; they all know.
+        """Whether to skip an optimizer step. Where it is not finite, all ranks must call it; they all know.
 
-        Args:
-            is_finite: whether the gradients of all ranks are.
-            is_scaled: float16 scales the loss, and skips steps by itself until the scale fits.
-            step: number of optimizer steps before this one.
-
-        Returns:
-            Whether to skip the step.
+        float16 scales the loss (`is_scaled`), and skips steps by itself until the scale fits.
 
         Raises:
             NonFiniteError: too many were skipped in a row; names the last healthy checkpoint.
@@ -218,3 +210,11 @@ class NumberWatch(RolloutCallback):
 
 def _name(number: int, names: Sequence[str]) -> str:
     return names[number] if 0 <= number < len(names) else f"row {number} of a rollout that was resumed"
+
+
+def nonfinite_weights(model: torch.nn.Module) -> list[str]:
+    """Names of the trainable parameters that hold NaN or infinity; of sharded ones this rank's part is looked at."""
+    trained = {name: own_part(value) for name, value in model.named_parameters() if value.requires_grad}
+    flags = [part.isfinite().all() for part in trained.values()]
+    is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # one copy to the host
+    return [name for name, finite in zip(trained, is_finite, strict=True) if not finite]
