@@ -12,9 +12,10 @@ in another encoding (base64, URL escapes), or split over several messages.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,11 +61,15 @@ def shown(text: str) -> str:
 
 def shown_all(item: Any) -> Any:
     """A copy of nested dicts and lists with every text as `shown`."""
+    return _map_texts(shown, item)
+
+
+def _map_texts(function: Callable[[str], str], item: Any) -> Any:
     if isinstance(item, str):
-        return shown(item)
+        return function(item)
     if isinstance(item, Mapping):
-        return {key: shown_all(value) for key, value in item.items()}
-    return [shown_all(value) for value in item] if isinstance(item, list | tuple) else item
+        return {_map_texts(function, key): _map_texts(function, value) for key, value in item.items()}
+    return [_map_texts(function, value) for value in item] if isinstance(item, list | tuple) else item
 
 
 def markdown(text: str) -> str:
@@ -110,20 +115,13 @@ SECRETS_HELP = "What is masked as a secret: a mapping, such as {names: '_(key|pi
 
 
 class SecretRules:
-    """What counts as a secret.
-
-    Args:
-        names: regular expression; matching names of environment variables, columns and arguments hold secrets.
-        patterns: regular expressions; what they match is masked wherever it stands.
-    """
+    """What counts as a secret: see `SecretSettings`."""
 
     def __init__(self, names: str = SECRET_NAMES, patterns: Sequence[str] = ()) -> None:
         self.names = re.compile(names, re.IGNORECASE)
         self.patterns = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
-        self._known: dict[str, str] = {}
+        self.noted: dict[str, str] = {}
         """Value -> name, of rows."""
-        self._sources: tuple[tuple[str, str], ...] = ()
-        self._values: re.Pattern[str] | None = None
 
     def is_secret(self, name: Any) -> bool:
         """Whether a value under this name is a secret."""
@@ -132,74 +130,60 @@ class SecretRules:
     def note(self, values: Any) -> None:
         """Remember what stands under secret names in a row, so that it is masked wherever it turns up."""
         for value, name in self.values_in(values).items():
-            if len(self._known) < MAX_KNOWN_VALUES:
-                self._known[value] = name
+            if len(self.noted) < MAX_KNOWN_VALUES:
+                self.noted[value] = name
 
     def values_in(self, item: Any, name: str = "") -> dict[str, str]:
         """Secret values in nested dicts and lists, each with its name."""
         if isinstance(item, Mapping):
-            found: dict[str, str] = {}
-            for key, value in item.items():
-                found |= self.values_in(value, str(key) if self.is_secret(key) else name)
-            return found
-        if isinstance(item, list | tuple):
-            return {value: key for part in item for value, key in self.values_in(part, name).items()}
-        is_one = bool(name) and isinstance(item, str) and len(item) >= MIN_SECRET_LENGTH
-        return {item: name} if is_one else {}
+            parts = [(value, str(key) if self.is_secret(key) else name) for key, value in item.items()]
+        elif isinstance(item, list | tuple):
+            parts = [(value, name) for value in item]
+        else:
+            is_one = bool(name) and isinstance(item, str) and len(item) >= MIN_SECRET_LENGTH
+            return {item: name} if is_one else {}
+        return {value: key for part in parts for value, key in self.values_in(*part).items()}
+
+    def known_values(self) -> dict[str, str]:
+        """Every value that is known to be a secret, with its name: of rows, and of the environment as it is now."""
+        return self.noted | {
+            value: name
+            for name, value in os.environ.items()
+            if len(value) >= MIN_SECRET_LENGTH and not value.isdigit() and self.is_secret(name)
+        }
 
     def mask(self, text: str, extra: Mapping[str, str] | None = None) -> str:
-        """The text with every secret replaced by its name.
-
-        Args:
-            text: of any kind.
-            extra: further values, with their names.
-        """
-        values = self._current_values()
-        if values is not None:
-            text = values.sub(lambda match: _mark(self._names[match.group()]), text)
-        if extra:
-            text = _alternatives(extra).sub(lambda match: _mark(extra[match.group()]), text)
+        """The text with every secret, and every value of `extra`, replaced by its name."""
+        text = _masked(_masked(text, self.known_values()), extra or {})
         for pattern in self.patterns:
             text = pattern.sub("[secret]", text)
         return text
 
     def mask_all(self, item: Any, extra: Mapping[str, str] | None = None) -> Any:
         """A copy of nested dicts and lists with every secret in their texts masked."""
-        if isinstance(item, str):
-            return self.mask(item, extra)
-        if isinstance(item, Mapping):
-            return {self.mask_all(key, extra): self.mask_all(value, extra) for key, value in item.items()}
-        if isinstance(item, list | tuple):
-            return [self.mask_all(value, extra) for value in item]
-        return item
-
-    def known_values(self) -> dict[str, str]:
-        """Every value that is known to be a secret, with its name: of the environment, and of rows."""
-        return dict(self._names) if self._current_values() is not None else {}
+        return _map_texts(lambda text: self.mask(text, extra), item)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is known that could be masked."""
-        return not self.patterns and self._current_values() is None
+        return not (self.patterns or self.known_values())
 
-    def _current_values(self) -> re.Pattern[str] | None:
-        """A pattern of all known values; the environment may have changed since the last call."""
-        found = {
-            value: name
-            for name, value in os.environ.items()
-            if len(value) >= MIN_SECRET_LENGTH and not value.isdigit() and self.is_secret(name)
-        }
-        sources = (*found.items(), *self._known.items())
-        if sources != self._sources:
-            self._sources = sources
-            self._names = self._known | found
-            self._values = _alternatives(self._names) if self._names else None
-        return self._values
+
+def _masked(text: str, named: Mapping[str, str]) -> str:
+    return _any_of(tuple(named)).sub(lambda match: f"[secret: {named[match[0]]}]", text) if named else text
+
+
+@functools.lru_cache(8)
+def _any_of(values: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)))
+
+
+_rules = SecretRules()
 
 
 def mask(text: str) -> str:
     """The text with every secret replaced by its name."""
-    return rules().mask(text)
+    return _rules.mask(text)
 
 
 def rules() -> SecretRules:
@@ -210,20 +194,9 @@ def rules() -> SecretRules:
 def set_rules(names: str = SECRET_NAMES, patterns: Sequence[str] | None = None) -> None:
     """Set the rules of this process, see `SecretRules`; values that were noted before are kept."""
     global _rules
-    known = _rules._known
+    noted = _rules.noted
     _rules = SecretRules(names, patterns or ())
-    _rules._known = known
-
-
-def _alternatives(values: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(value) for value in sorted(values, key=len, reverse=True)))
-
-
-def _mark(name: str) -> str:
-    return f"[secret: {name}]"
-
-
-_rules = SecretRules()
+    _rules.noted = noted
 
 
 _MAX_BITS = 14_000
