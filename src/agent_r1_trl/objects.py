@@ -1,7 +1,8 @@
 """Python objects by their import path, which is how recipes and configurations name classes and functions.
 
 Whatever a setting takes as "one of your own" (estimator, loss term, context policy) is found by
-`own_object`: the object itself or its path, checked before a model is loaded.
+`own_object`: the object itself or its path, checked before a model is loaded. What is refused is so with a ValueError
+that names the setting, its value and the fix.
 """
 
 from __future__ import annotations
@@ -26,73 +27,51 @@ _LIBRARIES = ("<frozen", str(Path(__file__).parent), *{sysconfig.get_path(name) 
 
 
 def import_object(path: str, flag: str) -> Any:
-    """Import the object that a path names.
+    """Import the object that a path names: "package.module.name", "package.module:name" or "folder/file.py:name".
 
     Modules are looked for in the current directory and among the installed packages.
-
-    Args:
-        path: "package.module.name", "package.module:name" or "folder/file.py:name".
-        flag: the setting that holds the path, for errors.
-
-    Raises:
-        ValueError: there is no such module or name, or the module raises; the message names flag, value and fix.
 
     >>> import_object("math.sqrt", "reward_funcs")(9.0)
     3.0
     """
-    module_name, colon, name = path.rpartition(":")
-    if not colon:
-        module_name, _, name = path.rpartition(".")
+    setting = f"{flag}={path!r}"
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not module_name or not name:
         raise ValueError(
-            f"{flag}={path!r}: must be an import path. Set {flag} to one, such as my_module.my_name or "
+            f"{setting}: must be an import path. Set {flag} to one, such as my_module.my_name or "
             "folder/my_file.py:my_name."
         )
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    setting = f"{flag}={path!r}"
-    module = _load_file(setting, module_name) if module_name.endswith(".py") else _import(setting, module_name)
+    is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).is_file():
+        raise ValueError(f"{setting}: there is no file {module_name} in {Path.cwd()}. Correct the path.")
+    try:
+        module = _load_file(Path(module_name)) if is_file else importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module does when it is imported
+        missing = error.name if isinstance(error, ModuleNotFoundError) and not is_file else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            raise ValueError(
+                f"{setting}: there is no module {missing!r} in {Path.cwd()} or among the installed packages. "
+                "Correct the path, or run the command from the directory that holds the module."
+            ) from error
+        raise ValueError(f"{setting}: importing it raises {locate_error(error)}. Correct the module.") from error
     if not hasattr(module, name):
         hint = did_you_mean(name, [item for item in dir(module) if not item.startswith("_")])
         raise ValueError(f"{setting}: {module_name} has no {name!r}.{hint} Correct the name.")
     return getattr(module, name)
 
 
-def _import(setting: str, module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"{setting}: there is no module {error.name!r} in {Path.cwd()} or among the installed packages. "
-                "Correct the path, or run the command from the directory that holds the module."
-            ) from error
-        raise _import_error(setting, error) from error
-    except Exception as error:  # whatever the user's module does when it is imported
-        raise _import_error(setting, error) from error
-
-
-def _load_file(setting: str, file_name: str) -> ModuleType:
-    file = Path(file_name)
-    if not file.is_file():
-        raise ValueError(f"{setting}: there is no file {file} in {Path.cwd()}. Correct the path.")
+def _load_file(file: Path) -> ModuleType:
     read = (file.resolve(), file.stat().st_mtime_ns)
     if (known := sys.modules.get(file.stem)) is not None and getattr(known, "_read", None) == read:
         return known  # what several settings take from one file is of one module
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file does
-        raise _import_error(setting, error) from error
+    module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     vars(module)["_read"] = read
     return module
-
-
-def _import_error(setting: str, error: Exception) -> ValueError:
-    return ValueError(f"{setting}: importing it raises {locate_error(error)}. Correct the module.")
 
 
 class OwnObjectError(RunError, ValueError):
@@ -118,11 +97,7 @@ class OwnObject(str):
         return own
 
     def __call__(self, *arguments: Any) -> Any:
-        """Call the object.
-
-        Raises:
-            OwnObjectError: it raises; the message names setting, object and line.
-        """
+        """Call the object; what it raises is reported with setting, object and line."""
         try:
             return self.target(*arguments)
         except Exception as error:  # whatever the user's object does
@@ -147,9 +122,6 @@ def own_object(
         form: what the object has to be, for errors: "a function from ... to ...".
         num_arguments: with how many arguments it is called, all by position.
         row: a type whose instances are taken as they are.
-
-    Raises:
-        ValueError: there is none, or it cannot be called so; the message names flag, value, rule and fix.
     """
     if isinstance(given, OwnObject):
         return given
@@ -169,11 +141,7 @@ def own_object(
 
 
 def make_own(setting: str, target: Any) -> Any:
-    """The object itself; a class is called without arguments.
-
-    Raises:
-        ValueError: the class cannot be called so; the message begins with `setting`, a flag and its value.
-    """
+    """The object itself; a class is called without arguments."""
     if not isinstance(target, type):
         return target
     try:
@@ -186,11 +154,7 @@ def make_own(setting: str, target: Any) -> Any:
 
 
 def check_call(setting: str, function: Any, form: str, /, *arguments: Any, **named: Any) -> None:
-    """Refuse a function that cannot be called with these arguments; their values do not matter.
-
-    Raises:
-        ValueError: the message begins with `setting`, and says what to name: `form`.
-    """
+    """Refuse a function that cannot be called with these arguments, of any values; `form` says what to name."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature
