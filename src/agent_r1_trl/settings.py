@@ -3,7 +3,8 @@
 A field of a dataclass is annotated with its rule (`max_turns: Count = setting(8, "Maximum number of ...")`) and
 `check_settings` checks all of them. What two settings say together is a row of a table: `Need` (one is read only
 beside certain values of others) or `Clash` (they contradict each other). Rules stand in the annotation and not in the
-field's metadata, because transformers hands metadata to argparse as it is.
+field's metadata, because transformers hands metadata to argparse as it is. What is refused is so with a ValueError
+that names the setting, its value, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -32,19 +33,9 @@ def setting(default: Any, help: str, **more: Any) -> Any:
 
 
 class Rule:
-    """Which values a setting takes; as a string, the rule in words.
+    """Which values a setting takes: `str` of it is the rule in words. Of a list the test is one of all elements."""
 
-    Args:
-        words: the rule.
-        takes: whether a value keeps it.
-        is_list: whether the values are lists.
-    """
-
-    is_list = False
-
-    def __init__(
-        self, words: str = "anything", takes: Callable[[Any], bool] = lambda value: True, *, is_list: bool = False
-    ) -> None:
+    def __init__(self, words: str, takes: Callable[[Any], bool], *, is_list: bool = False) -> None:
         self._words, self._takes, self.is_list = words, takes, is_list
 
     def accepts(self, value: Any) -> bool:
@@ -60,10 +51,10 @@ class Whole(Rule):
     """A whole number from `minimum` on."""
 
     def __init__(self, minimum: int = 1) -> None:
-        def takes(value: Any) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-        super().__init__(f"a whole number >= {minimum}", takes)
+        super().__init__(
+            f"a whole number >= {minimum}",
+            lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum,
+        )
         self.minimum = minimum
 
 
@@ -134,15 +125,13 @@ class Expression(Rule):
     """A regular expression to search for; one that matches empty text would match everywhere."""
 
     def __init__(self) -> None:
-        words = "one regular expression that does not match empty text ('(?!)' matches nothing)"
-        super().__init__(words, _matches_some)
+        def takes(value: Any) -> bool:
+            try:
+                return re.search(value, "") is None
+            except (re.error, TypeError):
+                return False
 
-
-def _matches_some(value: Any) -> bool:
-    try:
-        return re.search(value, "") is None
-    except (re.error, TypeError):
-        return False
+        super().__init__("one regular expression that does not match empty text ('(?!)' matches nothing)", takes)
 
 
 class Switch(Rule):
@@ -170,33 +159,31 @@ def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None
     Args:
         config: an instance.
         others: name -> annotation, of fields that are inherited and have no rule of their own.
-
-    Raises:
-        ValueError: names the setting, its value, the rule and the fix.
     """
     kind: Any = type(config)
     for name, group in groups_of(kind).items():
         setattr(config, name, group.read(name, getattr(config, name)))
-    for name, (rule, is_optional) in rules_of(kind).items():
-        check_rule(name, getattr(config, name), rule, is_optional)
+    check_rules(config, rules_of(kind))
     for name, annotation in (others or {}).items():
         check_value(name, getattr(config, name), annotation)
 
 
 def check_value(name: str, value: Any, annotation: Any) -> None:
-    """Check one value.
+    """Check one value by an annotation such as `Count | None`."""
+    _check(name, value, _rule_of(annotation))
 
-    Args:
-        name: of the setting.
-        value: what it was set to.
-        annotation: such as `Count`, or `Count | None`.
 
-    Raises:
-        ValueError: names the setting, its value, the rule and the fix.
-    """
-    rule, is_optional = _rule_of(annotation)
-    if rule is not None:
-        check_rule(name, value, rule, is_optional)
+def check_rules(owner: Any, rules: Mapping[str, tuple[Rule, bool]], prefix: str = "") -> None:
+    """Check attributes of an object by `rules_of` its class; messages name them with the prefix."""
+    for name, rule in rules.items():
+        _check(prefix + name, getattr(owner, name), rule)
+
+
+def _check(name: str, value: Any, found: tuple[Rule | None, bool]) -> None:
+    rule, is_optional = found
+    if rule is not None and not rule.accepts(value) and not (value is None and is_optional):
+        none = ", or None" if is_optional else ""
+        raise ValueError(f"{name}={value!r:.200} must be {rule}{none}. Set {name} to such a value.")
 
 
 @functools.cache
@@ -232,13 +219,6 @@ def _rule_of(annotation: Any) -> tuple[Rule | None, bool]:
     return next(rules, None), NoneType in _members(annotation)
 
 
-def check_rule(name: str, value: Any, rule: Rule, is_optional: bool) -> None:
-    """Check one value, which may be None if `is_optional`; see `check_value`."""
-    if not rule.accepts(value) and not (value is None and is_optional):
-        none = ", or None" if is_optional else ""
-        raise ValueError(f"{name}={value!r:.200} must be {rule}{none}. Set {name} to such a value.")
-
-
 # -------------------------------------------------------------------- a mapping
 
 
@@ -258,9 +238,6 @@ class SettingsGroup:
         Args:
             flag: the setting.
             value: a mapping, or the JSON text of one; None or False for none; a group, which is copied.
-
-        Raises:
-            ValueError: names the setting, its value, the rule and the fix.
         """
         if isinstance(value, str):
             try:
@@ -280,20 +257,19 @@ class SettingsGroup:
                 f"{flag}={value!r:.200} must be {flags}a mapping of some of {', '.join(known)} to values. Set "
                 f"{flag} to such a value."
             )
+        kind: Any = cls
+        rules = rules_of(kind)
         if isinstance(value, dict):
-            for key in value:
-                if key not in known:
-                    raise ValueError(
-                        f"{flag}: {key!r} is none of its keys.{did_you_mean(str(key), known)} Correct or remove "
-                        f"it; the keys are {', '.join(known)}."
-                    )
-            one = {key: [text] for key, text in value.items() if isinstance(text, str) and _takes_list(cls, key)}
-            value = cls(**value | one)
+            if wrong := [key for key in value if key not in known]:
+                raise ValueError(
+                    f"{flag}: {wrong[0]!r} is none of its keys.{did_you_mean(str(wrong[0]), known)} Correct or remove "
+                    f"it; the keys are {', '.join(known)}."
+                )
+            lists = [key for key, text in value.items() if isinstance(text, str) and key in rules]
+            value = cls(**value | {key: [value[key]] for key in lists if rules[key][0].is_list})
         else:
             value = copy.copy(value)  # what one configuration changes in it stays with that one
-        kind: Any = cls
-        for name, (rule, is_optional) in rules_of(kind).items():
-            check_rule(f"{flag}.{name}", getattr(value, name), rule, is_optional)
+        check_rules(value, rules, f"{flag}.")
         return value
 
 
@@ -303,10 +279,6 @@ def groups_of(kind: Any) -> dict[str, type[SettingsGroup]]:
     hints = {name: hint for parent in reversed(kind.__mro__) for name, hint in _hints(parent).items()}
     found = {name: [note for note in _notes(hint) if isinstance(note, type)] for name, hint in hints.items()}
     return {name: notes[0] for name, notes in found.items() if notes and issubclass(notes[0], SettingsGroup)}
-
-
-def _takes_list(kind: Any, name: str) -> bool:
-    return name in rules_of(kind) and rules_of(kind)[name][0].is_list
 
 
 def plain(value: Any) -> Any:
@@ -341,14 +313,14 @@ class Need(NamedTuple):
 
     def is_met(self, config: Any) -> bool:
         """Whether the settings are read."""
-        return any(self._has(config, other, values) for other, values in self.beside.items())
+        return any(_has(config, other, values) for other, values in self.beside.items())
 
-    @staticmethod
-    def _has(config: Any, other: str, values: tuple[Any, ...] | None) -> bool:
-        found = plain_value(config, other)
-        if values is None:
-            return bool(found not in (None, default_of(config, other)))
-        return any(item in values for item in (found if isinstance(found, list) else [found]))
+
+def _has(config: Any, name: str, values: tuple[Any, ...] | None) -> bool:
+    found = plain_value(config, name)
+    if values is None:
+        return bool(found not in (None, default_of(config, name)))
+    return any(item in values for item in (found if isinstance(found, list) else [found]))
 
 
 class Clash(NamedTuple):
@@ -361,13 +333,18 @@ class Clash(NamedTuple):
     text: str
     """Why it is one, and what to do; `{c.seed}` is the value of a setting."""
 
+    @classmethod
+    def of(cls, when: Mapping[str, tuple[Any, ...] | None], text: str, holds: Callable[[Any], Any] = bool) -> Clash:
+        """One of values, as in `Need.beside` (of each setting; an empty tuple: any), and of what `holds` besides."""
+
+        def all_hold(c: Any) -> Any:
+            return all(values == () or _has(c, name, values) for name, values in when.items()) and holds(c)
+
+        return cls(" ".join(when), all_hold, text)
+
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise the first of the problems, if there is any.
-
-    Raises:
-        ValueError: has the problem as its message.
-    """
+    """Raise the first of the problems, if there is any."""
     for problem in problems:
         raise ValueError(problem)
 
@@ -382,32 +359,32 @@ def find_clashes(config: Any, clashes: Iterable[Clash]) -> Iterator[str]:
 
 
 def find_unread(config: Any, needs: Iterable[Need], is_waiting: Callable[[str], bool] = lambda name: False) -> str:
-    """The settings that have another value than their default, which nothing reads, in words; "" if there are none.
+    """The settings that have another value than their default, which no row of a table has read; "" for none.
 
-    Args:
-        config: an instance of a dataclass.
-        needs: rows of a table.
-        is_waiting: whether a setting may stand there without effect.
+    Those that are `is_waiting` may stand there without effect.
     """
     problems = []
     for need in needs:
-        names = [name for name in need.names.split() if _is_known(config, name) and not is_waiting(name)]
-        names = [name for name in names if plain_value(config, name) not in (None, default_of(config, name))]
+        names = [
+            name
+            for name in need.names.split()
+            if hasattr(config, name.partition(".")[0])
+            and not is_waiting(name)
+            and plain_value(config, name) not in (None, default_of(config, name))
+        ]
         if names and not need.is_met(config):
             beside = " and ".join(shown(config, other) for other in need.beside)
-            fix = " or ".join(_way(config, other, values) for other, values in need.beside.items())
+            fix = " or ".join(
+                f"{other} to {'another value than ' + repr(default_of(config, other)) if values is None else ''}"
+                f"{' or '.join(map(repr, values or ()))}"
+                for other, values in need.beside.items()
+            )
             problems += [
                 f"{shown(config, name)} has no effect with {beside}. Remove {name} (or set it to its default, "
                 f"{default_of(config, name)!r}), or set {fix}."
                 for name in names
             ]
     return " ".join(problems)
-
-
-def _way(config: Any, other: str, values: tuple[Any, ...] | None) -> str:
-    if values is None:
-        return f"{other} to another value than {default_of(config, other)!r}"
-    return f"{other} to {' or '.join(map(repr, values))}"
 
 
 def shown(config: Any, name: str) -> str:
@@ -422,7 +399,3 @@ def default_of(config: Any, name: str) -> Any:
     owner = getattr(config, group) if group else config
     is_off = group and not isinstance(owner, SettingsGroup)
     return None if is_off else type(owner).__dataclass_fields__[key].default
-
-
-def _is_known(config: Any, name: str) -> bool:
-    return hasattr(config, name.partition(".")[0])

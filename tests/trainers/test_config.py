@@ -22,7 +22,7 @@ from agent_r1_trl.trainers.config import (
     MultiTurnPPOConfig,
     get_peft_config,
 )
-from agent_r1_trl.trainers.config_checks import LAUNCHED, UNSUPPORTED_OPTIONS
+from agent_r1_trl.trainers.config_checks import LAUNCHED
 from tests.generation.helpers import tiny_model
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
@@ -73,10 +73,6 @@ def test_a_plain_grpo_config_is_accepted_and_left_untouched():
     assert (limits.max_turns, limits.max_invalid_calls, limits.max_observation_tokens) == (77, 77, 77)
     assert type(plain) is GRPOConfig
     assert not hasattr(plain, "max_turns")
-
-
-def test_trls_truncation_mask_is_ours():
-    assert MultiTurnGRPOConfig(**CPU, mask_truncated_completions=True).truncated_trajectories == "mask"
 
 
 def test_the_arguments_of_another_trainer_are_refused_with_the_right_class():
@@ -150,19 +146,6 @@ def test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for(monkeypatch, name
         config.check_supported()
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED_OPTIONS))
-def test_every_trl_option_that_is_ignored_is_refused_by_name(name):
-    config = MultiTurnGRPOConfig(**CPU)
-    config.check_supported()
-    config.use_vllm = True
-    accepted, fix = UNSUPPORTED_OPTIONS[name]
-    setattr(config, name, {"x": 1} if accepted is None else not accepted)
-    with pytest.raises(ValueError) as error:
-        config.check_supported()
-    assert name in str(error.value)
-    assert fix in str(error.value)
-
-
 def test_servers_come_from_our_list_or_from_trls_arguments():
     server = {"use_vllm": True, "vllm_mode": "server"}
     urls = ["http://a:1", "http://b:2"]
@@ -217,9 +200,6 @@ def test_target_modules_are_names_also_a_lone_one(names, adapted):
 def test_adapters_of_a_recipe_have_no_dropout_unless_it_asks_for_it():
     assert get_peft_config(ModelConfig(use_peft=True)).lora_dropout == 0.0
     assert get_peft_config(ModelConfig(use_peft=True, lora_dropout=0.1)).lora_dropout == 0.1
-
-
-def test_without_lora_there_is_no_configuration():
     assert get_peft_config(ModelConfig()) is None
 
 

@@ -109,7 +109,7 @@ def test_prompts_and_updates_per_rollout_are_what_was_asked_for(processes, optio
         ),
         (
             {"updates_per_rollout": 3, "num_iterations": 2},
-            "updates_per_rollout=3 with num_iterations=2.* multiple of 2",
+            r"updates_per_rollout=3: .*passed over 2 times \(num_iterations\).* to one of 2\b",
             {"updates_per_rollout": 2},
         ),
         (

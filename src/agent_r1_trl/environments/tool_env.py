@@ -32,7 +32,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
 from agent_r1_trl.objects import did_you_mean, locate_error
-from agent_r1_trl.settings import Count, Finite, Number, Rule, Text, check_rule, rules_of
+from agent_r1_trl.settings import Count, Finite, Number, Rule, Text, check_rules, rules_of
 from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.threads import run_on_own_thread
@@ -281,8 +281,7 @@ class ToolEnv:
     def _check_settings(self) -> None:
         owner = type(self).__name__
         kind: Any = type(self)  # a class is hashable, which the type checker doubts
-        for name, (rule, is_optional) in declared_rules(kind).items():
-            check_rule(f"{owner}.{name}", getattr(self, name), rule, is_optional)
+        check_rules(self, declared_rules(kind), f"{owner}.")
         if self.success_reward < self.failure_reward:
             raise ValueError(
                 f"{owner}.success_reward={self.success_reward} is below failure_reward={self.failure_reward}: "

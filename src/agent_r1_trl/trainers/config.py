@@ -36,11 +36,20 @@ from agent_r1_trl.settings import (
     Share,
     SomeOf,
     Whole,
+    check_settings,
     plain,
     plain_value,
+    refuse,
     setting,
 )
-from agent_r1_trl.trainers.config_checks import RolloutShape, check_config, check_fields, check_rollout, resolve_shape
+from agent_r1_trl.trainers.config_checks import (
+    PLAYED_FIELDS,
+    RolloutShape,
+    check_config,
+    check_fields,
+    find_rollout_problems,
+    resolve_shape,
+)
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
@@ -71,6 +80,8 @@ AGENT_R1 = {
 }""",
 }
 """The paper of both trainers, as TRL's `_paper`."""
+AsMapping = dict[str, Any] | str | None
+"""A group of settings, as a mapping or its JSON text."""
 UNKNOWN_TO_TRL = ("max_turns", "max_invalid_calls", "max_observation_tokens")
 """Limits that do not exist in TRL; a plain `GRPOConfig` is not held to them."""
 
@@ -94,8 +105,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     chat_template: str | None = setting(
         None,
-        "Chat template in place of the tokenizer's: its source, a .jinja file, or the name of one that TRL ships "
-        "(qwen3_training). It is saved with the model.",
+        "Chat template in place of the tokenizer's, saved with the model: its source, a .jinja file, or the name of "
+        "one that TRL ships (qwen3_training).",
     )
     response_template: dict[str, Any] | str | None = setting(
         None,
@@ -103,20 +114,20 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "file, or a transformers response_template. None: the template's own.",
     )
     eval_temperature: NotNegative | None = setting(
-        None, "Temperature in evaluation; 0 is greedy. None: the training temperature."
+        None, "Temperature in evaluation; 0 is greedy. None: as in training."
     )
     generation_batch_rows: Count = setting(
-        64, "Maximum number of requests per forward pass of the transformers generator."
+        64, "Maximum number of requests per forward pass of transformers' generator."
     )
     vllm_dtype: Annotated[str, OneOf("auto", "bfloat16", "float16", "float32")] = setting(
         "auto",
-        "Numbers of the vLLM engine in this process: 'bfloat16', 'float16' or 'float32'. 'auto': those that the "
-        "trainer computes with (of 16 bits with bf16 or fp16), else those of its weights.",
+        "Numbers of the vLLM engine in this process. 'auto': those that the trainer computes with (of 16 bits with "
+        "bf16 or fp16), else those of its weights.",
     )
-    servers: Annotated[dict[str, Any] | str | None, ServerSettings] = setting(
+    servers: Annotated[AsMapping, ServerSettings] = setting(
         None,
-        "The vLLM servers to sample from (vllm_mode='server') and how long they may take: a mapping, for example "
-        "{urls: [http://127.0.0.1:8000]}. None: the defaults of its keys.",
+        "The vLLM servers to sample from (vllm_mode='server') and how long they may take, such as {urls: "
+        "[http://127.0.0.1:8000]}.",
     )
     overlap_rollout: Flag = setting(
         False,
@@ -126,13 +137,13 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     retry_failed: CountOrZero = setting(
         0,
-        "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is played again in the "
-        "same rollout, with the same row and the same seeds.",
+        "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is played again in its "
+        "rollout, with the same seeds.",
     )
     min_group_size: Count | None = setting(
         None,
-        "A prompt's trajectories count only if at least this many of them were played and scored; of a smaller group "
-        "none is in the baseline. None: 2 where the estimator compares them, else 1.",
+        "A prompt's trajectories count only if at least this many of them were played and scored. None: 2 where the "
+        "estimator compares them, else 1.",
     )
 
     # ---- rewards on tokens
@@ -146,7 +157,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
 
     process_reward_weight: NotNegative = setting(
-        1.0, "Weight of the turn rewards in the advantages. Recorded trajectories keep the unweighted rewards."
+        1.0, "Weight of the turn rewards in the advantages; not in the records."
     )
     outcome_reward_weight: NotNegative = setting(1.0, "Weight of the outcome reward in the advantages.")
     process_reward_schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = setting(
@@ -156,7 +167,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         False, "Divide each source of turn rewards by its standard deviation over the batch."
     )
     turn_reward_weights: list[float] | None = setting(
-        None, "One weight per function in `turn_reward_funcs`. None: 1 each."
+        None, "One weight per function in `turn_reward_funcs`; or 1 each."
     )
 
     # ---- advantages and loss
@@ -221,36 +232,30 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows a pass.",
     )
 
-    # ---- features (one mapping each; `features/NAME/settings.py` declares the keys)
-    sampling: dict[str, Any] | str | None = setting(
-        None,
-        "Group filter, dynamic sampling and curriculum: a mapping, for example {filter_groups: top_p}. None: every "
-        "prompt once per epoch, and all groups are trained on.",
+    # ---- features (one mapping each; `features/NAME/settings.py` declares the keys; None: the defaults of the keys)
+    sampling: AsMapping = setting(
+        None, "Group filter, dynamic sampling and curriculum, such as {filter_groups: top_p}. None: all off."
     )
-    failures: dict[str, Any] | str | None = setting(
+    failures: AsMapping = setting(
         None,
         "When failing trajectories, steps that are not finite, failing checkpoints and silent ranks end the run, and "
-        "what a signal does: a mapping, for example {max_share: 0.8}. None: the defaults of its keys.",
+        "what a signal does, such as {max_share: 0.8}.",
     )
-    outages: dict[str, Any] | str | None = setting(
-        None,
-        "When a tool counts as down and how long the run waits for it: a mapping, for example {max_wait: 600}. None: "
-        "the defaults of its keys.",
+    outages: AsMapping = setting(
+        None, "When a tool counts as down and how long the run waits for it, such as {max_wait: 600}."
     )
-    journal: dict[str, Any] | str | None = setting(
+    journal: AsMapping = setting(
         True,
         "Write every turn of a rollout to output_dir/journal as it happens, so that a run that is killed and resumed "
-        "repeats nothing but the turn that was in flight: true, false, or a mapping, for example {keep: 9}.",
+        "repeats nothing but the turn that was in flight: true, false, or a mapping, such as {keep: 9}.",
     )
-    push: dict[str, Any] | str | None = setting(
-        None,
-        "What `push_to_hub` uploads besides the model: a mapping, for example {trajectories: true}. None: what is "
-        "recorded stays here.",
+    push: AsMapping = setting(
+        None, "What `push_to_hub` uploads besides the model, such as {trajectories: true}. None: no records."
     )
-    echo: dict[str, Any] | str | None = setting(
+    echo: AsMapping = setting(
         None,
-        "The watch for collapsing runs: true, or a mapping, for example {actions: [all]}, with which something is "
-        "done about them. None or false: off.",
+        "The watch for collapsing runs: true, or a mapping, such as {actions: [all]}, with which something is done "
+        "about them. None or false: off.",
     )
 
     # ---- rollout shaping
@@ -326,7 +331,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         super().__post_init__()
         if is_single:
             values["num_generations"] = 1
-        _check_deepspeed(self)
         check_config(self)
 
     def asked_features(self) -> list[str]:
@@ -417,12 +421,9 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         return cls.__dataclass_fields__[name].default
 
     def check_supported(self, *, has_generator: bool = False) -> None:
-        """Check what only matters where our rollout plays: a trainer without environment and tools leaves it to TRL.
-
-        Raises:
-            ValueError: names the option, its value and the fix.
-        """
-        check_rollout(self, has_generator=has_generator)
+        """Check what only matters where our rollout plays; a trainer without environment and tools is TRL's."""
+        check_settings(self, PLAYED_FIELDS)
+        refuse(find_rollout_problems(self, has_generator))
 
 
 @dataclass
@@ -529,31 +530,6 @@ class ModelConfig(trl.ModelConfig):
             "of a sampled token differ between them."
         },
     )
-
-
-def _check_deepspeed(config: MultiTurnConfig) -> None:
-    """Refuse what DeepSpeed and transformers refuse of a DeepSpeed configuration once the model is loaded.
-
-    Raises:
-        ValueError: names the key and the fix.
-    """
-    read: Any = getattr(config, "hf_deepspeed_config", None)
-    if not config.deepspeed or read is None:
-        return
-    key, found = "train_micro_batch_size_per_gpu", ""
-    if read.get_value(key) is None and read.get_value("train_batch_size") is None:
-        found = (
-            f"{key} is not in it, nor is train_batch_size, and DeepSpeed needs one of them. Write "
-            f'"{key}": "auto" there, which is per_device_train_batch_size.'
-        )
-    elif read.mismatches:
-        unequal = "; ".join(item.removeprefix("- ds ").replace(" vs hf ", " with ") for item in read.mismatches)
-        found = (
-            f'{unequal}: both must be equal. Write "auto" for that key there, which takes the value of the training '
-            "arguments, or set the arguments to the same."
-        )
-    if found:
-        raise ValueError(f"deepspeed={config.deepspeed!r:.200}: {found}")
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:

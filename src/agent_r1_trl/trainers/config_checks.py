@@ -2,11 +2,9 @@
 
 The values of single settings are checked by their fields (`agent_r1_trl.settings`). Here `check_config` sets the
 arguments that follow from others, then refuses what nothing would read (`NEEDS`) and what contradicts itself
-(`CLASHES`). `check_rollout` refuses what only matters where our rollout plays: nothing is dropped in silence, but TRL
-accepts all of it, so a trainer without environment and tools does not call it.
-
-The refusals are evaluated in the order in which they stand here, and each names the flag, its value, the rule and the
-fix.
+(`CLASHES`). `find_rollout_problems` says what only matters where our rollout plays: nothing is dropped in silence, but
+TRL accepts all of it, so a trainer without environment and tools does not ask. Refusals are ValueErrors, evaluated
+in the order in which they stand here; each names the flag, its value, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import importlib.util
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,22 +117,23 @@ TRL_NEEDS = (
 # -------------------------------------------------------------------- what contradicts itself
 
 
-def _corrects(c: Any) -> bool:
-    return bool(c.use_vllm and c.vllm_importance_sampling_correction)
-
-
 def optimizer_in_backward(c: Any) -> bool:
     """Whether the optimizer updates weights inside the backward pass, as LOMO and the layer-wise ones do."""
     name = str(getattr(c.optim, "value", c.optim))
     return name in ("lomo", "adalomo") or name.endswith("_layerwise")
 
 
-def _sampling_unit(c: Any) -> str:
-    return c.importance_sampling_unit or _mode_of(c)
-
-
 def _mode_of(c: Any) -> str:
     return str(c.vllm_importance_sampling_mode.partition("_")[0])
+
+
+def _deepspeed_file(c: Any) -> Any:
+    return getattr(c, "hf_deepspeed_config", None) if c.deepspeed else None
+
+
+def _lacks_batch_size(c: Any) -> bool:
+    read, names = _deepspeed_file(c), ("train_micro_batch_size_per_gpu", "train_batch_size")
+    return read is not None and all(read.get_value(name) is None for name in names)
 
 
 def _splits_a_rollout(c: Any) -> bool:
@@ -142,173 +141,166 @@ def _splits_a_rollout(c: Any) -> bool:
     return bool(large % small)
 
 
-def moves_rows(config: Any) -> bool:
-    """Whether the layout of the update deals rows out to other micro-batches than TRL."""
-    return config.update_layout in REGROUPING_LAYOUTS and config.gradient_accumulation_steps > 1
+_ADAMW = "Set another optim, such as 'adamw_torch'"
+_MULTIPLIES = "this loss multiplies the ratios of the tokens itself. Set"
 
 
-def _moves_rows(name: str, holds: Callable[[Any], Any]) -> tuple[Clash, Clash]:
+def _moves_rows(name: str, values: tuple[str, ...] | None = None) -> Clash:
     """TRL averages, or takes a quantile, inside each micro-batch, between which no row may then be moved."""
-    why = f"this moves rows between micro-batches, and {name} depends on which rows share one. "
-    return (
-        Clash(
-            f"max_tokens_per_micro_batch {name}",
-            lambda c: c.max_tokens_per_micro_batch is not None and holds(c),
-            why + "Remove max_tokens_per_micro_batch and set update_layout='packed', which moves none.",
-        ),
-        Clash(
-            f"update_layout {name}",
-            lambda c: moves_rows(c) and holds(c),
-            why + "Set update_layout='packed' or 'padded', which move none, or gradient_accumulation_steps=1.",
+    return Clash.of(
+        {"update_layout": (), "max_tokens_per_micro_batch": (), name: values},
+        f"this moves rows between micro-batches, and {name} depends on which rows share one. Set "
+        "update_layout='packed' or 'padded', which move none without max_tokens_per_micro_batch, or "
+        "gradient_accumulation_steps=1.",
+        lambda c: (
+            c.max_tokens_per_micro_batch is not None
+            or (c.update_layout in REGROUPING_LAYOUTS and c.gradient_accumulation_steps > 1)
         ),
     )
 
 
 CLASHES = (
     # ---- serving
-    Clash(
-        "servers.urls use_vllm vllm_mode",
-        lambda c: c.servers.urls is not None and not (c.use_vllm and c.vllm_mode == "server"),
+    Clash.of(
+        {"servers.urls": None, "use_vllm": (), "vllm_mode": ()},
         "nothing would speak to these servers. Set use_vllm=True and vllm_mode='server', or remove servers.urls.",
+        lambda c: not (c.use_vllm and c.vllm_mode == "server"),
     ),
-    Clash(
-        "overlap_rollout use_vllm",
-        lambda c: c.overlap_rollout and not c.use_vllm,
-        "the sampler needs weights of its own. Set use_vllm=True.",
+    Clash.of(
+        {"overlap_rollout": (True,), "use_vllm": (False,)}, "the sampler needs weights of its own. Set use_vllm=True."
     ),
-    Clash(
-        "overlap_rollout vllm_importance_sampling_correction",
-        lambda c: c.overlap_rollout and not c.vllm_importance_sampling_correction,
+    Clash.of(
+        {"overlap_rollout": (True,), "vllm_importance_sampling_correction": (False,)},
         "nothing would correct for the older weights. Set vllm_importance_sampling_correction=True.",
     ),
-    Clash(
-        "overlap_rollout vllm_enable_sleep_mode",
-        lambda c: c.overlap_rollout and c.vllm_enable_sleep_mode,
+    Clash.of(
+        {"overlap_rollout": (True,), "vllm_enable_sleep_mode": (True,)},
         "the engine works during the update and cannot sleep. Set vllm_enable_sleep_mode=False.",
     ),
-    Clash(
-        "importance_sampling_length_normalized importance_sampling_unit",
-        lambda c: c.importance_sampling_length_normalized and _sampling_unit(c) == "token",
+    Clash.of(
+        {"importance_sampling_length_normalized": (True,), "importance_sampling_unit": ()},
         "the ratio of a single token stays as it is. Set importance_sampling_unit to 'turn' or 'sequence', or remove "
         "importance_sampling_length_normalized.",
+        lambda c: (c.importance_sampling_unit or _mode_of(c)) == "token",
     ),
-    Clash(
-        "importance_sampling_unit loss_type",
-        lambda c: c.importance_sampling_unit not in (None, "token") and c.loss_type == "vespo",
-        "this loss multiplies the ratios of the tokens itself. Remove importance_sampling_unit, or set another "
-        "loss_type.",
+    Clash.of(
+        {"importance_sampling_unit": ("turn", "sequence"), "loss_type": ("vespo",)},
+        f"{_MULTIPLIES} another loss_type, or remove importance_sampling_unit.",
     ),
-    Clash(
-        "off_policy_mask_threshold loss_mask use_vllm",
-        lambda c: c.off_policy_mask_threshold is not None and not c.loss_mask and c.use_vllm,
+    Clash.of(
+        {"off_policy_mask_threshold": None, "loss_mask": (False,), "use_vllm": (True,)},
         "the mask would compare log-probabilities of observation tokens, which the engine did not sample. Remove "
         "off_policy_mask_threshold, or set loss_mask=True.",
     ),
-    # ---- groups
-    Clash(
-        "min_group_size num_generations",
-        lambda c: (c.min_group_size or 0) > c.num_generations,
+    # ---- groups, rewards and advantages
+    Clash.of(
+        {"min_group_size": None, "num_generations": ()},
         "no group could count. Set min_group_size to at most num_generations, or to None.",
+        lambda c: c.min_group_size > c.num_generations,
     ),
-    # ---- rewards and advantages
-    Clash(
-        "mask_truncated_completions truncated_trajectories",
-        lambda c: c.mask_truncated_completions and c.truncated_trajectories == "penalise",
+    Clash.of(
+        {"mask_truncated_completions": (True,), "truncated_trajectories": ("penalise",)},
         "a masked trajectory is not trained on, so the penalty would have no effect. Remove one of the two.",
     ),
-    Clash(
-        "kl_placement beta",
-        lambda c: c.kl_placement == "reward" and c.beta == 0,
+    Clash.of(
+        {"kl_placement": ("reward",), "beta": (0,)},
         "this changes nothing. Set beta > 0 (0.001 is usual), or remove kl_placement.",
     ),
-    Clash(
-        "separate_process_advantages advantage_estimator",
-        lambda c: c.separate_process_advantages and c.estimator.needs_critic,
+    Clash.of(
+        {"separate_process_advantages": (True,), "advantage_estimator": ()},
         "the critic's values belong to the sum of both. Set separate_process_advantages=False and weigh the rewards "
         "instead (process_reward_weight, outcome_reward_weight).",
+        lambda c: c.estimator.needs_critic,
     ),
-    Clash(
-        "loss_type advantage_estimator",
-        lambda c: c.estimator.loss_type not in (None, c.loss_type),
+    Clash.of(
+        {"loss_type": (), "advantage_estimator": ()},
         "the loss of this estimator has a normaliser of its own. Remove loss_type, or set "
         "loss_type={c.estimator.loss_type!r}.",
+        lambda c: c.estimator.loss_type not in (None, c.loss_type),
     ),
     # ---- update
-    Clash(
-        "max_tokens_per_micro_batch steps_per_generation gradient_accumulation_steps",
-        lambda c: c.max_tokens_per_micro_batch is not None and _splits_a_rollout(c),
+    Clash.of(
+        {"max_tokens_per_micro_batch": None, "steps_per_generation": (), "gradient_accumulation_steps": ()},
         "neither is a multiple of the other, so that an optimizer step would hold a part of a rollout's rows. Set "
         "steps_per_generation to a multiple of gradient_accumulation_steps, or remove max_tokens_per_micro_batch.",
+        _splits_a_rollout,
     ),
-    Clash(
-        "max_tokens_per_micro_batch optim",
-        lambda c: c.max_tokens_per_micro_batch is not None and optimizer_in_backward(c),
-        "this updates each weight inside the backward pass, and an optimizer step may be several of them here. Set "
-        "another optim, such as 'adamw_torch', or remove max_tokens_per_micro_batch.",
+    Clash.of(
+        {"max_tokens_per_micro_batch": None, "optim": ()},
+        "this updates each weight inside the backward pass, and an optimizer step may be several of them here. "
+        f"{_ADAMW}, or remove max_tokens_per_micro_batch.",
+        optimizer_in_backward,
     ),
-    *_moves_rows("loss_type", lambda c: c.loss_type == "bnpo"),
-    *_moves_rows("top_entropy_quantile", lambda c: c.top_entropy_quantile != 1.0),
-    *_moves_rows("entropy_coef", lambda c: c.entropy_coef != 0.0),
-    *_moves_rows("use_adaptive_entropy", lambda c: c.use_adaptive_entropy),
-    # ---- the critic
-    Clash(
-        "max_grad_norm",
-        lambda c: c.has_critic and c.max_grad_norm is None,
-        "the Trainer compares it with 0. Set max_grad_norm=0 for no clipping.",
+    _moves_rows("loss_type", ("bnpo",)),
+    _moves_rows("top_entropy_quantile"),
+    _moves_rows("entropy_coef"),
+    _moves_rows("use_adaptive_entropy"),
+    # ---- what DeepSpeed and transformers would refuse once the model is loaded
+    Clash.of(
+        {"deepspeed": None},
+        "train_micro_batch_size_per_gpu is not in it, nor is train_batch_size, and DeepSpeed needs one of them. Write "
+        '"train_micro_batch_size_per_gpu": "auto" there, which is per_device_train_batch_size.',
+        _lacks_batch_size,
     ),
-    Clash(
-        "optim",
-        lambda c: c.has_critic and optimizer_in_backward(c),
-        "this updates each weight inside the backward pass, where policy and critic can have neither rates nor "
-        "gradient norms of their own. Set another optim, such as 'adamw_torch'.",
-    ),
-    Clash(
-        "loss_mask advantage_mask",
-        lambda c: c.has_critic and not c.loss_mask and c.advantage_mask,
-        "observation tokens would enter the loss without an advantage. Set advantage_mask=False as well, or keep "
-        "loss_mask=True.",
-    ),
-    Clash(
-        "critic_context critic",
-        lambda c: c.has_critic and c.critic_context is not None and c.critic == "head",
-        "that critic reads the policy's own hidden states, so it cannot see more than the policy. Set "
-        "critic='adapter' or critic='model'.",
-    ),
-    Clash(
-        "use_liger_kernel",
-        lambda c: c.has_critic and c.use_liger_kernel,
-        "its fused loss hides the forward that the critic reads. Set use_liger_kernel=False.",
+    Clash.of(
+        {"deepspeed": None},
+        '{c.hf_deepspeed_config.mismatches}: both must be equal. Write "auto" for that key there, which takes the '
+        "value of the training arguments, or set the arguments to the same.",
+        lambda c: getattr(_deepspeed_file(c), "mismatches", None),
     ),
 )
 """In the order in which mistakes are reported."""
+
+CRITIC_CLASHES = (
+    Clash.of({"max_grad_norm": (None,)}, "the Trainer compares it with 0. Set max_grad_norm=0 for no clipping."),
+    Clash.of(
+        {"optim": ()},
+        "this updates each weight inside the backward pass, where policy and critic can have neither rates nor "
+        f"gradient norms of their own. {_ADAMW}.",
+        optimizer_in_backward,
+    ),
+    Clash.of(
+        {"loss_mask": (False,), "advantage_mask": (True,)},
+        "observation tokens would enter the loss without an advantage. Set advantage_mask=False as well, or keep "
+        "loss_mask=True.",
+    ),
+    Clash.of(
+        {"critic_context": None, "critic": ("head",)},
+        "that critic reads the policy's own hidden states, so it cannot see more than the policy. Set "
+        "critic='adapter' or critic='model'.",
+    ),
+    Clash.of(
+        {"use_liger_kernel": (True,)},
+        "its fused loss hides the forward that the critic reads. Set use_liger_kernel=False.",
+    ),
+)
 
 _WHOLE = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
 """Sampling options -> the values with which tokens are drawn from the whole distribution."""
 
 
 def _cuts(name: str) -> Clash:
-    return Clash(
-        f"{name} vllm_importance_sampling_correction",
-        lambda c: _corrects(c) and getattr(c, name) not in _WHOLE[name],
+    return Clash.of(
+        {name: (), "vllm_importance_sampling_correction": (True,)},
         "the engine samples from a cut distribution, the trainer scores the whole one, and the ratio of the two is "
         f"meaningless. Remove {name}, or set vllm_importance_sampling_correction=False.",
+        lambda c: c.use_vllm and getattr(c, name) not in _WHOLE[name],
     )
 
 
 PLAYED_CLASHES = (
     *map(_cuts, _WHOLE),
-    Clash(
-        "vllm_importance_sampling_mode loss_type",
-        lambda c: _corrects(c) and c.loss_type == "vespo" and _mode_of(c) != "token",
-        "this loss multiplies the ratios of the tokens itself. Set vllm_importance_sampling_mode to 'token_truncate' "
-        "or 'token_mask'.",
+    Clash.of(
+        {"vllm_importance_sampling_mode": (), "loss_type": ("vespo",)},
+        f"{_MULTIPLIES} vllm_importance_sampling_mode to 'token_truncate' or 'token_mask'.",
+        lambda c: c.use_vllm and c.vllm_importance_sampling_correction and _mode_of(c) != "token",
     ),
-    Clash(
-        "deepspeed",
-        lambda c: c.deepspeed and c.device and not torch.distributed.is_initialized(),
+    Clash.of(
+        {"deepspeed": None},
         "no launcher has started this process, and DeepSpeed needs a process group, for one GPU too. Start it with "
         "`torchrun --nproc_per_node 1 -m agent_r1_trl.cli.train` (a script: `torchrun --nproc_per_node 1 script.py`), "
         "or remove deepspeed.",
+        lambda c: c.deepspeed and c.device and not torch.distributed.is_initialized(),
     ),
 )
 """What contradicts itself where our rollout plays."""
@@ -318,31 +310,17 @@ PLAYED_CLASHES = (
 
 
 def check_fields(config: MultiTurnConfig) -> None:
-    """Check each field by itself; also before TRL reads them.
-
-    Raises:
-        ValueError: names the flag, its value, the rule and the fix.
-    """
-    _read_groups(config)
+    """Check each field by itself, also before TRL reads them; of each mapping of a feature make its settings."""
+    for name, row in FEATURES.items():
+        kinds = mappings_of(name)
+        for flag in (row.settings or "").split() if row.has_mapping else ():
+            given = getattr(config, flag)  # without the feature it stays what was given
+            setattr(config, flag, kinds[flag].read(flag, given) if flag in kinds else given or None)
     check_settings(config, TRL_FIELDS)
 
 
-def _read_groups(config: MultiTurnConfig) -> None:
-    """Make of each mapping of a feature the settings that it declares; without the feature it stays what was given."""
-    for name, row in FEATURES.items():
-        if row.has_mapping:
-            kinds = mappings_of(name)
-            for flag in (row.settings or "").split():
-                given = getattr(config, flag)
-                setattr(config, flag, kinds[flag].read(flag, given) if flag in kinds else given or None)
-
-
 def check_config(config: MultiTurnConfig) -> None:
-    """Check the arguments of a trainer, and set those that follow from others.
-
-    Raises:
-        ValueError: names the flag, its value, the rule and the fix.
-    """
+    """Check the arguments of a trainer, and set those that follow from others."""
     check_fields(config)
     resolve(config)
     for checks in _feature_checks():
@@ -352,22 +330,8 @@ def check_config(config: MultiTurnConfig) -> None:
         check_urls(urls)
 
 
-def check_rollout(config: MultiTurnConfig, *, has_generator: bool) -> None:
-    """Refuse what the rollout cannot honour, and what would have no effect.
-
-    Raises:
-        ValueError: names the option, its value and the fix.
-    """
-    check_settings(config, PLAYED_FIELDS)
-    refuse(_find_rollout_problems(config, has_generator))
-
-
 def resolve(config: MultiTurnConfig) -> None:
-    """Set the arguments that follow from others.
-
-    Raises:
-        ValueError: `advantage_estimator` names no estimator, or `loss_term` no function.
-    """
+    """Set the arguments that follow from others."""
     if config.mask_truncated_completions and config.truncated_trajectories == "keep":
         config.truncated_trajectories = "mask"  # TRL's name for it
     is_reentrant = config.gradient_checkpointing and (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
@@ -385,7 +349,7 @@ def resolve(config: MultiTurnConfig) -> None:
         config.loss_term = own_object("loss_term", config.loss_term, (), form, num_arguments=3)
     if config.gamma_turn is None:
         config.gamma_turn = row.default_gamma_turn
-    if row.loss_type is not None and config.loss_type == config.default_of("loss_type"):
+    if row.loss_type is not None and config.loss_type == default_of(config, "loss_type"):
         config.loss_type = row.loss_type
 
 
@@ -406,7 +370,8 @@ def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
     checks = _feature_checks()
     if unread := find_unread(config, itertools.chain(NEEDS, *(item.NEEDS for item in checks))):
         yield unread
-    yield from find_clashes(config, itertools.chain(CLASHES, *(item.CLASHES for item in checks)))
+    tables = [CLASHES, *([CRITIC_CLASHES] if config.has_critic else []), *(item.CLASHES for item in checks)]
+    yield from find_clashes(config, itertools.chain(*tables))
     yield from _find_estimator_problems(config)
     for item in checks:
         yield from item.find_problems(config)
@@ -450,7 +415,7 @@ def _find_estimator_problems(config: MultiTurnConfig) -> Iterator[str]:
     # A user's own estimator says itself which options it ignores.
     for option in [option for option in _ESTIMATOR_OPTIONS if option not in row.options] if is_ours else row.ignores:
         value = getattr(config, option, None)
-        if value is not None and value not in (config.default_of(option), same.get(option)):
+        if value is not None and value not in (default_of(config, option), same.get(option)):
             readers = _names_of(other for other in others if option in other.options)
             fix = f", or set advantage_estimator to one of {readers}" if readers else ""
             yield f"{option}={value!r} has no effect with {name}, which does not read it. Remove {option}{fix}."
@@ -531,7 +496,9 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
 """Options that the rollout or TRL's loop cannot honour: name -> (the only value accepted, the fix)."""
 
 
-def _find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iterator[str]:
+def find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iterator[str]:
+    """What the rollout cannot honour, and what would have no effect."""
+
     def is_waiting(name: str) -> bool:
         """A recipe may hold the options of vLLM for the day that it is switched on."""
         return name.startswith(("vllm_", "servers.")) and not config.use_vllm
@@ -585,13 +552,12 @@ class RolloutShape:
     @classmethod
     def of(cls, args: Any) -> RolloutShape:
         """The shape that a configuration has, once it is constructed."""
+        rows = args.per_device_train_batch_size * args.world_size
         return cls(
             prompts_per_rollout=args.generation_batch_size // args.num_generations,
             responses_per_prompt=args.num_generations,
             updates_per_rollout=args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps,
-            trajectories_per_update=args.per_device_train_batch_size
-            * args.world_size
-            * args.gradient_accumulation_steps,
+            trajectories_per_update=rows * args.gradient_accumulation_steps,
         )
 
     def __str__(self) -> str:
@@ -610,18 +576,42 @@ def num_processes() -> int:
 
 
 def resolve_shape(args: Any) -> None:
-    """Derive TRL's settings from `prompts_per_rollout` and `updates_per_rollout`, before TRL reads them.
-
-    Raises:
-        ValueError: the numbers do not divide, or an option beside them says something else; names the options, their
-            values and the fix.
-    """
-    if args.prompts_per_rollout is None and args.updates_per_rollout is None:
+    """Derive TRL's settings from `prompts_per_rollout` and `updates_per_rollout`, before TRL reads them."""
+    prompts, updates, passes = args.prompts_per_rollout, args.updates_per_rollout, args.num_iterations
+    size, responses = args.per_device_train_batch_size, args.num_generations
+    if prompts is None and updates is None:
         return
-    rows = args.per_device_train_batch_size * num_processes()
-    steps = _steps_of_prompts(args, rows) if args.prompts_per_rollout is not None else _given_steps(args, rows)
-    if args.updates_per_rollout is not None:
-        _resolve_accumulation(args, steps)
+    rows = size * num_processes()
+    if prompts is not None:
+        steps, rest = divmod(prompts * responses, rows)
+        if rest:
+            raise ValueError(
+                f"prompts_per_rollout={prompts} with num_generations={responses} are {prompts * responses} "
+                f"trajectories, which do not fill micro-batches of {rows} (per_device_train_batch_size={size} on "
+                f"{rows // size} process(es)). Set prompts_per_rollout to a multiple of "
+                f"{rows // math.gcd(rows, responses)}, or change per_device_train_batch_size."
+            )
+        _refuse_another(args, "generation_batch_size", prompts * responses, because="prompts_per_rollout")
+        _refuse_another(args, "steps_per_generation", steps, because="prompts_per_rollout")
+    elif args.steps_per_generation is not None:
+        steps = args.steps_per_generation
+    elif args.generation_batch_size is not None:
+        steps = max(1, args.generation_batch_size // rows)  # TRL refuses a rest
+    else:  # as many as the updates take
+        steps = args.gradient_accumulation_steps * max(1, updates // passes)
+    if updates is not None:
+        possible = [count * passes for count in range(1, steps + 1) if steps % count == 0]
+        if updates not in possible:
+            raise ValueError(
+                f"updates_per_rollout={updates}: a rollout of {steps} micro-batches (per_device_train_batch_size="
+                f"{size}), passed over {passes} times (num_iterations), does not divide into so many updates. Set "
+                f"updates_per_rollout to one of {', '.join(map(str, possible))}, or lower "
+                "per_device_train_batch_size."
+            )
+        accumulated = steps * passes // updates
+        if args.gradient_accumulation_steps != 1:  # 1 is the default, and cannot be told from not set
+            _refuse_another(args, "gradient_accumulation_steps", accumulated, because="updates_per_rollout")
+        args.gradient_accumulation_steps = accumulated
     if args.generation_batch_size is None:  # else TRL derives the same number of steps from it
         args.steps_per_generation = steps
 
@@ -636,53 +626,6 @@ def find_other_shape(args: Any) -> Iterator[str]:
                 f"announced, so the rollout has another shape ({shape}). Start through accelerate launch or torchrun, "
                 f"or remove {name} and set steps_per_generation and gradient_accumulation_steps."
             )
-
-
-def _steps_of_prompts(args: Any, rows: int) -> int:
-    """Micro-batches per rollout, of `rows` trajectories on all processes."""
-    prompts, responses = args.prompts_per_rollout, args.num_generations
-    steps, rest = divmod(prompts * responses, rows)
-    if rest:
-        unit = rows // math.gcd(rows, responses)
-        raise ValueError(
-            f"prompts_per_rollout={prompts} with num_generations={responses} are {prompts * responses} trajectories, "
-            f"which do not fill micro-batches of {rows} (per_device_train_batch_size="
-            f"{args.per_device_train_batch_size} on {rows // args.per_device_train_batch_size} process(es)). Set "
-            f"prompts_per_rollout to a multiple of {unit}, or change per_device_train_batch_size."
-        )
-    _refuse_another(args, "generation_batch_size", prompts * responses, because="prompts_per_rollout")
-    _refuse_another(args, "steps_per_generation", steps, because="prompts_per_rollout")
-    return steps
-
-
-def _given_steps(args: Any, rows: int) -> int:
-    """Without `prompts_per_rollout`: as TRL's settings say, else as many as the updates take."""
-    if args.steps_per_generation is not None:
-        return args.steps_per_generation
-    if args.generation_batch_size is not None:
-        return max(1, args.generation_batch_size // rows)  # TRL refuses a rest
-    return args.gradient_accumulation_steps * max(1, args.updates_per_rollout // args.num_iterations)
-
-
-def _resolve_accumulation(args: Any, steps: int) -> None:
-    """Set how many of the `steps` micro-batches make one update."""
-    updates, passes = args.updates_per_rollout, args.num_iterations
-    if updates % passes:
-        raise ValueError(
-            f"updates_per_rollout={updates} with num_iterations={passes}: each of the {passes} passes over a rollout "
-            f"makes the same number of updates. Set updates_per_rollout to a multiple of {passes}."
-        )
-    accumulated, rest = divmod(steps, updates // passes)
-    if rest:
-        possible = [str(count * passes) for count in range(1, steps + 1) if steps % count == 0]
-        raise ValueError(
-            f"updates_per_rollout={updates}: a rollout of {steps} micro-batches (per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}) does not divide into so many updates. Set updates_per_rollout to "
-            f"one of {', '.join(possible)}, or lower per_device_train_batch_size."
-        )
-    if args.gradient_accumulation_steps != 1:  # 1 is the default, and cannot be told from not set
-        _refuse_another(args, "gradient_accumulation_steps", accumulated, because="updates_per_rollout")
-    args.gradient_accumulation_steps = accumulated
 
 
 def _refuse_another(args: Any, name: str, derived: int, *, because: str) -> None:
