@@ -2,18 +2,46 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from agent_r1_trl import InfrastructureError
+from agent_r1_trl import InfrastructureError, StopReason
 from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.environments.reward_values import finite_number
-from tests.toys import AddEnv
-from tests.trainers.helpers import make_trainer, questions, say
+from agent_r1_trl.trainers.rewards import RewardCalls, add_turn_rewards, wait_for
+from tests.recording.examples import two_turns
+from tests.trainers.helpers import make_trainer, say
 
 NAN, INF = float("nan"), float("inf")
+
+
+def trajectories_of(number, **fields):
+    return [two_turns(example_id=f"q{index}", **fields) for index in range(number)]
+
+
+def score(function, trajectories, num_missing=0, **columns):
+    """The values that TRL gets of one function, after all ranks have said what they found."""
+    trainer = SimpleNamespace(reward_funcs=[function], reward_func_names=[function.__name__])
+    num_rows = len(trajectories) + num_missing
+    calls = RewardCalls(trajectories, num_rows)
+    columns = {name: [*column, *column[:num_missing]] for name, column in columns.items()}
+    rows = {"completions": [[]] * num_rows, "trajectory": trajectories + trajectories[:num_missing], **columns}
+    with calls.checked(trainer):
+        values = wait_for(trainer.reward_funcs[0](**rows))
+    assert trainer.reward_funcs == [function], "the functions are the user's again"
+    calls.resolve(torch.zeros(len(trajectories), 1), [function], [function.__name__])
+    return values
+
+
+def score_turns(function, trajectories, **columns):
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return add_turn_rewards(trajectories, rows or [{}] * len(trajectories), [function], [1.0])
+
+
+SETTINGS = {"reward_funcs": score, "turn_reward_funcs": score_turns}
 
 
 def one_of_them(value):
@@ -25,22 +53,24 @@ def one_of_them(value):
     return scorer
 
 
-def train(folder, **options):
-    trainer = make_trainer(folder, **options)
-    trainer.train()
-    return trainer
-
-
-@pytest.mark.parametrize("value", [INF, NAN, "1.5"])
-def test_what_is_no_reward_is_named_with_the_function_and_the_trajectory(tmp_path, value):
-    before = (trainer := make_trainer(tmp_path, reward_funcs=[one_of_them(value)])).model.state_dict()
+def test_what_is_no_reward_ends_a_run_before_it_trains(tmp_path):
+    before = (trainer := make_trainer(tmp_path, reward_funcs=[one_of_them(INF)])).model.state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
     with pytest.raises(
-        ValueError, match=r"reward_funcs: scorer returned .* for Trajectory\(example_id='q\d', gen.*=2"
+        ValueError, match=r"reward_funcs: scorer returned inf for Trajectory\(example_id='q\d', gen.*=2"
     ):
         trainer.train()
     assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.model.state_dict().items())
-    assert trainer.reward_funcs[0].__name__ == "scorer", "the functions are the user's again"
+
+
+@pytest.mark.parametrize("value", [INF, NAN, "1.5", 1e39])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_no_reward_is_named_with_the_function_and_the_trajectory(value, is_async):
+    async def scorer(completions, **columns):
+        return one_of_them(value)(completions)
+
+    with pytest.raises(RewardError, match=r"reward_funcs: scorer returned .* for Trajectory\(example_id='q2'"):
+        score(scorer if is_async else one_of_them(value), trajectories_of(4))
 
 
 @pytest.mark.parametrize(
@@ -48,20 +78,21 @@ def test_what_is_no_reward_is_named_with_the_function_and_the_trajectory(tmp_pat
     [(None, "None"), (1.0, "1.0"), ([1.0] * 7, "7 values"), ([1.0] * 9, "9 values"), ({"a": 1}, "{'a': 1}")],
     ids=repr,
 )
-def test_a_wrong_number_of_rewards_is_named(tmp_path, returned, said):
+def test_a_wrong_number_of_rewards_is_named(returned, said):
     def scorer(completions, **columns):
         return returned
 
-    with pytest.raises(ValueError, match=f"reward_funcs: scorer returned {said} for 8 trajectories"):
-        train(tmp_path, reward_funcs=[scorer])
+    with pytest.raises(RewardError, match=f"reward_funcs: scorer returned {said} for 8 trajectories"):
+        score(scorer, trajectories_of(8))
 
 
-def test_what_an_async_function_returns_is_checked(tmp_path):
-    async def infinite(completions, **columns):
-        return [INF] * len(completions)
+def test_rows_that_fill_up_a_call_are_not_seen_and_failures_earn_nothing():
+    def length(completions, trajectory, **columns):
+        return [NAN if item.stop_reason == "environment_error" else float(len(trajectory)) for item in trajectory]
 
-    with pytest.raises(RewardError, match="reward_funcs: infinite returned inf for Trajectory"):
-        train(tmp_path, reward_funcs=[infinite])
+    failed = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+    assert score(length, [two_turns(), failed], num_missing=1) == [2.0, None, 0.0]
+    assert score(one_of_them(1.0), [two_turns()]) == [0.0], "called without `trajectory`, which it does not take"
 
 
 def plain(trajectory, **columns):
@@ -74,58 +105,43 @@ async def in_turn(trajectory, **columns):
 
 
 @pytest.mark.parametrize("function", [plain, in_turn])
-@pytest.mark.parametrize("setting", ["reward_funcs", "turn_reward_funcs"])
-def test_a_function_that_raises_is_named_with_its_line_and_the_example(tmp_path, setting, function):
-    rows = questions(4).map(lambda row, index: {"row": "2" if index != 1 else "none"}, with_indices=True)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_function_that_raises_is_named_with_its_line_and_the_example(setting, function):
     line = plain.__code__.co_firstlineno + 1
     said = (
         rf"{setting}: {function.__name__} raised JSONDecodeError: Expecting value: line 1 column 1 \(char 0\) "
-        rf"\(.*test_reward_calls\.py, line {line}\)\. Correct the function\. It was in example 'q1', generation 0\.$"
+        rf"\(.*test_reward_calls\.py, line {line}\)\. Correct the function\. It was in example 'q1', generation 3\.$"
     )
     with pytest.raises(RewardError, match=said) as caught:
-        train(tmp_path, train_dataset=rows, shuffle_dataset=False, **{setting: [function]})
+        SETTINGS[setting](function, trajectories_of(4), row=["2", "none", "2", "2"])
     assert isinstance(caught.value.__cause__, json.JSONDecodeError)
 
 
-@pytest.mark.parametrize("setting", ["reward_funcs", "turn_reward_funcs"])
-def test_a_function_that_asks_for_a_column_that_is_not_there_reads_which_there_are(tmp_path, setting):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_function_that_asks_for_a_column_that_is_not_there_reads_which_there_are(setting):
     def mine(trajectory, gold, **columns): ...
 
-    said = rf"{setting}: mine cannot be called: .*mine\(\) missing 1 .*'gold'\. It gets .*id, .*trajectory"
+    said = rf"{setting}: mine cannot be called: .*mine\(\) missing 1 .*'gold'\. It gets .*id, trajectory"
     with pytest.raises(RewardError, match=said):
-        train(tmp_path, **{setting: [mine]})
+        SETTINGS[setting](mine, trajectories_of(2), id=["a", "b"])
 
 
-def test_a_function_that_raises_for_no_trajectory_alone_says_so(tmp_path):
+def test_a_function_that_raises_for_no_trajectory_alone_says_so():
     def mine(completions, **columns):
         return [1 / (1 - len(completions) // 8)] * len(completions)
 
     with pytest.raises(RewardError, match="It was called for 8 trajectories, and raises for none of them alone"):
-        train(tmp_path, reward_funcs=[mine])
+        score(mine, trajectories_of(8))
 
 
-@pytest.mark.parametrize("setting", ["reward_funcs", "turn_reward_funcs"])
-def test_a_judge_that_is_down_is_the_infrastructures_failure(tmp_path, setting):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_judge_that_is_down_is_the_infrastructures_failure(setting):
     async def judge(trajectory, **columns):
         raise ConnectionError("no route")
 
     said = rf"{setting}: judge raised ConnectionError: no route \(.*test_reward_calls\.py, line \d+\)\.$"
     with pytest.raises(InfrastructureError, match=said):
-        train(tmp_path, **{setting: [judge]})
-
-
-def test_what_a_function_makes_of_a_trajectory_that_failed_is_not_read(tmp_path):
-    class Broken(AddEnv):
-        def reset(self, example):
-            if example["id"] == "q1":
-                raise OSError("the server is down")
-            return super().reset(example)
-
-    def length(completions, trajectory, **columns):
-        return [NAN if item.stop_reason == "environment_error" else 1.0 for item in trajectory]
-
-    trainer = train(tmp_path, env=Broken, reward_funcs=[length], train_dataset=questions(2))
-    assert trainer.state.global_step == 1
+        SETTINGS[setting](judge, trajectories_of(2))
 
 
 class OutcomeEnv(ToolEnv):
@@ -168,7 +184,7 @@ class BareEnv:
 def test_what_an_environment_earns_is_named_with_its_method_and_the_example(tmp_path, base, values, method):
     env = type("Mine", (base,), values)
     with pytest.raises(ValueError, match=rf"Mine\.{method} returned .* example 'q\d', generation \d"):
-        train(tmp_path, env=env, script=lambda rng, turn: say())
+        make_trainer(tmp_path, env=env, script=lambda rng, turn: say()).train()
 
 
 def test_a_reward_model_that_returns_no_number_is_named(tmp_path):

@@ -9,14 +9,13 @@ from agent_r1_trl.trainers.rewards import (
     add_turn_rewards,
     class_reward,
     environment_reward,
-    in_baseline,
-    penalise_truncated,
 )
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
 NAN = float("nan")
+ROWS = [{"id": "a"}, {"id": "b"}]
 
 
 def rewards_of(truncated_trajectories):
@@ -32,7 +31,7 @@ def test_the_environments_reward_is_the_return_and_nothing_for_an_infrastructure
 
 def test_only_a_truncated_trajectory_is_penalised():
     done, cut = two_turns(), two_turns(stop_reason=StopReason.TIMEOUT)
-    penalise_truncated([done, cut], -0.5)
+    rewards_of("penalise").place_on_turns([done, cut], ROWS)
     assert (done.outcome_reward, cut.outcome_reward) == (1.1, pytest.approx(0.6))
     assert "truncation_penalty" not in done.reward_parts
     assert cut.reward_parts["truncation_penalty"] == -0.5
@@ -57,8 +56,7 @@ def test_a_row_is_in_the_baseline_unless_the_machine_failed_or_nobody_scored_it(
         trajectories, rewards, functions=[len, len], names=["length", "other"], weights=[1.0, 1.0]
     )
     trajectories[1].is_group_too_small = True
-    assert in_baseline(trajectories, rewards.device).tolist() == [True, False, False, False]
-    assert in_baseline(trajectories, rewards.device).tolist() == [item.in_baseline for item in trajectories]
+    assert [item.in_baseline for item in trajectories] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +101,6 @@ def test_the_column_of_a_class_holds_the_outcome_of_its_own_environments():
     assert column(environments, [scored, two_turns(), unscored, failed, failed]) == [0.9, None, None, None, None]
 
 
-ROWS = [{"id": "a"}, {"id": "b"}]
-
-
 def test_turn_rewards_say_which_trajectories_they_score():
     trajectories = [two_turns(), two_turns()]
     before = trajectories[0].turns[0].reward
@@ -124,9 +119,9 @@ def test_turn_rewards_say_which_trajectories_they_score():
     ("returned", "said"),
     [
         (None, "mine returned None for 2 trajectories"),
-        ([[0.0, 0.0]], "mine returned 1 lists for 2"),
-        ([1.0, 2.0], "mine returned 1.0 for Trajectory"),
-        ([[1.0], [1.0]], "mine returned 1 values for Trajectory"),
+        ([[0.0, 0.0]], "mine returned 1 values for 2"),
+        ([1.0, 2.0], "mine returned 1.0 for the turns of Trajectory"),
+        ([[1.0], [1.0]], "mine returned 1 values for the turns of Trajectory"),
         ([["much", 0.0], None], "mine returned 'much' for Trajectory"),
         ([["1.5", 0.0], None], "mine returned '1.5' for Trajectory"),
         ([[1e39, 0.0], None], "mine returned 1e\\+39 for Trajectory"),

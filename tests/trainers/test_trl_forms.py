@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 
 import pandas as pd
 import pytest
@@ -218,11 +217,6 @@ def test_the_calls_beyond_trls_limit_are_not_run(tmp_path):
     assert pair[1].last_trajectories[0].action_mask[-1] == 1, "nothing stands after the last turn"
 
 
-def test_a_negative_number_of_iterations_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"max_tool_calling_iterations=-1"):
-        build(tmp_path, tools=[add], reward_funcs=ones, args=plain_config(tmp_path, max_tool_calling_iterations=-1))
-
-
 def test_our_own_configuration_keeps_its_limit_of_turns(tmp_path):
     trainer = build(tmp_path, tools=[add], reward_funcs=ones, args=make_args(tmp_path, max_completion_length=300))
     assert (trainer.rollouts.limits.max_turns, trainer.rollouts.limits.max_tool_calling_iterations) == (8, None)
@@ -303,13 +297,6 @@ def test_every_class_with_a_reward_has_a_column_after_the_users_functions(tmp_pa
     assert all(parts == {"ones": 0.5} for parts in scored[Plain])
 
 
-def test_a_weight_for_the_environment_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"reward_weights=\[1, 1\].*must match"):
-        build(
-            tmp_path, environment_factory=Totals, reward_funcs=ones, args=plain_config(tmp_path, reward_weights=[1, 1])
-        )
-
-
 def test_our_own_environments_reward_stands_last_as_environment_reward(tmp_path):
     trainer = build(tmp_path, env=AddEnv, reward_funcs=ones, args=plain_config(tmp_path, reward_weights=[3.0]))
     assert trainer.reward_func_names == ["ones", "environment_reward"]
@@ -332,6 +319,19 @@ def test_turn_rewards_stand_beside_the_environments_column(tmp_path):
     assert all(item.is_scored for item in trainer.last_trajectories)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("reward_weights", {"reward_funcs": ones}),
+        ("reward_processing_classes", {"reward_funcs": [ones, Recorder()], "reward_processing_classes": [None]}),
+    ],
+)
+def test_weights_and_processing_classes_are_as_many_as_the_users_functions(tmp_path, name, arguments):
+    args = plain_config(tmp_path, reward_weights=[1, 1])
+    with pytest.raises(ValueError, match=rf"{name}=.*must match"):
+        build(tmp_path, environment_factory=Totals, args=args, **arguments)
+
+
 # -------------------------------------------------------------------- what reward functions receive
 
 
@@ -351,14 +351,6 @@ def test_a_function_that_lists_trls_arguments_and_no_more_works(tmp_path):
     assert pair[0].reward_func_names == pair[1].reward_func_names == ["exact", "exact_async", "Totals"]
     assert seen[0][:2] == seen[1][:2] == seen[2][:2] == seen[3][:2]
     assert all(type(environment) is Totals for environment in seen[3][2])
-
-
-def test_our_own_form_passes_nothing_that_a_function_does_not_take(tmp_path):
-    def exact(prompts, completions, completion_ids, id, trainer_state, log_extra, log_metric):
-        return [1.0] * len(prompts)
-
-    for arguments in ({"env": AddEnv}, {"tools": [add]}):
-        scored_batch(build(tmp_path, reward_funcs=exact, **arguments))
 
 
 def test_a_function_that_takes_less_than_trl_passes_raises_and_is_told_what_it_gets(tmp_path):
@@ -422,11 +414,6 @@ def test_a_reward_model_scores_conversations_with_tools(tmp_path):
     assert metric(by_path, "rewards/judge/mean") == pytest.approx(metric(trl, name), abs=1e-5)
 
 
-def test_the_number_of_processing_classes_is_that_of_the_users_functions(tmp_path):
-    with pytest.raises(ValueError, match=r"reward_processing_classes has 1 entries for 2.*must match"):
-        build(tmp_path, reward_funcs=[ones, Recorder()], environment_factory=Totals, reward_processing_classes=[None])
-
-
 # -------------------------------------------------------------------- columns of the data set
 
 
@@ -440,14 +427,6 @@ def test_a_column_that_reward_functions_could_not_see_is_refused(tmp_path, colum
         with pytest.raises(ValueError, match=f"column '{column}'.*rename_column"):
             build(tmp_path, environment_factory=Totals, **arguments)
     build(tmp_path, environment_factory=Totals, train_dataset=data.rename_column(column, "free"))  # the fix
-
-
-def test_such_a_column_in_a_stream_is_refused_when_its_batch_arrives(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "q"}], "prompts": "mine"}] * 8
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    trainer = build(tmp_path, environment_factory=Totals, train_dataset=stream)
-    with pytest.raises(ValueError, match=r"column 'prompts'.*rename_column"):
-        trainer.train()
 
 
 def test_columns_called_environment_reach_functions_as_in_trl(tmp_path):
@@ -470,6 +449,20 @@ def test_columns_called_environment_reach_functions_as_in_trl(tmp_path):
     assert seen[2][0] == ["x"] * 4
 
 
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"environment": "one", "prompts": "mine"}] * 4, r"column 'prompts'.*rename_column"),
+        ([{"environment": name} for name in ("one", "one", "chess", "one")], "environment='chess'"),
+    ],
+)
+def test_rows_of_a_stream_are_checked_when_their_batch_arrives(tmp_path, rows, said):
+    stream = IterableDataset.from_generator(lambda: iter(rows))
+    args = plain_config(tmp_path, num_generations=2, max_steps=2)
+    with pytest.raises(ValueError, match=said):
+        build(tmp_path, environment_factory={"one": Totals}, train_dataset=stream, args=args).train()
+
+
 # -------------------------------------------------------------------- several environments
 
 
@@ -488,24 +481,9 @@ def routed(*names):
     ],
     ids=["unknown", "none", "no column", "eval", "named eval"],
 )
-def test_a_name_that_no_environment_has_stops_the_run_before_the_first_rollout(tmp_path, rows, evaluated):
-    asked = []
-    trainer = build(
-        tmp_path, lambda row, turn: asked.append(row) or say("x"), environment_factory={"one": Totals},
-        train_dataset=rows, eval_dataset=evaluated,
-    )  # fmt: skip
+def test_a_name_that_no_environment_has_is_refused(tmp_path, rows, evaluated):
     with pytest.raises(ValueError, match=r"environment=.*not among the environments.*\['one'\]"):
-        trainer.train()
-    assert asked == []
-
-
-def test_a_stream_with_an_unknown_name_stops_the_run_when_the_batch_arrives(tmp_path):
-    rows = [{"environment": name} for name in ("one", "one", "chess", "one")]
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    args = plain_config(tmp_path, num_generations=2, max_steps=2)
-    trainer = build(tmp_path, environment_factory={"one": Totals}, train_dataset=stream, args=args)
-    with pytest.raises(ValueError, match="environment='chess'"):
-        trainer.train()
+        build(tmp_path, environment_factory={"one": Totals}, train_dataset=rows, eval_dataset=evaluated)
 
 
 def test_several_environments_need_rows_that_choose_among_them(tmp_path):
@@ -564,25 +542,7 @@ def test_evaluation_plays_tools_and_environments(tmp_path, arguments):
         trainer.evaluate(questions(4).add_column("trajectory", ["x"] * 4))
 
 
-def test_chat_template_arguments_reach_the_prompt(tmp_path):
-    prompts = []
-    for thinking in (True, False):
-        args = plain_config(tmp_path, chat_template_kwargs={"enable_thinking": thinking})
-        trainer = build(tmp_path, tools=[add], reward_funcs=ones, args=args)
-        scored_batch(trainer)
-        prompts.append(trainer.chat.tokenizer.decode(trainer.last_trajectories[0].prompt_ids))
-    assert "</think>" not in prompts[0] and prompts[1].endswith("<think>\n\n</think>\n\n")
-
-
 # -------------------------------------------------------------------- functions that return strange things
-
-
-def test_an_infinite_reward_names_the_function_and_the_trajectory(tmp_path):
-    def endless(completions, **kwargs):
-        return [math.inf] + [0.0] * (len(completions) - 1)
-
-    with pytest.raises(ValueError, match=r"reward_funcs: endless returned inf for Trajectory"):
-        scored_batch(build(tmp_path, reward_funcs=endless, tools=[add]))
 
 
 def test_an_unscored_trajectory_hands_an_assistant_message_to_reward_functions(tmp_path):

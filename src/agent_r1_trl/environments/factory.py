@@ -98,12 +98,6 @@ class EnvForm:
     hands_over_environments: bool = True
     """Whether reward functions receive `environments`; with `tools=` there are none of the user's."""
 
-    @property
-    def extra_arguments(self) -> tuple[str, ...]:
-        """What reward functions receive besides TRL's arguments: those that do not take it are called without it."""
-        is_ours = self.hands_over_environments and self.reward_classes is None
-        return ("trajectory", "environments") if is_ours else ("trajectory",)
-
 
 def read_form(factory: EnvFactory) -> EnvForm:
     """Read the form of a factory. An environment of TRL's forms is made for that, as TRL does.

@@ -6,23 +6,19 @@ They are checked here, before a model is loaded.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from agent_r1_trl.environments.factory import EnvFactory, EnvForm
+from agent_r1_trl.environments.factory import EnvFactory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.safe_text import set_rules
-from agent_r1_trl.tools.base import is_async_callable
 from agent_r1_trl.tools.pool import prepare_threads_with
-from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.config import MultiTurnConfig
 
@@ -66,11 +62,7 @@ def single_turn_factory(
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Refuse what the Trainer could not call.
-
-    Raises:
-        ValueError: it is neither None nor a list, or something in it is no callback.
-    """
+    """Refuse what the Trainer could not call, with a ValueError."""
     is_list = callbacks is None or isinstance(callbacks, list)
     wrong = [item for item in callbacks or () if not hasattr(item, "on_init_end")] if is_list else [callbacks]
     if wrong:
@@ -85,34 +77,22 @@ def as_trl_sees(config: MultiTurnConfig, num_columns: int) -> Iterator[None]:
     """While TRL's constructor runs: it makes no engine of its own, does not mask truncated completions a second time,
     and weighs the columns of the environment 1 each, behind the user's functions.
     """
-    changed: dict[str, Any] = {"use_vllm": False, "mask_truncated_completions": False}
+    own = {name: getattr(config, name) for name in ("use_vllm", "mask_truncated_completions", "reward_weights")}
+    values: dict[str, Any] = config.__dict__
+    values.update(use_vllm=False, mask_truncated_completions=False)
     if config.reward_weights is not None:
-        changed["reward_weights"] = [*config.reward_weights, *[1.0] * num_columns]
-    own = copy.copy(vars(config))
+        config.reward_weights = [*config.reward_weights, *[1.0] * num_columns]
     try:
-        for name, value in changed.items():
-            setattr(config, name, value)
         yield
     finally:
-        for name in changed:
-            setattr(config, name, own[name])
+        values.update(own)
 
 
 def trl_rewards(
-    reward_funcs: list[Any],
-    columns: Sequence[Callable],
-    form: EnvForm,
-    config: MultiTurnConfig,
-    arguments: Mapping[str, Any],
+    reward_funcs: list[Any], columns: Sequence[Callable], config: MultiTurnConfig, processing_classes: Any
 ) -> dict[str, Any]:
-    """`reward_funcs` and `reward_processing_classes` as TRL's constructor sees them: those of the environment last.
-
-    Args:
-        reward_funcs: the user's.
-        columns: reward functions that hand over what the trajectories have earned already.
-        form: of the environments.
-        config: of the trainer.
-        arguments: the user's other ones, by name; `reward_processing_classes` is read.
+    """The user's `reward_funcs` and `reward_processing_classes` as TRL's constructor sees them, with the environment's
+    `columns` behind them, which hand over what the trajectories have earned already.
 
     Raises:
         ValueError: nothing scores a trajectory, or there are more or fewer weights or processing classes than
@@ -124,60 +104,18 @@ def trl_rewards(
             "reward_funcs= or turn_reward_funcs=, an environment_factory= with a get_reward, or env= with an "
             "outcome_reward."
         )
-    if config.reward_weights is not None and len(config.reward_weights) != len(reward_funcs):
-        raise ValueError(
-            f"reward_weights={config.reward_weights} has {len(config.reward_weights)} entries for "
-            f"{len(reward_funcs)} reward_funcs: the numbers must match. Give one weight per function of yours "
-            "(the environment's own reward always counts 1)."
-        )
-    processing_classes = arguments.get("reward_processing_classes")
-    if processing_classes is not None:
-        given = processing_classes if isinstance(processing_classes, list) else [processing_classes]
-        if len(given) != len(reward_funcs):
+    classes = None if processing_classes is None else as_list(processing_classes)
+    for name, given in (("reward_weights", config.reward_weights), ("reward_processing_classes", classes)):
+        if given is not None and len(given) != len(reward_funcs):
             raise ValueError(
-                f"reward_processing_classes has {len(given)} entries for {len(reward_funcs)} reward_funcs: the "
-                "numbers must match. Give one per function of yours, None for those that are no models."
+                f"{name}={given!r:.200} has {len(given)} entries for {len(reward_funcs)} reward_funcs: the numbers "
+                "must match. Give one per function of yours (None as the class of one that is no model; the "
+                "environment's own reward always counts 1)."
             )
-        processing_classes = [*given, *[None] * len(columns)]
-    functions = [without_extras(function, form.extra_arguments) for function in reward_funcs]
     return {
-        "reward_funcs": [*functions, *columns],
-        "reward_processing_classes": processing_classes,
+        "reward_funcs": [*reward_funcs, *columns],
+        "reward_processing_classes": None if classes is None else [*classes, *[None] * len(columns)],
     }
-
-
-def without_extras(function: Any, extras: Sequence[str] = ("trajectory",)) -> Any:
-    """A reward function that is called without those of our extra arguments that it does not take.
-
-    One that takes them all, by name or as `**kwargs`, is returned as it is.
-
-    Args:
-        function: of TRL's form; models and their names are returned as they are.
-        extras: names of arguments that TRL does not pass.
-    """
-    if isinstance(function, (str, torch.nn.Module)):
-        return function
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin
-        return function
-    surplus = set(extras) - set(parameters)
-    if not surplus or any(item.kind is item.VAR_KEYWORD for item in parameters.values()):
-        return function
-    if is_async_callable(function):
-
-        async def call(**kwargs: Any) -> Any:
-            return await function(**{name: value for name, value in kwargs.items() if name not in surplus})
-
-    else:
-
-        def call(**kwargs: Any) -> Any:  # type: ignore[misc]
-            return function(**{name: value for name, value in kwargs.items() if name not in surplus})
-
-    functools.update_wrapper(call, function)
-    unwrapped = unwrap_partial(function)
-    call.__name__ = getattr(unwrapped, "__name__", type(unwrapped).__name__)
-    return call
 
 
 def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any = None) -> Any:
@@ -186,10 +124,9 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
     Raises:
         ValueError: for an empty data set, for too few rows, and if neither the data nor `max_steps` sets the length.
     """
-    given = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
-    if isinstance(eval_dataset, dict):
-        given = {"train_dataset": train_dataset} | {f"eval_dataset[{k!r}]": rows for k, rows in eval_dataset.items()}
-    for name, rows in given.items():
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {None: eval_dataset}
+    given = {f"eval_dataset[{name!r}]" if name else "eval_dataset": rows for name, rows in evaluated.items()}
+    for name, rows in ({"train_dataset": train_dataset} | given).items():
         if rows is not None and hasattr(rows, "__len__") and len(rows) == 0:
             raise ValueError(f"{name} has 0 rows. Pass a data set with at least one.")
     num_prompts = max(1, config.generation_batch_size // config.num_generations)
@@ -222,19 +159,6 @@ def is_placeholder(dataset: Any) -> bool:
     return is_one and dataset.with_format(None)[0]["prompt"] == _NO_PROMPT
 
 
-def check_rollout_func(rollout_func: Any) -> None:
-    """Refuse TRL's `rollout_func` beside a rollout of ours.
-
-    Raises:
-        ValueError: if there is one.
-    """
-    if rollout_func is not None:
-        raise ValueError(
-            "rollout_func= replaces generation, and so does the rollout that env=, tools= or an argument of ours asks "
-            "for. Remove rollout_func, or all of the others."
-        )
-
-
 NEVER_CALLED = {
     "_generate": "pass generator= (an object with an async `generate`) to sample in another way, or env= to play in "
     "another way; trainer.last_trajectories holds what was played",
@@ -246,18 +170,19 @@ NEVER_CALLED = {
 """TRL's methods that our rollout replaces, and what to use instead of overriding each."""
 
 
-def check_overrides(trainer: Any) -> None:
-    """Refuse what replaces a method of TRL's that our rollout never calls: it would be ignored in silence.
-
-    Raises:
-        ValueError: names the method, who brings it, and what to use instead.
-    """
+def check_overrides(trainer: Any, rollout_func: Any = None) -> None:
+    """Refuse what replaces a method of TRL's that our rollout never calls: it would be ignored in silence."""
+    if rollout_func is not None:
+        raise ValueError(
+            "rollout_func= replaces generation, and so does the rollout that env=, tools= or an argument of ours asks "
+            "for. Remove rollout_func, or all of the others."
+        )
     trls_file = sys.modules[GRPOTrainer.__module__].__file__
     for name, fix in NEVER_CALLED.items():
-        owners = [kind for kind in type(trainer).__mro__ if name in vars(kind)]
-        foreign: list[Any] = [kind.__name__ for kind in owners if not _is_ours_or_trls(kind)]
-        if name in vars(trainer):
-            foreign.insert(0, "an attribute of the trainer")
+        foreign = ["an attribute of the trainer"] if name in vars(trainer) else []
+        foreign += [
+            kind.__name__ for kind in type(trainer).__mro__ if name in vars(kind) and not _is_ours_or_trls(kind)
+        ]
         code = getattr(vars(GRPOTrainer).get(name), "__code__", None)
         if code is None or code.co_filename != trls_file:
             foreign.append("GRPOTrainer, patched")
@@ -275,9 +200,7 @@ def _is_ours_or_trls(kind: type) -> bool:
 def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:
     """Make this rank's GPU the current one of every thread that runs a user's tools, environments and rewards.
 
-    Args:
-        device: of the rank; nothing is to be done for one without a number of its own, such as the CPU.
-        reward_loop: TRL's event loop for async reward functions, on a thread of its own; None without any.
+    `reward_loop` is TRL's event loop for async reward functions, on a thread of its own; None without any.
     """
     if device.type != "cuda":
         return
@@ -288,11 +211,7 @@ def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:
 
 
 def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:
-    """Refuse processors of images.
-
-    Raises:
-        ValueError: for a vision model's processor.
-    """
+    """Refuse processors of images, with a ValueError."""
     if is_vlm:
         raise ValueError(
             f"processing_class={type(processing_class).__name__}: images together with tools are not "
@@ -307,8 +226,7 @@ def trajectory_store(config: MultiTurnConfig, rank: int) -> Any:
         return None
     from agent_r1_trl.recording import TrajectoryStore
 
-    row = config.estimator
-    credit = {"estimator": row.name}
-    if "scale_rewards" in row.options:
+    credit = {"estimator": config.estimator.name}
+    if "scale_rewards" in config.estimator.options:
         credit["scale"] = str(config.scale_rewards)
     return TrajectoryStore(config.output_dir, rank=rank, credit=credit)

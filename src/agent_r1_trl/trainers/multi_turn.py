@@ -33,7 +33,6 @@ from agent_r1_trl.trainers.construction import (
     as_trl_sees,
     check_callbacks,
     check_overrides,
-    check_rollout_func,
     check_tokenizer,
     default_output_dir,
     single_turn_factory,
@@ -180,12 +179,12 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             return
         config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
-        check_rollout_func(kwargs.get("rollout_func"))
-        check_overrides(self)
+        check_overrides(self, kwargs.get("rollout_func"))
         form = read_form(self.env_factory)
         self.row_check = RowCheck(form, train_dataset, eval_dataset)
         self.rewards = Rewards(config, self.turn_reward_funcs, form)
-        kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, form, config, kwargs)
+        classes = kwargs.get("reward_processing_classes")
+        kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, config, classes)
         self.features = Callbacks(config, train_dataset)
         train_dataset = trl_dataset(train_dataset, config, eval_dataset)
         with as_trl_sees(config, len(self.rewards.columns)):
@@ -521,7 +520,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         def loss_of(one: dict[str, Any]) -> torch.Tensor:
             given = for_own_loss(one, self) if is_own_loss(self._compute_loss) else one
             loss = compute_loss(model, given, *args, **kwargs)
-            return self.kept_rows.weigh(self.features.check_loss(loss, one), one) if self.model.training else loss
+            return (
+                self.kept_rows.weigh(self.features.check_loss(loss, one), one) if self.model.training else loss
+            )
 
         if PASSES not in inputs:
             return loss_of(inputs)

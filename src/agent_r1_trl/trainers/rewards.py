@@ -26,6 +26,7 @@ from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.environments.factory import EnvForm
 from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.objects import locate_error
+from agent_r1_trl.settings import refuse
 from agent_r1_trl.tools.base import is_async_callable
 from agent_r1_trl.tools.faults import InfrastructureError, is_infrastructure_error
 from agent_r1_trl.tools.pool import prepare_thread
@@ -79,7 +80,13 @@ class Rewards:
         self._pays_calls = form is not None and form.pays_calls
         self._has_turn_reward: list[bool] = []
         """Per trajectory of the batch: whether its turns were rewarded."""
-        self.turn_reward_weights = check_weights(args.turn_reward_weights, self.turn_reward_funcs)
+        weights = args.turn_reward_weights
+        if weights is not None and len(weights) != len(self.turn_reward_funcs):
+            raise ValueError(
+                f"turn_reward_weights={weights} has {len(weights)} entries for {len(self.turn_reward_funcs)} "
+                "turn_reward_funcs. Give one weight per function, or remove turn_reward_weights."
+            )
+        self.turn_reward_weights = [1.0] * len(self.turn_reward_funcs) if weights is None else weights
         self.truncated_trajectories = args.truncated_trajectories
         self.truncation_penalty = args.truncation_penalty
         self.min_group_size = args.min_group_size or (2 if args.estimator.needs_group else 1)
@@ -99,8 +106,10 @@ class Rewards:
 
     def place_on_turns(self, trajectories: Sequence[Trajectory], rows: Sequence[dict[str, Any]]) -> None:
         """Before the reward functions: the penalty for truncation, and the user's rewards for turns."""
-        if self.truncated_trajectories == "penalise":
-            penalise_truncated(trajectories, self.truncation_penalty)
+        for trajectory in trajectories:
+            if self.truncated_trajectories == "penalise" and trajectory.stop_reason.is_truncated:
+                trajectory.outcome_reward += self.truncation_penalty
+                trajectory.reward_parts["truncation_penalty"] = self.truncation_penalty
         with raised_everywhere():
             scored = add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
         self._has_turn_reward = [self._pays_calls or item for item in scored]
@@ -116,47 +125,37 @@ class Rewards:
     ) -> None:
         """After the reward functions: their weighted values become part of the outcomes.
 
-        Args:
-            trajectories: B of them.
-            values: (B, F) what each function returned, NaN for rows that it did not score.
-            functions: F of them; the trajectories hold already what those of `columns` returned.
-            names: of the functions, for the metrics.
-            weights: of the functions.
+        `values` is (B, F), NaN where a function scored nothing. The trajectories hold already what those of the F
+        functions returned that are `columns`.
         """
         for trajectory, row in zip(trajectories, values.tolist(), strict=True):
             trajectory.is_scored = not all(math.isnan(value) for value in row)
             for function, name, weight, value in zip(functions, names, weights, row, strict=True):
-                if math.isnan(value) or function in self.columns:
-                    continue
-                trajectory.outcome_reward += weight * value
-                trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
+                if not math.isnan(value) and function not in self.columns:
+                    trajectory.outcome_reward += weight * value
+                    trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
 
     def in_loss(self, trajectory: Trajectory) -> bool:
         """Whether the trajectory's action tokens enter the loss, if some reward function scores it."""
-        if trajectory.stop_reason.is_infrastructure_failure:
-            return False
-        return not (trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask")
+        is_masked = trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask"
+        return not (trajectory.stop_reason.is_infrastructure_failure or is_masked)
 
     def resolve_members(self, batch: RolloutBatch, group_size: int) -> None:
-        """Say which trajectories are in the baseline, and which in the loss. All ranks must call it.
+        """Say which trajectories of a scored batch are `in_baseline`, and which `in_loss`. All ranks must call it.
 
-        Args:
-            batch: whose values are part of the outcomes; gets `in_baseline` and `in_loss`.
-            group_size: trajectories of one prompt, which are consecutive rows; 1 where groups do not matter.
+        A group is `group_size` consecutive rows; 1 where groups do not matter.
         """
         trajectories, device = batch.trajectories, batch.reward_values.device
         for trajectory in trajectories:
             trajectory.is_group_too_small = False  # may have been so before, with other members
         batch.in_baseline = leave_small_groups(
-            trajectories, in_baseline(trajectories, device), group_size, min(self.min_group_size, group_size)
+            trajectories,
+            torch.tensor([item.in_baseline for item in trajectories], dtype=torch.bool, device=device),
+            group_size,
+            min(self.min_group_size, group_size),
         )
         trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
         batch.in_loss = batch.in_baseline & torch.tensor(trained, device=device)
-
-
-def in_baseline(trajectories: Sequence[Trajectory], device: torch.device) -> torch.Tensor:
-    """(B,) bool: each trajectory's `in_baseline`, after `place_on_outcomes` has said which are scored."""
-    return torch.tensor([trajectory.in_baseline for trajectory in trajectories], dtype=torch.bool, device=device)
 
 
 def leave_small_groups(
@@ -164,11 +163,7 @@ def leave_small_groups(
 ) -> torch.Tensor:
     """(B,) bool: `in_baseline` without the trajectories of groups of which too few are left; these are marked.
 
-    Args:
-        trajectories: this rank's B.
-        in_baseline: (B,) bool.
-        group_size: trajectories of one prompt, which are consecutive rows of all ranks.
-        min_size: number of trajectories in the baseline that make a group.
+    The trajectories are this rank's; those of one prompt are `group_size` consecutive rows of all ranks.
     """
     if min_size <= 1:
         return in_baseline
@@ -180,28 +175,7 @@ def leave_small_groups(
     return in_baseline & ~is_small
 
 
-def penalise_truncated(trajectories: Sequence[Trajectory], penalty: float) -> None:
-    """Add `penalty` to the outcome of every trajectory that a limit ended."""
-    for trajectory in trajectories:
-        if trajectory.stop_reason.is_truncated:
-            trajectory.outcome_reward += penalty
-            trajectory.reward_parts["truncation_penalty"] = penalty
-
-
-def check_weights(weights: Sequence[float] | None, functions: Sequence[Callable]) -> list[float]:
-    """One weight per function; 1 each where none are given.
-
-    Raises:
-        ValueError: if there are more or fewer weights than functions.
-    """
-    if weights is None:
-        return [1.0] * len(functions)
-    if len(weights) != len(functions):
-        raise ValueError(
-            f"turn_reward_weights={list(weights)} has {len(weights)} entries for {len(functions)} turn_reward_funcs. "
-            "Give one weight per function, or remove turn_reward_weights."
-        )
-    return [float(weight) for weight in weights]
+# -------------------------------------------------------------------- reward functions, called and checked
 
 
 def add_turn_rewards(
@@ -220,59 +194,37 @@ def add_turn_rewards(
         For each trajectory whether any of the functions scored it.
 
     Raises:
-        RewardError: a function raised, the shape does not fit, or a value is not a finite number; names the function
-            and the trajectory.
+        RewardError: a function raised, or returned what is no reward; names the function and the trajectory.
         InfrastructureError: what is behind a function is down.
     """
     if not trajectories:  # of this rank, in a rollout that replaces some
         return []
-    names = sorted({name for row in rows for name in row})
-    columns = {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [row.get(name) for row in rows] for name in sorted({name for row in rows for name in row})}
+    columns = {"trajectory": list(trajectories), **columns}
     is_scored = [False] * len(trajectories)
     for function, weight in zip(functions, weights, strict=True):
         unwrapped = unwrap_partial(function)
         name = getattr(unwrapped, "__name__", type(unwrapped).__name__)
+        said = f"turn_reward_funcs: {name}"
 
-        def call(first: int, last: int, function: Callable = function) -> Any:
-            rows = {column: items[first:last] for column, items in columns.items()}
-            return wait_for(function(trajectory=list(trajectories[first:last]), **rows))
+        def call(rows: slice, function: Callable = function) -> Any:
+            return wait_for(function(**{column: items[rows] for column, items in columns.items()}))
 
         try:
-            values = call(0, len(trajectories))
+            returned = call(slice(None))
         except Exception as error:
-            given = ["trajectory", *columns]
-            raise reward_failure(error, f"turn_reward_funcs: {name}", trajectories, call, given) from error
-        if not hasattr(values, "__len__") or len(values) != len(trajectories):
-            returned = f"{len(values)} lists" if hasattr(values, "__len__") else repr(values)
-            raise RewardError(
-                f"turn_reward_funcs: {name} returned {returned} for {len(trajectories)} trajectories. Return one list "
-                "per trajectory."
-            )
+            raise reward_failure(error, said, trajectories, call, columns) from error
+        values = _one_each(returned, len(trajectories), said, f"{len(trajectories)} trajectories")
         for index, (trajectory, per_turn) in enumerate(zip(trajectories, values, strict=True)):
-            if per_turn is not None and not trajectory.stop_reason.is_infrastructure_failure:
-                _add(trajectory, per_turn, weight=weight, name=name)
-                is_scored[index] = True
+            if per_turn is None or trajectory.stop_reason.is_infrastructure_failure:
+                continue
+            is_scored[index] = True
+            turn_values = _one_each(per_turn, len(trajectory.turns), said, f"the turns of {trajectory!r}")
+            for turn, value in zip(trajectory.turns, turn_values, strict=True):
+                if (number := _number(value, said, trajectory)) is not None:
+                    turn.reward += weight * number
+                    turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + weight * number
     return is_scored
-
-
-def _add(trajectory: Trajectory, per_turn: Sequence[float | None], *, weight: float, name: str) -> None:
-    if not hasattr(per_turn, "__len__") or len(per_turn) != len(trajectory.turns):
-        returned = f"{len(per_turn)} values" if hasattr(per_turn, "__len__") else repr(per_turn)
-        raise RewardError(
-            f"turn_reward_funcs: {name} returned {returned} for {trajectory!r}. Return one value per turn "
-            "(`trajectory.turns`), None for no reward."
-        )
-    for turn, value in zip(trajectory.turns, per_turn, strict=True):
-        if value is None:
-            continue
-        number = finite_number(value)
-        if number is None:
-            raise RewardError(
-                f"turn_reward_funcs: {name} returned {value!r} for {trajectory!r}. Return finite numbers, or None for "
-                "no reward."
-            )
-        turn.reward += weight * number
-        turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + weight * number
 
 
 class RewardCalls:
@@ -298,7 +250,8 @@ class RewardCalls:
         """While it lasts, the trainer's `reward_funcs` are checked ones. Reward models stay as they are."""
         functions = trainer.reward_funcs
         trainer.reward_funcs = [
-            self._check(function, name) for function, name in zip(functions, trainer.reward_func_names, strict=True)
+            function if isinstance(function, torch.nn.Module) else self._check(function, f"reward_funcs: {name}")
+            for function, name in zip(functions, trainer.reward_func_names, strict=True)
         ]
         try:
             yield
@@ -306,146 +259,133 @@ class RewardCalls:
             trainer.reward_funcs = functions
 
     def resolve(self, values: torch.Tensor, functions: Sequence[Any], names: Sequence[str]) -> None:
-        """Raise on all ranks what was found on any. All ranks must call it.
+        """Raise on all ranks what `add_turn_rewards` raises, if it was found on any. All ranks must call it.
 
-        Args:
-            values: (B, F) of this rank, as TRL holds them.
-            functions: F of them; the values of those that are models are checked here.
-            names: of the functions.
-
-        Raises:
-            RewardError: a function raised, or returned what is no reward; names the function and the trajectory.
-            InfrastructureError: what is behind a function is down.
+        The (B, F) values of this rank are as TRL holds them; those of the functions that are models are checked here.
         """
         for column, (function, name) in enumerate(zip(functions, names, strict=True)):
             if isinstance(function, torch.nn.Module):
-                self._read(values[:, column].tolist(), name)
+                self._read(values[:, column].tolist(), f"reward_funcs: {name}")
         raise_everywhere(self._error)
 
-    def _check(self, function: Any, name: str) -> Any:
-        if isinstance(function, torch.nn.Module):
-            return function
+    def _check(self, function: Any, said: str) -> Any:
+        untaken = _untaken(function)
+
+        def arguments(kwargs: dict[str, Any], rows: slice = slice(None)) -> dict[str, Any]:
+            """Those of some trajectories, never with the rows that fill up the call."""
+            return {
+                name: value[: len(self._trajectories)][rows]
+                if isinstance(value, list) and len(value) == self._num_rows
+                else value
+                for name, value in kwargs.items()
+                if name not in untaken
+            }
+
+        def explain(error: Exception, kwargs: dict[str, Any]) -> Any:
+            given = arguments(kwargs)
+            found = reward_failure(
+                error, said, self._trajectories, lambda rows: function(**arguments(kwargs, rows)), given
+            )
+            found.__cause__ = error
+            self._error = self._error or found
+
         if is_async_callable(function):
 
             async def call(**kwargs: Any) -> list[float | None]:
                 try:
-                    returned = await function(**self._rows(kwargs)) if self._trajectories else []
-                    return self._filled(self._read(returned, name))
+                    returned = await function(**arguments(kwargs)) if self._trajectories else []
                 except Exception as error:
-                    return self._filled(self._explain(error, function, name, kwargs))
+                    returned = explain(error, kwargs)
+                return self._read(returned, said)
 
         else:
 
             def call(**kwargs: Any) -> list[float | None]:  # type: ignore[misc]
                 try:
-                    returned = function(**self._rows(kwargs)) if self._trajectories else []
-                    return self._filled(self._read(returned, name))
+                    returned = function(**arguments(kwargs)) if self._trajectories else []
                 except Exception as error:
-                    return self._filled(self._explain(error, function, name, kwargs))
+                    returned = explain(error, kwargs)
+                return self._read(returned, said)
 
         return call
 
-    def _explain(self, error: Exception, function: Any, name: str, kwargs: dict[str, Any]) -> list[float | None]:
-        def call(first: int, last: int) -> Any:
-            return function(**self._rows(kwargs, first, last))
-
-        return self._fail(reward_failure(error, f"reward_funcs: {name}", self._trajectories, call, kwargs))
-
-    def _rows(self, kwargs: dict[str, Any], first: int = 0, last: int | None = None) -> dict[str, Any]:
-        """A function's arguments for some trajectories, never with the rows that fill up the call."""
-        rows = slice(first, len(self._trajectories) if last is None else last)
-        return {
-            name: value[rows] if isinstance(value, list) and len(value) == self._num_rows else value
-            for name, value in kwargs.items()
-        }
-
-    def _filled(self, values: list[float | None]) -> list[float | None]:
-        return values + [0.0] * (self._num_rows - len(values))
-
-    def _read(self, returned: Any, name: str) -> list[float | None]:
-        """One number or None per trajectory."""
-        try:
-            values = [] if isinstance(returned, dict) else list(returned)
-        except TypeError:  # no iterable, as a single number and None
-            values = []
+    def _read(self, returned: Any, said: str) -> list[float | None]:
+        """TRL's values, None for failures of the infrastructure, which earn nothing."""
         count = len(self._trajectories)
-        if len(values) != count:
-            found = f"{len(values)} values" if values else f"{returned!r:.100}"
-            return self._fail(
-                RewardError(
-                    f"reward_funcs: {name} returned {found} for {count} trajectories. Return one number per "
-                    "trajectory, in a list."
-                )
-            )
-        return [self._number(*pair, name) for pair in zip(self._trajectories, values, strict=True)]
+        values: list[float | None] = [None] * count
+        if self._error is None:
+            try:
+                found = _one_each(returned, count, said, f"{count} trajectories")
+                for index, trajectory in enumerate(self._trajectories):
+                    if not trajectory.stop_reason.is_infrastructure_failure:
+                        values[index] = _number(found[index], said, trajectory)
+            except RewardError as error:
+                self._error = error
+        return values + [0.0] * (self._num_rows - count)
 
-    def _number(self, trajectory: Trajectory, value: Any, name: str) -> float | None:
-        if value is None or trajectory.stop_reason.is_infrastructure_failure:  # which earns nothing
-            return None
-        number = finite_number(value)
-        if number is None:
-            self._fail(
-                RewardError(
-                    f"reward_funcs: {name} returned {value!r:.100} for {trajectory!r}. Return finite numbers (of "
-                    "float32's range), or None for a trajectory that is not scored."
-                )
-            )
-        return number
 
-    def _fail(self, error: Exception) -> list[float | None]:
-        self._error = self._error or error
-        return [None] * len(self._trajectories)
+def _untaken(function: Any) -> set[str]:
+    """Our own arguments that a reward function of TRL's form does not take; it is called without them."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return set()
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    return set() if takes_all else {"trajectory", "environments"} - {*parameters}
+
+
+def _one_each(returned: Any, count: int, said: str, things: str) -> list[Any]:
+    """What a function returned as a list of `count` values."""
+    try:
+        values = [] if isinstance(returned, dict | str) else list(returned)
+    except TypeError:  # a single number, or None
+        values = []
+    if len(values) != count:
+        found = f"{len(values)} values" if values else f"{returned!r:.100}"
+        raise RewardError(f"{said} returned {found} for {things}. Return a list with one value for each.")
+    return values
+
+
+def _number(value: Any, said: str, trajectory: Trajectory) -> float | None:
+    number = None if value is None else finite_number(value)
+    if number is None and value is not None:
+        raise RewardError(
+            f"{said} returned {value!r:.100} for {trajectory!r}. Return finite numbers (of float32's range), or None "
+            "for no reward."
+        )
+    return number
 
 
 def reward_failure(
     error: Exception,
     function: str,
     trajectories: Sequence[Trajectory],
-    call: Callable[[int, int], Any],
+    call: Callable[[slice], Any],
     names: Iterable[str],
 ) -> Exception:
     """The error that a raising reward function is reported with: one line, with the place and an example.
 
-    Args:
-        error: what it raised for all trajectories.
-        function: its name, after the setting that it stands in.
-        trajectories: at least one.
-        call: calls it for those from the first index up to the second; asked for halves, until one is left.
-        names: of its arguments.
-
-    Returns:
-        An InfrastructureError if what the function needs is down, else a RewardError.
+    `call` calls the function, which has raised `error` and gets arguments of these names, for some trajectories. An
+    InfrastructureError if what it needs is down, else a RewardError.
     """
     said = f"{function} raised {locate_error(error)}."
     place = traceback.extract_tb(error.__traceback__)[-1].filename
     if isinstance(error, TypeError) and Path(place).parent == Path(__file__).parent:  # in our call
-        given = ", ".join(sorted(names))
-        failure: Exception = RewardError(
-            f"{function} cannot be called: {error}. It gets {given}. Name those that it needs, and take the others as "
-            "**columns."
+        return RewardError(
+            f"{function} cannot be called: {error}. It gets {', '.join(sorted(names))}. Name those that it needs, and "
+            "take the others as **columns."
         )
-    elif is_infrastructure_error(error, has_backend=True):
-        failure = InfrastructureError(said)
-    else:
-
-        def raises(first: int, last: int) -> bool:
-            try:
-                wait_for(call(first, last))
-            except Exception as again:
-                return type(again) is type(error)
-            return False
-
-        first, last = 0, len(trajectories)
-        while last - first > 1:
-            middle = (first + last) // 2
-            first, last = (first, middle) if raises(first, middle) else (middle, last)
-        culprit = trajectories[first]
-        where = f"It was in example {culprit.example_id!r}, generation {culprit.generation}."
-        if not raises(first, last):
-            where = f"It was called for {len(trajectories)} trajectories, and raises for none of them alone."
-        failure = RewardError(f"{said} Correct the function. {where}")
-    failure.__cause__ = error
-    return failure
+    if is_infrastructure_error(error, has_backend=True):
+        return InfrastructureError(said)
+    where = f"It was called for {len(trajectories)} trajectories, and raises for none of them alone."
+    for index, trajectory in enumerate(trajectories):
+        try:
+            wait_for(call(slice(index, index + 1)))
+        except Exception as again:
+            if type(again) is type(error):
+                where = f"It was in example {trajectory.example_id!r}, generation {trajectory.generation}."
+                break
+    return RewardError(f"{said} Correct the function. {where}")
 
 
 def wait_for(value: Any) -> Any:
@@ -461,16 +401,7 @@ def wait_for(value: Any) -> Any:
 
 
 def check_reward_values(values: Any, calculate: Any, shape: tuple[int, int]) -> None:
-    """Refuse what a subclass's `_calculate_rewards` returned in place of TRL's tensor.
-
-    Args:
-        values: what it returned.
-        calculate: the method.
-        shape: (N, F), trajectories of all ranks and reward functions.
-
-    Raises:
-        ValueError: names the method and what it returned.
-    """
+    """Refuse (ValueError) what a subclass's `_calculate_rewards` returned in place of TRL's (N, F) tensor."""
     found = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
     if found != f"shape {shape}":
         raise ValueError(
@@ -485,20 +416,14 @@ def check_finite(values: torch.Tensor, calculate: Any) -> None:
         raise ValueError(f"{calculate.__qualname__} returned infinite rewards. Return finite numbers, NaN for none.")
 
 
-_UNSCORED = "All reward functions returned None"
-
-
 @contextlib.contextmanager
 def rows_not_logged() -> Iterator[None]:
     """While it lasts, TRL's warning about a row that no reward function scored does not contain the row."""
+    unscored = "All reward functions returned None"
 
     def shorten(record: logging.LogRecord) -> bool:
-        if _UNSCORED in str(record.msg):
-            record.msg, record.args = (
-                f"{_UNSCORED} for at least one trajectory (None is also the reward of an infrastructure failure). It "
-                "is not in the baseline.",
-                (),
-            )
+        if unscored in str(record.msg):
+            record.msg, record.args = f"{unscored} for at least one trajectory. It is not in the baseline.", ()
         return True
 
     logger = logging.getLogger("trl.trainer.grpo_trainer")
@@ -518,70 +443,55 @@ TAKEN_COLUMNS = (
 """Names under which reward functions receive something other than a column of the data set."""
 
 
+_IMAGES = (
+    "The data set has an 'image' or 'images' column with content: images together with tools are not supported. "
+    "Remove the column, or train without env= and tools=."
+)
+
+
 class RowCheck:
-    """Checks the data: columns at construction, environments before the first rollout, and every batch as it arrives.
+    """Checks the data: columns and environments at construction, and every batch as it arrives.
 
     Args:
         form: of the environments.
         train_dataset: of the trainer; None where the environment owns the data.
         eval_dataset: of the trainer: None, one or several by name.
-
-    Raises:
-        ValueError: names the column, its value and the fix.
     """
 
     def __init__(self, form: EnvForm, train_dataset: Any, eval_dataset: Any) -> None:
         self.names = form.names
         self.taken = {*TAKEN_COLUMNS, *(["environments"] if form.hands_over_environments else [])}
-        if train_dataset is None and not form.hands_over_environments:
+        if train_dataset is None and (self.names is not None or not form.hands_over_environments):
             raise ValueError(
-                "train_dataset=None: a `train_dataset` is required unless an environment makes the prompts. Pass "
+                "train_dataset=None: a `train_dataset` is required unless an environment makes the prompts, and a "
+                "dictionary as environment_factory requires a `train_dataset` with the column 'environment'. Pass "
                 "train_dataset=, or env= or environment_factory=."
             )
-        if train_dataset is None and self.names is not None:
-            raise ValueError(
-                "train_dataset=None: a dictionary as environment_factory requires a `train_dataset` whose column "
-                f"'environment' says which of {self.names} a row is played in. Pass one."
-            )
         evaluated = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
-        self._unread = [train_dataset, *evaluated]
-        for dataset in self._unread:
-            self._check_columns(getattr(dataset, "column_names", None) or ())
+        for dataset in (train_dataset, *evaluated):
+            # A transform may add columns as rows are read; those rows are checked as they arrive.
+            columns: Any = getattr(dataset, "column_names", None) or ()
+            names: list[Any] = []
+            if self.names is not None and isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
+                names = dataset.unique("environment") if "environment" in columns else [None]
+            refuse(self._find_problems(columns, names))
 
     def check_batch(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Check the rows of one batch; the first time all rows of the data sets that are in memory. Refuses images.
+        """Check the rows of one batch. Refuses images."""
+        columns = dict.fromkeys(name for row in rows for name in row)
+        refuse(self._find_problems(columns, (row.get("environment") for row in rows)))
+        refuse(_IMAGES for row in rows if row.get("image") is not None or row.get("images"))
 
-        Raises:
-            ValueError: names the column, its value and the fix.
-        """
-        while self._unread:
-            dataset = self._unread.pop()
-            # A transform may add columns as rows are read; those rows are checked as they arrive.
-            if self.names is not None and isinstance(dataset, Dataset) and dataset.format["type"] != "custom":
-                has_column = "environment" in dataset.column_names
-                self._check_names(dataset.unique("environment") if has_column else [None])
-        self._check_columns({name: None for row in rows for name in row})
-        if self.names is not None:
-            self._check_names([row.get("environment") for row in rows])
-        if any(row.get("image") is not None or row.get("images") for row in rows):
-            raise ValueError(
-                "The data set has an 'image' or 'images' column with content: images together with tools are not "
-                "supported. Remove the column, or train without env= and tools=."
-            )
-
-    def _check_columns(self, columns: Iterable[str]) -> None:
+    def _find_problems(self, columns: Iterable[str], names: Iterable[Any]) -> Iterator[str]:
         for name in columns:
             if name in self.taken:
-                raise ValueError(
+                yield (
                     f"The data set has a column {name!r}, but reward functions receive something else as {name}=. "
                     f"Rename the column: dataset.rename_column({name!r}, ...)."
                 )
-
-    def _check_names(self, values: Iterable[Any]) -> None:
-        assert self.names is not None
-        for value in values:
-            if value not in self.names:
-                raise ValueError(
-                    f"The data set has a row with environment={value!r}, which is not among the environments passed "
-                    f"to environment_factory: {self.names}. Give each row one of these in its column 'environment'."
+        for name in names:
+            if self.names is not None and name not in self.names:
+                yield (
+                    f"The data set has a row with environment={name!r}, which is not among the environments passed to "
+                    f"environment_factory: {self.names}. Give each row one of these in its column 'environment'."
                 )
