@@ -162,8 +162,10 @@ def test_a_users_callback_gets_every_event_in_the_order_of_the_table(tmp_path):
     trainer.train()
     assert set(events) - set(diary.events) == NOT_HERE
     assert diary.events[0] == "attach" and diary.events[-1] == "end_run"
-    once = list(dict.fromkeys(event for event in diary.events if event in STEP))
-    assert once == STEP
+    assert list(dict.fromkeys(event for event in diary.events if event in STEP)) == STEP
+    resumed = make_trainer(tmp_path, callbacks=[later := Diary()], max_steps=1, script=None, **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert later.loaded["num"] > 1, "its state was in the checkpoint"
 
 
 def test_what_a_users_callback_does_not_keep_is_not_trained_on(tmp_path):
@@ -175,26 +177,6 @@ def test_what_a_users_callback_does_not_keep_is_not_trained_on(tmp_path):
     assert scored_batch(trainer)["is_kept"].tolist() == [True] * 4 + [False] * 4
 
 
-def test_a_step_of_which_nothing_is_kept_is_skipped_without_any_feature(tmp_path):
-    class Nothing(RolloutCallback):
-        def keep(self, batch):
-            return torch.zeros(len(batch.trajectories), dtype=torch.bool)
-
-    trainer = make_trainer(tmp_path, callbacks=[Nothing()], max_steps=1)
-    before = [parameter.clone() for parameter in trainer.model.parameters()]
-    trainer.train()
-    assert trainer.kept_rows.num_skipped == 1
-    assert all(map(torch.equal, before, trainer.model.parameters()))
-
-
-def test_the_state_of_a_users_callback_is_in_the_checkpoint(tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1}
-    make_trainer(tmp_path, callbacks=[Diary()], max_steps=1, **options).train()
-    resumed = make_trainer(tmp_path, callbacks=[diary := Diary()], max_steps=2, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert diary.loaded == {"num": 1}
-
-
 @pytest.mark.parametrize(
     "mask", [[True] * 8, torch.ones(8), torch.ones(3, dtype=torch.bool)], ids=["list", "float", "short"]
 )
@@ -204,7 +186,7 @@ def test_a_mask_of_another_form_is_refused_by_the_name_of_its_callback(tmp_path,
             return mask
 
     with pytest.raises(ValueError, match=r"^Odd\.keep returned .* a bool tensor of shape \(8,\)"):
-        make_trainer(tmp_path, callbacks=[Odd()]).train()
+        scored_batch(make_trainer(tmp_path, callbacks=[Odd()]))
 
 
 def test_a_state_that_no_resumed_run_could_read_is_refused_when_it_is_saved(tmp_path):
@@ -273,28 +255,6 @@ def test_without_an_environment_a_rollout_callback_asks_for_our_rollout(tmp_path
     assert diary.events == ["attach"] and trainer.env_factory is not None
 
 
-def test_a_callback_may_end_the_run_after_a_rollout(tmp_path):
-    class Stop(RolloutCallback):
-        def after_rollout(self, batch):
-            raise RuntimeError(f"{len(batch.trajectories)} are enough")
-
-    with pytest.raises(RuntimeError, match="8 are enough"):
-        make_trainer(tmp_path, callbacks=[Stop()]).train()
-
-
-def test_a_rollout_that_a_callback_throws_away_is_sampled_again(tmp_path):
-    class Twice(RolloutCallback):
-        num = 0
-
-        def after_rollout(self, batch):
-            self.num += 1
-            return self.num == 1
-
-    callback = Twice()
-    make_trainer(tmp_path, callbacks=[callback], max_steps=1).train()
-    assert callback.num == 2
-
-
 @pytest.mark.parametrize("answer", [7, torch.tensor(True), "no"])
 def test_an_answer_that_is_neither_true_nor_false_is_refused(tmp_path, answer):
     class Peek(RolloutCallback):
@@ -302,7 +262,7 @@ def test_an_answer_that_is_neither_true_nor_false_is_refused(tmp_path, answer):
             return answer
 
     with pytest.raises(ValueError, match=rf"^Peek.after_rollout returned {re.escape(repr(answer))}\. Return True"):
-        make_trainer(tmp_path, callbacks=[Peek()]).train()
+        scored_batch(make_trainer(tmp_path, callbacks=[Peek()]))
 
 
 def test_rollouts_that_are_thrown_away_again_and_again_are_said(tmp_path, caplog):
@@ -311,11 +271,11 @@ def test_rollouts_that_are_thrown_away_again_and_again_are_said(tmp_path, caplog
 
         def after_rollout(self, batch):
             self.num += 1
-            return self.num not in (8, 12)
+            return self.num not in (8, 13)
 
-    make_trainer(tmp_path, callbacks=[Picky()], max_steps=2).train()
+    make_trainer(tmp_path, callbacks=[picky := Picky()], max_steps=2).train()
     said = [record.getMessage() for record in caplog.records if "Picky.after_rollout" in record.getMessage()]
-    assert [text.split()[0] for text in said] == ["3", "6", "3"]
+    assert [text.split()[0] for text in said] == ["4", "4"] and picky.num == 13
 
 
 def test_after_scores_knows_who_is_in_the_baseline_and_in_the_loss(tmp_path):
@@ -342,7 +302,11 @@ def test_a_step_without_trajectories_names_who_left_them_out(tmp_path, caplog, o
         def keep(self, batch):
             return torch.ones(len(batch.trajectories), dtype=torch.bool)
 
-    make_trainer(tmp_path, callbacks=[Nothing(), Everything()], **options).train()
+    trainer = make_trainer(tmp_path, callbacks=[Nothing(), Everything()], **options)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.kept_rows.num_skipped == 1
+    assert all(map(torch.equal, before, trainer.model.parameters()))
     (said,) = [record.getMessage() for record in caplog.records if "was skipped" in record.getMessage()]
     assert said.startswith("Optimizer step 1 was skipped, because Nothing.keep left no trajectory of the rollout")
 

@@ -31,6 +31,7 @@ import difflib
 import importlib
 import io
 import logging
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
 
 
+logger = logging.getLogger(__name__)
+
 _KINDS: tuple[type[Exception], ...] = (RewardError, ValueError, InfrastructureError)
 """Kinds of errors that all ranks raise as they are."""
 
@@ -63,26 +66,20 @@ def is_main_process() -> bool:
 
 
 def raise_everywhere(error: Exception | None) -> None:
-    """Raise this rank's error; where it has none, the first of the other ranks' in its words.
-
-    All ranks must call it.
+    """Raise this rank's error; where it has none, the first of the other ranks' in its words. All ranks must call it.
 
     Raises:
-        Exception: `error` itself.
-        Exception: another rank's error, as a RewardError, ValueError or InfrastructureError if it is one, else as a
-            RuntimeError.
+        Exception: `error` itself; another rank's as a RewardError, ValueError or InfrastructureError if it is one,
+            else as a RuntimeError.
     """
-    if PartialState().num_processes == 1:
-        texts: list[tuple[type[Exception], str] | None] = []
-    else:
-        kind = next((item for item in _KINDS if isinstance(error, item)), RuntimeError)
-        texts = gather_object([None if error is None else (kind, f"{type(error).__name__}: {error}")])
+    kind = next((item for item in _KINDS if isinstance(error, item)), RuntimeError)
+    text = None if error is None else (kind, f"{type(error).__name__}: {error}")
+    texts = gather_object([text]) if PartialState().num_processes > 1 else []
     if error is not None:
         raise error
     for rank, found in enumerate(texts):
         if found is not None:
-            kind, message = found
-            raise kind(f"Rank {rank} has stopped all others: {message}")
+            raise found[0](f"Rank {rank} has stopped all others: {found[1]}")
 
 
 @contextlib.contextmanager
@@ -102,23 +99,14 @@ def num_ranks() -> int:
 
 
 class Agreement:
-    """Small collective operations on the CPU, which make no GPU wait.
-
-    Args:
-        timeout: of each operation.
-    """
+    """Small collective operations on the CPU, which make no GPU wait, each with a timeout."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._group: Any = None
 
     def largest(self, signum: int, error: Exception | None) -> tuple[int, list[str]]:
-        """The largest `signum` of all ranks, and what has gone wrong on them. All ranks must call it.
-
-        Args:
-            signum: number of the signal that this rank has received; 0 for none.
-            error: what went wrong on this rank.
-        """
+        """The largest number of a signal (0: none) and what has gone wrong on all ranks. All ranks must call it."""
         texts = [] if error is None else [f"{type(error).__name__}: {error}"]
         if num_ranks() == 1:
             return signum, texts
@@ -130,16 +118,11 @@ class Agreement:
         if both[1]:
             gathered: list[Any] = [None] * num_ranks()
             dist.all_gather_object(gathered, texts, group=self._group)
-            texts = [
-                f"Rank {rank} has stopped all others: {text}" for rank, found in enumerate(gathered) for text in found
-            ]
+            texts = [f"Rank {rank} has stopped all others: {text}" for rank, of in enumerate(gathered) for text in of]
         return int(both[0]), texts
 
 
 # -------------------------------------------------------------------- callbacks
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -205,12 +188,9 @@ class RolloutCallback(TrainerCallback):
     # ---------------------------------------------------------------- a rollout
 
     def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
-        """The rows to sample a training rollout for.
+        """The rows to sample a training rollout for; `rows` are this rank's, as the Trainer has drawn them.
 
-        Args:
-            rows: this rank's, as the Trainer has drawn them.
-            micro_step: number of micro-batches before this rollout is trained on; with `overlap_rollout` the run
-                does not stand there yet.
+        The rollout is trained on after `micro_step` micro-batches; with `overlap_rollout` the run is not there yet.
         """
         return rows
 
@@ -222,34 +202,21 @@ class RolloutCallback(TrainerCallback):
         """The sampler has the weights of this step; sharded ones are gathered."""
 
     def replay(self, requests: Sequence[Any], limits: Any, position: Position) -> Any:
-        """A rollout in place of one that is sampled; None to sample it.
-
-        Args:
-            requests: of this rank.
-            limits: of every trajectory.
-            position: where the rollout belongs.
-        """
+        """A rollout of this rank's requests in place of one that is sampled; None to sample it."""
         return None
 
     def record(self, requests: Sequence[Any], limits: Any, params: Any, position: Position, synced_step: int) -> Any:
         """What is told of every turn while trajectories are sampled (a `RolloutLog`); None for nothing.
 
-        The first callback that returns something counts, here and in `replay`.
-
-        Args:
-            requests: of this rank.
-            limits: of every trajectory.
-            params: how tokens are drawn.
-            position: where the rollout belongs.
-            synced_step: number of optimizer steps behind the sampler's weights.
+        The first callback that returns something counts, here and in `replay`. The sampler's weights are those of
+        `synced_step` optimizer steps.
         """
         return None
 
     def after_rollout(self, batch: RolloutBatch) -> bool | None:
         """The trajectories have ended, nothing is scored; in training and evaluation.
 
-        Returns:
-            Whether nothing may be trained on them and they must be sampled anew (None: no); in training only.
+        True, in training: nothing may be trained on them, and they are sampled anew.
         """
         return False
 
@@ -266,9 +233,7 @@ class RolloutCallback(TrainerCallback):
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
         """The rollout of a training step is whole: advantages are known, metrics are logged.
 
-        Args:
-            batch: this rank's trajectories.
-            output: TRL's batch of their rows. Scalars that are put into it stand in each of its micro-batches.
+        `output` is TRL's batch of the rows. Scalars that are put into it stand in each of its micro-batches.
         """
 
     def evaluation_end(self, evaluation: Any) -> None:
@@ -277,12 +242,9 @@ class RolloutCallback(TrainerCallback):
     # ---------------------------------------------------------------- the update
 
     def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """What a forward pass of the loss gave; each rank by itself.
+        """What a forward pass of the loss gave, `log_probs` or the critic's `values`; each rank by itself.
 
-        Args:
-            name: `log_probs`, or `values` of the critic.
-            values: (B, T).
-            mask: (B, T), what of it enters the loss.
+        Both are (B, T); the mask says what enters the loss.
         """
 
     def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
@@ -308,19 +270,10 @@ class RolloutCallback(TrainerCallback):
         """The run goes on from a checkpoint; after `load_state_dict`, if that has anything to load."""
 
     def saved(self, micro_step: int) -> None:
-        """A checkpoint is whole.
-
-        Args:
-            micro_step: number of micro-batches that it has trained on.
-        """
+        """A checkpoint, after `micro_step` micro-batches, is whole."""
 
     def go_back(self, step: int, micro_step: int) -> None:
-        """The run goes back to a checkpoint, and other steps follow it.
-
-        Args:
-            step: number of optimizer steps behind it.
-            micro_step: number of micro-batches.
-        """
+        """The run goes back to the checkpoint of these optimizer steps and micro-batches; others follow it."""
 
     def before_save(self, folder: str) -> None:
         """The model is about to be saved; what this raises keeps it from that."""
@@ -416,11 +369,11 @@ class Callbacks:
                 stack.enter_context(item.around_rollout())
             yield
 
-    def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
-        """Everybody's, one after another."""
+    def fold(self, event: str, value: Any, *arguments: Any) -> Any:
+        """Everybody's, one after another: each gets what the one before it returned."""
         for item in self:
-            rows = item.choose_rows(rows, micro_step)
-        return rows
+            value = getattr(item, event)(value, *arguments)
+        return value
 
     def first(self, event: str, *arguments: Any) -> Any:
         """What the first one returns that does not return None."""
@@ -430,15 +383,14 @@ class Callbacks:
         """Whether anybody says that nothing may be trained on this rollout of a training."""
         for item in self:
             answer = item.after_rollout(batch)
-            if answer is not None and not isinstance(answer, bool):
+            if not isinstance(answer, bool | None):
                 raise ValueError(
                     f"{type(item).__name__}.after_rollout returned {answer!r:.200}. Return True to throw the rollout "
                     "away and sample it again, False or None to go on."
                 )
             if answer and batch.position.is_training:
                 self._num_void += 1
-                is_due = self._num_void % 3 == 0 and (self._num_void // 3).bit_count() == 1  # 3, 6, 12, 24, ...
-                if is_due and is_main_process():
+                if self._num_void > 3 and self._num_void.bit_count() == 1 and is_main_process():  # 4, 8, 16, ...
                     logger.warning(
                         "%d rollouts in a row were thrown away, this one because %s.after_rollout returned True. "
                         "Nothing is trained on until it returns False.",
@@ -467,12 +419,6 @@ class Callbacks:
             kept = mask if kept is None else kept & mask
         return kept
 
-    def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Everybody's, one after another."""
-        for item in self:
-            loss = item.check_loss(loss, inputs)
-        return loss
-
     @property
     def samples_more(self) -> bool:
         """Whether anybody's `after_scores` may sample."""
@@ -486,10 +432,7 @@ class Callbacks:
     @property
     def learning_rate_factor(self) -> float:
         """Everybody's, multiplied."""
-        factor = 1.0
-        for item in self:
-            factor *= item.learning_rate_factor
-        return factor
+        return math.prod((item.learning_rate_factor for item in self), start=1.0)
 
     # ---------------------------------------------------------------- checkpoints
 

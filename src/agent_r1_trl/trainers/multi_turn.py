@@ -521,7 +521,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             given = for_own_loss(one, self) if is_own_loss(self._compute_loss) else one
             loss = compute_loss(model, given, *args, **kwargs)
             return (
-                self.kept_rows.weigh(self.features.check_loss(loss, one), one) if self.model.training else loss
+                self.kept_rows.weigh(self.features.fold("check_loss", loss, one), one) if self.model.training else loss
             )
 
         if PASSES not in inputs:

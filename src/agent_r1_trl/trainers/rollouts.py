@@ -307,7 +307,7 @@ class Rollouts:
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Any:
         if position.is_training and not position.round:
-            rows = self.features.choose_rows(rows, micro_step)
+            rows = self.features.fold("choose_rows", rows, micro_step)
         requests = rollout_requests(
             rows,
             first_row=position.first_row + self._accelerator.process_index * len(rows),
