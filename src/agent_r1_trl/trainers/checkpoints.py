@@ -40,7 +40,7 @@ MANIFEST = "checkpoint_manifest.json"
 STATE = "trainer_state.json"
 
 PARTS = {
-    "optimizer": ("optimizer*", "scheduler.pt"),
+    "optimizer": ("optimizer*", "scheduler.pt", "global_step*"),
     "rng": ("rng_state*.pth",),
     "rollout": ("rollout_state_rank*.pt",),
 }
@@ -55,10 +55,6 @@ class CheckpointError(RunError, ValueError):
     exit_code = 2
 
 
-class _BrokenError(Exception):
-    """Names a file of a checkpoint and what is wrong with it."""
-
-
 # -------------------------------------------------------------------- writing
 
 
@@ -71,9 +67,6 @@ def finish(folder: Path, target: Path, run: Mapping[str, Any]) -> None:
         folder: below `UNFINISHED`.
         target: `output_dir/checkpoint-N`; one that is there already is replaced.
         run: settings of the run, which `read_manifest` returns as "run".
-
-    Raises:
-        OSError: a file could not be written.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     for path in files:
@@ -99,12 +92,10 @@ def clear_unfinished(output_dir: Path) -> None:
 
 def sync_to_disk(path: Path) -> None:
     """Return when a file, or the names in a folder, are on the disk."""
-    if os.name == "nt":
-        if path.is_dir():
-            return  # Windows opens no folders; its file system writes their names in order by itself
-        descriptor = os.open(path, os.O_RDWR)  # a file that is only read cannot be flushed there
-    else:
-        descriptor = os.open(path, os.O_RDONLY)
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders; its file system writes their names in order by itself
+    # A file that is only read cannot be flushed on Windows.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -135,19 +126,18 @@ def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, with
     """
     if value is True:
         whole, passed_over = _newest_whole(output_dir.absolute(), without)
+        passed = "; ".join(passed_over)
         if whole is None:
-            found = f"It has {'; '.join(passed_over)}" if passed_over else "It has no folder checkpoint-<step>"
             raise CheckpointError(
-                f"resume_from_checkpoint=True: output_dir={str(output_dir)!r} has no whole checkpoint. {found}. Set "
-                "resume_from_checkpoint to a whole checkpoint elsewhere, or remove it to start anew."
+                f"resume_from_checkpoint=True: output_dir={str(output_dir)!r} has no whole checkpoint. It has "
+                f"{passed or 'no folder checkpoint-<step>'}. Set resume_from_checkpoint to a whole checkpoint "
+                "elsewhere, or remove it to start anew."
             )
-        if passed_over:
-            passed = "; ".join(passed_over)
+        if passed:
             logger.warning("Resuming from %s, the newest whole checkpoint. Passed over: %s.", whole, passed)
         return whole
     folder = Path(str(value)).absolute()
-    problem = problem_of(folder, without)
-    if problem is not None:
+    if problem := problem_of(folder, without):
         places = (folder, folder.parent)  # the folder may be that of a run
         whole = next(filter(None, (_newest_whole(place, without)[0] for place in places)), None)
         fix = (
@@ -160,47 +150,65 @@ def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, with
 
 
 def problem_of(folder: Path, without: Collection[str] = ()) -> str | None:
-    """Why a run cannot go on from `folder`, naming the file; None if it can.
+    """Why a run cannot go on from `folder`, naming the file; None if it can. `without`: see `choose_checkpoint`."""
+    return next(_find_problems(folder, without), None)
 
-    Args:
-        folder: a checkpoint.
-        without: keys of `PARTS` that may be missing or damaged.
-    """
-    accepted = tuple(pattern for part in without for pattern in PARTS.get(part, ()))
-    try:
-        if not folder.is_dir():
-            raise _BrokenError("there is no such directory")
-        state, manifest = _read_json(folder / STATE), read_manifest(folder)
-        if not isinstance(state.get("global_step"), int):
-            raise _BrokenError(f"{STATE} is damaged")
-        if manifest is not None:
-            _check_listed(folder, manifest, accepted)
-        _check_parts(folder, without)
-    except _BrokenError as error:
-        return str(error)
-    return None
+
+def _find_problems(folder: Path, without: Collection[str]) -> Iterator[str]:
+    if not folder.is_dir():
+        yield "there is no such directory"
+    for path in (folder / STATE, folder / MANIFEST):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if path.name == STATE:
+                yield f"{STATE} is missing"
+        except ValueError:
+            yield f"{path.name} is damaged (no JSON)"
+    accepted = [pattern for part in without for pattern in PARTS.get(part, ())]
+    for name, expected in (read_manifest(folder) or {"files": {}})["files"].items():
+        path = folder / name
+        if any(fnmatch.fnmatch(name.partition("/")[0], pattern) for pattern in accepted):
+            continue
+        if not path.is_file():
+            yield f"{name} is missing"
+        elif (found := _measure(path)) != expected:
+            is_short = found["bytes"] != expected["bytes"]
+            text = f"has {found['bytes']:,} bytes instead of {expected['bytes']:,}" if is_short else "is damaged"
+            yield f"{name} {text}"
+    missing = [part for part in ("optimizer", "rng") if part not in without and not _has(folder, part)]
+    if missing:
+        yield (
+            f"it holds no {' and no '.join(missing)} state (save_only_model=True saves none; resume_without: "
+            f"[{', '.join(sorted({*missing, *without}))}] goes on with a new one)"
+        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """What `finish` wrote: "files" and "run"; None if the checkpoint has no manifest."""
-    if not (folder / MANIFEST).exists():
-        return None
-    manifest = _read_json(folder / MANIFEST)
-    if not all(isinstance(manifest.get(name), dict) for name in ("files", "run")):
-        raise _BrokenError(f"{MANIFEST} is damaged")
-    return manifest
+    path = folder / MANIFEST
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def lacks_rollout(folder: Path) -> bool:
     """Whether the checkpoint holds no place in the data: then the next step begins with a new rollout."""
-    return not _has(folder, PARTS["rollout"])
+    return not _has(folder, "rollout")
+
+
+def _has(folder: Path, part: str) -> bool:
+    return any(True for pattern in PARTS[part] for _ in folder.glob(pattern))
+
+
+def _numbered(output_dir: Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a run and their steps, the oldest first."""
+    names = [(path.name.removeprefix("checkpoint-"), path) for path in output_dir.glob("checkpoint-*")]
+    return sorted((int(step), path) for step, path in names if step.isdecimal())
 
 
 def _newest_whole(output_dir: Path, without: Collection[str]) -> tuple[Path | None, list[str]]:
     """The whole checkpoint of the highest step, and why those of higher steps were passed over."""
-    steps = {int(path.name[11:]): path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()}
     passed_over: list[str] = []
-    for _, folder in sorted(steps.items(), reverse=True):
+    for _, folder in reversed(_numbered(output_dir)):
         problem = problem_of(folder, without)
         if problem is None:
             return folder, passed_over
@@ -208,73 +216,13 @@ def _newest_whole(output_dir: Path, without: Collection[str]) -> tuple[Path | No
     return None, passed_over
 
 
-# -------------------------------------------------------------------- checks
-
-
-def _check_listed(folder: Path, manifest: Mapping[str, Any], accepted: Collection[str]) -> None:
-    """Compare every file with its line in the manifest."""
-    for name, expected in manifest.get("files", {}).items():
-        path = folder / name
-        if _is_among(name, accepted):
-            continue
-        if not path.is_file():
-            raise _BrokenError(f"{name} is missing")
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise _BrokenError(f"{name} has {size:,} bytes instead of {expected['bytes']:,}")
-        if _measure(path) != expected:
-            raise _BrokenError(f"{name} is damaged (another checksum)")
-
-
-def _check_parts(folder: Path, without: Collection[str]) -> None:
-    """Optimizer and random state are there, unless the run goes on without them."""
-    has_optimizer = _has(folder, (*PARTS["optimizer"], "global_step*"))
-    has = {"optimizer": has_optimizer, "rng": _has(folder, PARTS["rng"])}
-    missing = [part for part in has if not has[part] and part not in without]
-    if missing:
-        wanted = ", ".join(sorted({*missing, *without}))
-        raise _BrokenError(
-            f"it holds no {' and no '.join(missing)} state (save_only_model=True saves none; resume_without: "
-            f"[{wanted}] goes on with a new one)"
-        )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _BrokenError(f"{path.name} is missing") from None
-    except ValueError:
-        raise _BrokenError(f"{path.name} is damaged (no JSON)") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _has(folder: Path, patterns: Collection[str]) -> bool:
-    return any(True for pattern in patterns for _ in folder.glob(pattern))
-
-
-def _is_among(name: str, patterns: Collection[str]) -> bool:
-    """Whether the file, or the folder that it lies in, has a name of one of the patterns."""
-    return any(fnmatch.fnmatch(name.partition("/")[0], pattern) for pattern in patterns)
-
-
 def last_checkpoint(folder: Path, step: int) -> Path | None:
     """The newest checkpoint of a run that was written after at most `step` optimizer steps."""
-    numbered = [(int(match[1]), path) for path in folder.glob("checkpoint-*") if (match := _NUMBER.search(path.name))]
-    return max([pair for pair in numbered if pair[0] <= step], default=(0, None))[1]
-
-
-_NUMBER = re.compile(r"^checkpoint-(\d+)$")
+    return next((path for number, path in reversed(_numbered(folder)) if number <= step), None)
 
 
 def rotate_around(run_dir: Path, limit: int | None, kept: Collection[Path | str | None]) -> None:
-    """Delete the oldest checkpoints above `limit`, none of those in `kept`, and not the newest.
-
-    Args:
-        run_dir: holds them.
-        limit: None or 0 deletes none.
-        kept: folders; they may be more than `limit`.
-    """
+    """Delete the oldest checkpoints above `limit` (None or 0: none), but none in `kept`, nor the newest."""
     folders = [Path(path) for path in sort_checkpoints(str(run_dir), use_mtime=True)]
     num_extra = len(folders) - limit if limit else 0
     names = {Path(path).name for path in kept if path is not None}
@@ -299,13 +247,9 @@ class OutputInUseError(CheckpointError):
 
 @contextlib.contextmanager
 def output_lock(output_dir: Path, name: str = LOCK_FILE) -> Iterator[None]:
-    """Hold the lock of a directory. Where the file system has none, a warning says so.
+    """Hold the lock of a directory, which is made if it is not there. Where locks are unknown, a warning says so.
 
     A POSIX record lock, because it belongs to the process alone: what a tool forks does not keep it, and NFS knows it.
-
-    Args:
-        output_dir: made if it is not there.
-        name: `LOCK_FILE` or `EVALUATION_LOCK_FILE`.
 
     Raises:
         OutputInUseError: another process holds it.
@@ -363,12 +307,11 @@ def _write(file: Any, text: str) -> None:
 
 
 def _who_holds(output_dir: Path, name: str) -> str:
-    work = "trained" if name == LOCK_FILE else "evaluated"
     try:
         owner = json.loads((output_dir / name).read_text(encoding="utf-8"))
-        who = f"process {owner['pid']} on {owner['host']}, which has {work} there since {owner['since']}"
+        who = f"process {owner['pid']} on {owner['host']}, which has worked there since {owner['since']}"
         fix = f"Wait for it or end it (kill {owner['pid']}; a launcher that was killed leaves its workers)"
-    except (OSError, ValueError, KeyError, TypeError):  # it has just begun or the disk is full
+    except (OSError, ValueError):  # it has just begun or the disk is full
         who, fix = "another process", "Wait for it or end it"
     return f"output_dir={str(output_dir)!r} is in use by {who}. {fix}, or set another output_dir."
 
@@ -393,9 +336,6 @@ def save_final_model(trainer: Any, output_dir: str) -> str | None:
 
     Returns:
         Why it could not be written, on all ranks alike; None if it was.
-
-    Raises:
-        RunError: a feature refuses to save it, as for weights that are not finite.
     """
     problems: list[str] = []
     with write_errors_kept(problems):
@@ -443,22 +383,13 @@ def _digest(names: list[str], sums: torch.Tensor) -> str:
 
 def _bit_sums(parameters: list[torch.Tensor]) -> torch.Tensor:
     """(N,) on the device of the first, so that one copy brings them to the host."""
-    sums = [_bit_sum(_local(parameter)) for parameter in parameters]
+    sums = [_bit_sum(own_part(parameter)) for parameter in parameters]
     return torch.stack([item.to(sums[0].device) for item in sums]) if sums else torch.zeros(0, dtype=torch.int64)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """The values that this process holds, under DeepSpeed ZeRO-3 and FSDP2 as well."""
-    if hasattr(parameter, "to_local"):
-        return parameter.to_local()
-    if parameter.numel() == 0 and hasattr(parameter, "ds_tensor"):
-        return parameter.ds_tensor
-    return parameter
 
 
 def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(-1).view(whole)
+    bits = tensor.contiguous().view(-1).view(whole)
     return torch.stack([chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]).sum()
 
 

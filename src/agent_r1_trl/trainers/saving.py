@@ -11,7 +11,7 @@ import itertools
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
 VERSION = 3
 """Version of its format."""
 
-
 SHAPE = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -75,58 +74,40 @@ class RolloutCheckpoint:
         self._accelerator = accelerator
         self._gradient_accumulation_steps = args.gradient_accumulation_steps
         self._steps_per_rollout = args.steps_per_generation * args.num_iterations
-        self._settings = {"processes": accelerator.num_processes}
+        self._settings = {"checkpoint_format": VERSION, "processes": accelerator.num_processes}
         self._settings |= {name: getattr(args, name) for name in (*SHAPE, *ROLLOUT)}
 
     def save(self, folder: Path, step: int, buffered_inputs: Any, features: Mapping[str, Any] | None = None) -> None:
-        """Write this rank's file.
+        """Write this rank's file into the folder of a checkpoint after `step` micro-batches.
 
-        Args:
-            folder: of the checkpoint.
-            step: number of micro-batches trained on.
-            buffered_inputs: micro-batches of the last rollout; left out if they are all used up.
-            features: name -> state of this rank.
+        `buffered_inputs`, those of the last rollout, are left out if they are all used up; `features` are the states
+        of this rank by name.
         """
-        if step % self._steps_per_rollout == 0:
-            buffered_inputs = None
-        folder.mkdir(parents=True, exist_ok=True)
         state = {
-            "version": VERSION,
             "step": step,
-            "buffered_inputs": buffered_inputs,
+            "buffered_inputs": buffered_inputs if step % self._steps_per_rollout else None,
             "settings": self._settings,
             "features": dict(features or {}),
         }
+        folder.mkdir(parents=True, exist_ok=True)
         torch.save(state, folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index))
 
     def load(
         self, folder: Path, global_step: int, *, features: Any = None, with_new_rollout: bool = False
     ) -> tuple[int, Any]:
-        """`step` and `buffered_inputs` as they were saved. All ranks must call it.
+        """`step` and `buffered_inputs` as they were saved; `features` (`Callbacks`) get their states.
 
-        A checkpoint of another trainer has no such file: then there is no rollout, and the next step begins with one.
-
-        Args:
-            folder: of the checkpoint.
-            global_step: optimizer steps that the run has made.
-            features: `Callbacks`, which get their states.
-            with_new_rollout: read no file.
+        Without a file, as in a checkpoint of another trainer, and `with_new_rollout` the place follows from
+        `global_step`, and the next step begins with a new rollout. All ranks must call it.
 
         Raises:
             CheckpointError: on all ranks alike: a file is missing or damaged, or the run has other settings.
         """
-        if with_new_rollout:
-            return global_step * self._gradient_accumulation_steps, None
         accept_numbered_cpus()
-        state, problem = None, None
-        try:
-            state = self._read(folder)
-        except ValueError as error:
-            problem = str(error)
-        problems = [text for text in gather_object([problem]) if text is not None]
-        if problems:
+        state, problem = (None, None) if with_new_rollout else self._read(folder)
+        if problem := next(filter(None, gather_object([problem])), None):
             raise CheckpointError(
-                f"resume_from_checkpoint={str(folder)!r}: {problems[0]}. Or set resume_without: [rollout]: the run "
+                f"resume_from_checkpoint={str(folder)!r}: {problem}. Or set resume_without: [rollout]: the run "
                 "then goes on from its weights and its optimizer with a new rollout."
             )
         if state is None:
@@ -135,37 +116,26 @@ class RolloutCheckpoint:
             features.load_state_dict(state["features"])
         return state["step"], state["buffered_inputs"]
 
-    def _read(self, folder: Path) -> dict[str, Any] | None:
+    def _read(self, folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+        """This rank's state, None without any, and why the run cannot go on from it."""
         own = folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index)
-        others = sorted(folder.glob(ROLLOUT_STATE.format(rank="*")))
-        if not others:
-            return None
-        path = own if own in others else others[0]
+        path = own if own.exists() else min(folder.glob(ROLLOUT_STATE.format(rank="*")), default=None)
+        if path is None:
+            return None, None
         try:
             state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
-            saved, version = state["settings"], state.get("version")
+            saved, has_rollout = state["settings"], state["buffered_inputs"] is not None
         except Exception as error:  # whatever torch finds in half a file
-            raise ValueError(
-                f"{path.name} is damaged ({type(error).__name__}). Resume from an earlier checkpoint"
-            ) from error
-        if version != VERSION:
-            raise ValueError(
-                f"{path.name} has format {version or 1}, and this version of agent-r1-trl reads {VERSION}. Resume "
-                "with the version that wrote it"
-            )
-        has_rollout = state["buffered_inputs"] is not None
-        names = ("processes", *SHAPE, *(ROLLOUT if has_rollout else ()))
+            return None, f"{path.name} is damaged ({type(error).__name__}). Resume from an earlier checkpoint"
+        names = [name for name in self._settings if has_rollout or name not in ROLLOUT]
         changed = [name for name in names if saved.get(name) != self._settings[name]]
         if changed:
-            before = ", ".join(f"{name}={saved.get(name)}" for name in changed)
-            now = ", ".join(f"{name}={self._settings[name]}" for name in changed)
-            raise ValueError(
+            before, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (saved, self._settings))
+            return None, (
                 f"the run was saved with {before} and cannot go on with {now}, which its place in the data "
                 f"{'and the rollout in flight do' if has_rollout else 'does'} not fit. Start it with {before}"
             )
-        if path != own:
-            raise ValueError(f"{own.name} is missing. Resume from an earlier checkpoint")
-        return state
+        return state, None if path == own else f"{own.name} is missing. Resume from an earlier checkpoint"
 
 
 # -------------------------------------------------------------------- data
@@ -183,41 +153,32 @@ def describe_run(trainer: Any, base: str | None) -> dict[str, Any]:
     }
 
 
-def check_same_base(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to put an adapter on other frozen weights than those that it was trained on.
+def check_same_run(folder: Path, saved: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> None:
+    """Refuse to put an adapter on other frozen weights, or to go on where the place would fall on other rows.
+
+    These names in what `describe_run` has `saved` and gives `now` must be equal, where both are known.
 
     Raises:
-        CheckpointError: they differ.
+        CheckpointError: one differs; names it, both values and the fix.
     """
-    before, present = saved.get("base"), now["base"]
-    if before is None or present is None or before == present:
-        return
-    raise CheckpointError(
-        f"resume_from_checkpoint={str(folder)!r}: its adapter was trained on the model {saved.get('model')!r} and "
-        f"cannot go on with {now['model']!r}, whose frozen weights are others ({present} instead of {before}). Start "
-        f"it with model_name_or_path={saved.get('model')!r}, as it was then, in the same dtype and quantization."
-    )
-
-
-def check_same_data(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to go on where the place of the checkpoint would fall on other rows.
-
-    Raises:
-        CheckpointError: the seed or the data differ.
-    """
-    for name in ("seed", "shuffle_dataset", "train_dataset"):
+    for name in names:
         before, present = saved.get(name), now[name]
         if before is None or present is None or before == present:
             continue
+        lead = f"resume_from_checkpoint={str(folder)!r}: the run was saved with"
+        if name == "base":
+            raise CheckpointError(
+                f"{lead} an adapter on the model {saved.get('model')!r} and cannot go on with {now['model']!r}, whose "
+                f"frozen weights are others ({present} instead of {before}). Start it with "
+                f"model_name_or_path={saved.get('model')!r}, as it was then, in the same dtype and quantization."
+            )
+        was, given, fix = f"{before}", f"{present}", f"Start it with {name}={before}"
         if name == "train_dataset":
             was, given, fix = f"{before['rows']} rows", f"{present['rows']} rows", "Pass the same rows in their order"
             given += " with other contents or in another order" if was == given else ""
-        else:
-            was, given, fix = f"{before}", f"{present}", f"Start it with {name}={before}"
         raise CheckpointError(
-            f"resume_from_checkpoint={str(folder)!r}: the run was saved with {name}={was} and cannot go on with "
-            f"{name}={given}, where its place in the data falls on other rows. {fix}, or set resume_without: [data] "
-            "to go on at that place in the new order."
+            f"{lead} {name}={was} and cannot go on with {name}={given}, where its place in the data falls on other "
+            f"rows. {fix}, or set resume_without: [data] to go on at that place in the new order."
         )
 
 
@@ -239,23 +200,18 @@ def accept_numbered_cpus() -> None:
 
     transformers maps the optimizer to that device when such a run is resumed.
     """
-    priority = 5  # asked before any other
-    torch.serialization.register_package(priority, lambda storage: None, _stay)
 
+    def stay(storage: Any, location: str) -> Any:
+        return storage if location.startswith("cpu:") else None
 
-def _stay(storage: Any, location: str) -> Any:
-    return storage if location.startswith("cpu:") else None
+    torch.serialization.register_package(5, lambda storage: None, stay)  # 5: asked before any other
 
 
 class EpochOrder(Sampler[int]):
-    """A sampler whose permutation depends on seed and epoch alone.
+    """TRL's `RepeatSampler` with a permutation that depends on seed and epoch alone.
 
     TRL draws the permutation of every epoch from one generator, which a resumed run starts anew: from the second epoch
     on it would see other rows than the run that it continues.
-
-    Args:
-        sampler: TRL's `RepeatSampler`.
-        epoch: returns the number of the epoch that begins.
     """
 
     def __init__(self, sampler: Any, epoch: Callable[[], int]) -> None:
@@ -278,15 +234,11 @@ REFERENCE = "reference/model.safetensors"
 
 
 def save_reference(folder: Path, trainer: Any) -> None:
-    """Write the reference, if it moves. All ranks must call it.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the reference, if it moves. All ranks must call it."""
     if trainer.ref_model is None or not trainer.args.sync_ref_model:
         return
     tensors = {}
-    for name, parameter in _parameters(trainer):
+    for name, parameter in trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters():
         with gathered([parameter], modifier_rank=None):
             if trainer.args.should_save:
                 tensors[name] = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -296,38 +248,24 @@ def save_reference(folder: Path, trainer: Any) -> None:
 
 
 def load_reference(folder: Path, trainer: Any) -> None:
-    """Put the reference back to where it was, in place. All ranks must call it.
-
-    Raises:
-        CheckpointError: the file is one of another model.
-    """
+    """Put the reference back to where it was, in place. All ranks must call it."""
     path, moves = folder / REFERENCE, trainer.args.sync_ref_model
     if trainer.ref_model is None or not (moves or path.is_file()):
         return
     if not (moves and path.is_file()):
         if trainer.accelerator.is_main_process:
             logger.warning(
-                "The reference of the KL term begins anew as the model that the run is started with: %s",
-                f"sync_ref_model is true, and {path} is missing: the run did not move its reference, or it was saved "
-                "by an earlier version, which did not keep it."
-                if moves
-                else f"{path} holds one that had moved, and sync_ref_model is false. Set it to true to go on.",
+                "The reference of the KL term begins anew as the model that the run is started with: sync_ref_model "
+                "is %s, and %s is %s.",
+                str(moves).lower(),
+                path,
+                "missing" if moves else "of a run that had moved it",
             )
         return
     with safe_open(path, "pt") as file:
-        parameters = dict(_parameters(trainer))
-        if parameters.keys() != set(file.keys()):
-            raise CheckpointError(
-                f"resume_from_checkpoint={str(folder)!r}: {REFERENCE} holds other parameters than the reference of "
-                "this run. Start it with the model that it was started with, or with sync_ref_model: false."
-            )
-        for name, parameter in parameters.items():
+        for name, parameter in trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters():
             with torch.no_grad(), gathered([parameter]):
                 parameter.copy_(file.get_tensor(name))
-
-
-def _parameters(trainer: Any) -> Any:
-    return trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters()
 
 
 _WRITERS = (
@@ -411,11 +349,10 @@ class SavingTrainer(GRPOTrainer):
                 MANIFEST,
                 " It holds no rollout in flight: the next step begins with a new one." * lacks_rollout(folder),
             )
-            return str(folder)
-        run = describe_run(self, self.base)
-        check_same_base(folder, manifest["run"], run)
-        if "data" not in without and not self.args.ignore_data_skip:
-            check_same_data(folder, manifest["run"], run)
+        else:
+            has_place = "data" not in without and not self.args.ignore_data_skip
+            names = ("base", *(("seed", "shuffle_dataset", "train_dataset") if has_place else ()))
+            check_same_run(folder, manifest["run"], describe_run(self, self.base), names)
         return str(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -432,14 +369,13 @@ class SavingTrainer(GRPOTrainer):
     ) -> tuple[int, int]:
         """The Trainer's place in the data; behind the last epoch where the checkpoint is that of a finished run."""
         place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
-        step = self.state.global_step
-        if step == 0 or step < max_steps:
+        if not self.state.global_step or self.state.global_step < max_steps:
             return place
         if self.accelerator.is_main_process:
             logger.warning(
                 "The run is finished: its checkpoint stands at step %d of %d, so that no step is trained. To go on, "
                 "raise max_steps=%s, or num_train_epochs=%g where max_steps is not set.",
-                step,
+                self.state.global_step,
                 max_steps,
                 self.args.max_steps,
                 self.args.num_train_epochs,
@@ -483,9 +419,8 @@ class SavingTrainer(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's, unless a feature refuses it, as for weights that are not finite."""
-        folder = output_dir or self.args.output_dir
         if self.env_factory is not None:
-            self.features.call("before_save", folder)
+            self.features.call("before_save", output_dir or self.args.output_dir)
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -576,17 +511,14 @@ class SavingTrainer(GRPOTrainer):
         Raises:
             RunError: something in a file looks like a secret; nothing was sent.
         """
-        with self._uploads_checked():
+        with feature("hub", "push_to_hub").uploads_checked(self.args):
             return super().push_to_hub(*args, **kwargs)
-
-    def _uploads_checked(self) -> contextlib.AbstractContextManager[None]:
-        return feature("hub", "push_to_hub").uploads_checked(self.args)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._is_saving:
             return  # it is pushed when it has its place
         try:
-            with self._uploads_checked():
+            with feature("hub", "push_to_hub").uploads_checked(self.args):
                 super()._push_from_checkpoint(checkpoint_folder)
         except RunError as error:  # a secret: not worth the training
             logger.error("The checkpoint was not uploaded, and training goes on. %s", error)
@@ -600,7 +532,7 @@ class SavingTrainer(GRPOTrainer):
         Every rank has to reach the Trainer's collectives, whatever happened on one of them.
         """
         problems: list[str] = []
-        before = {name: vars(self)[name] for name in _WRITERS if name in vars(self)}
+        before = dict(vars(self))
         for name in _WRITERS:
             setattr(self, name, _contained(getattr(self, name), problems))
         self._is_saving = True
@@ -609,19 +541,23 @@ class SavingTrainer(GRPOTrainer):
         finally:
             self._is_saving = False
             for name in _WRITERS:
-                delattr(self, name)
-            self.__dict__.update(before)
+                if name in before:
+                    setattr(self, name, before[name])
+                else:
+                    delattr(self, name)
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """What the function returns on the main process, on every rank; so is its refusal."""
-        result, problem, kind = None, None, CheckpointError
-        try:
-            result = function() if self.accelerator.is_main_process else None
-        except Exception as error:
-            problem, kind = str(error), OutputInUseError if isinstance(error, OutputInUseError) else CheckpointError
-            raise
-        finally:
-            result, problem, kind = broadcast_object_list([result, problem, kind])
+        result, error = None, None
+        if self.accelerator.is_main_process:
+            try:
+                result = function()
+            except Exception as caught:
+                error = caught
+        kind = OutputInUseError if isinstance(error, OutputInUseError) else CheckpointError
+        result, problem, kind = broadcast_object_list([result, error and str(error), kind])
+        if error is not None:
+            raise error
         if problem is not None:
             raise kind(problem)
         return result
