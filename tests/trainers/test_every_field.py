@@ -4,7 +4,6 @@ A new field, TRL's or ours, fails until somebody writes its line. A field of `Tr
 the Trainer's loop, which the trainers inherit, reads it.
 """
 
-import ast
 import inspect
 import re
 from dataclasses import fields
@@ -25,8 +24,6 @@ from tests.trainers.effects import CPU
 from tests.trainers.helpers import unfold
 
 GRPO, PPO = MultiTurnGRPOConfig, MultiTurnPPOConfig
-TOOL_WATCH = "tests/features/reliability/test_tool_watch.py"
-ROOT = Path(__file__).parents[2]
 
 
 class Acts:
@@ -74,17 +71,6 @@ class ReadByTRL:
         assert re.search(rf"args\.{name}\b", inspect.getsource(GRPOTrainer))
 
 
-class ShownBy:
-    """A test shows it, by its node id."""
-
-    def __init__(self, node):
-        self.path, _, self.function = node.partition("::")
-
-    def check(self, name, folder):
-        tree = ast.parse((ROOT / self.path).read_text(encoding="utf-8"))
-        assert self.function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
 class SetByLaunchers:
     """The field is there so that a launcher's argument does no harm."""
 
@@ -111,16 +97,14 @@ def count_by_turn(trajectory, **kwargs):
     return [[float(turn.end - turn.start) for turn in item.turns] for item in trajectory]
 
 
-TEMPLATE_TEST = (
-    "tests/features/hub/test_publishing.py::test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved"
-)
-RATE_TEST = (
-    "tests/features/echo_trap/test_echo_guard.py::"
-    "test_the_learning_rates_of_policy_and_critic_are_halved_for_some_steps_and_the_schedule_goes_on"
-)
-
-SUMMARIES = "tests/rollout/test_summaries.py"
-RESAMPLING, CURRICULUM = "tests/features/sampling/test_resampling.py", "tests/features/sampling/test_curriculum.py"
+ELSEWHERE = """
+    sampling.curriculum loss_term push.allow_secrets secrets.names secrets.patterns chat_template
+    response_template failures.max_share failures.window journal journal.replay failures.save_on_signal
+    failures.rank_timeout failures.max_failed_saves resume_without outages.max_failure_rise outages.min_calls
+    outages.max_wait failures.max_nonfinite_steps retry_failed echo critic_max_grad_norm use_vllm sync_ref_model
+    output_dir max_steps
+"""
+"""Fields that tests beside their features show."""
 
 TABLE = {
     # ---- ours: rollout
@@ -133,23 +117,18 @@ TABLE = {
         Refused({"turn": 2}, {"context": {"policy": "step", "turns": 2}}),
     ),
     "context.policy": (
-        ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
         Refused("window", {"context.turns": 2}),
         Refused("summarise", {"context.turns": 2, "context.summary_tokens": 100}),
         Refused("widow", {"context.policy": "keep"}),
     ),
-    "context.turns": (
-        ShownBy("tests/rollout/test_contexts.py::test_a_window_holds_the_prompt_and_the_last_turns"),
-        Refused(2, {"context.policy": "window"}, {"context.policy": "drop_observations"}, {"context.policy": "step"}),
+    "context.turns": Refused(
+        2, {"context.policy": "window"}, {"context.policy": "drop_observations"}, {"context.policy": "step"}
     ),
     "context.tokens": (
         Acts(effects.limits, 100, context={"policy": "window", "turns": 2}),
         Refused(100, {"context.policy": "window", "context.turns": 2}),
     ),
-    "context.summary_tokens": (
-        ShownBy(f"{SUMMARIES}::test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others"),
-        Refused(100, {"context.policy": "summarise", "context.turns": 2}),
-    ),
+    "context.summary_tokens": Refused(100, {"context.policy": "summarise", "context.turns": 2}),
     "context.summary_prompt": (
         Acts(effects.limits, "Why?", context={"policy": "summarise", "turns": 2, "summary_tokens": 100}),
         Refused("Why?", {"context.policy": "summarise", "context.turns": 2, "context.summary_tokens": 100}),
@@ -160,43 +139,31 @@ TABLE = {
     "scoring_timeout": Acts(effects.limits, 1.5),
     "watchdog_interval": Acts(effects.limits, 1.5),
     "stall_timeout": Acts(effects.limits, 1.5),
-    "thinking": (
-        Acts(effects.chat, "off"),
-        ShownBy("tests/rollout/test_strip_thinking.py::test_every_context_is_what_the_published_template_shows"),
-        Refused("strip", {"thinking": "keep", "context": "strip_thinking"}),
-    ),
+    "thinking": (Acts(effects.chat, "off"), Refused("strip", {"thinking": "keep", "context": "strip_thinking"})),
     "eval_temperature": Acts(effects.evaluation, 0.5),
     "generation_batch_rows": Acts(effects.local_generator, 3),
     "servers": Refused(3, {"servers": {"urls": ["http://a:1"]}}, **SERVERS),
     "servers.urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
     "servers.max_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
-    "overlap_rollout": (
-        ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
-        Refused(True, ENGINE),
-    ),
+    "overlap_rollout": Refused(True, ENGINE),
     # ---- ours: the shape of a rollout
     "prompts_per_rollout": (Acts(effects.shape, 4), Refused(4, {"steps_per_generation": 4}, steps_per_generation=3)),
     "updates_per_rollout": (Acts(effects.shape, 4), Refused(4, {"num_iterations": 2}, num_iterations=3)),
     # ---- ours: dynamic sampling and curriculum
     "sampling": (Refused(True, {"sampling": {"curriculum": True}}), Refused({"rounds": 1}, {"sampling": {}})),
     "sampling.resample_rounds": (
-        ShownBy(f"{RESAMPLING}::test_whole_groups_are_replaced_and_everything_is_counted"),
         Refused(2, {"num_generations": 2}, config_class=PPO, num_generations=1),
         Refused(-1, {"sampling.resample_rounds": 0}),
     ),
     "sampling.pass_reward": (
-        ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
         Refused(1.0, {"sampling.resample_rounds": 2}, {"sampling.curriculum": True}),
         Refused(float("nan"), {"sampling.pass_reward": 1.0}, sampling={"curriculum": True}),
     ),
-    "sampling.curriculum": ShownBy(f"{CURRICULUM}::test_prompts_that_pass_half_the_time_are_drawn_most"),
     "sampling.curriculum_floor": (
-        ShownBy(f"{CURRICULUM}::test_weights_are_those_of_the_formula"),
         Refused(0.5, {"sampling.curriculum": True}),
         Refused(0.0, {"sampling.curriculum_floor": 0.1}, sampling={"curriculum": True}),
     ),
     "sampling.curriculum_rate": (
-        ShownBy(f"{CURRICULUM}::test_a_pass_rate_is_an_average_that_forgets"),
         Refused(0.3, {"sampling.curriculum": True}),
         Refused(1.5, {"sampling.curriculum_rate": 1.0}, sampling={"curriculum": True}),
     ),
@@ -214,7 +181,6 @@ TABLE = {
     "turn_reward_weights": Acts(effects.batch, [0.5], turn_reward_funcs=[count_by_turn]),
     "advantage_estimator": Acts(effects.batch, "rloo"),
     "separate_process_advantages": Acts(effects.batch, True),
-    "loss_term": ShownBy("tests/trainers/test_extra_loss.py::test_a_function_is_the_same_term_under_its_own_name"),
     "gamma": (
         Acts(effects.batch, 0.5, advantage_estimator="reinforce_pp"),
         Refused(0.5, {"advantage_estimator": "reinforce_pp"}),
@@ -235,10 +201,7 @@ TABLE = {
     ),
     "loss_mask": (Acts(effects.batch, False), Refused(False, {"advantage_mask": False}, config_class=PPO)),
     "advantage_mask": Acts(effects.batch, False, advantage_estimator="reinforce_pp"),
-    "loss_unit": (
-        ShownBy("tests/trainers/test_rows.py::test_with_a_unit_one_loss_type_weighs_as_the_other_does_without"),
-        Refused("row", {"loss_unit": "token"}, {"loss_unit": "turn"}),
-    ),
+    "loss_unit": Refused("row", {"loss_unit": "token"}, {"loss_unit": "turn"}),
     "importance_sampling_unit": (
         Acts(effects.batch, "turn", **BY_TOKEN),
         Refused("turn", ENGINE),
@@ -252,9 +215,6 @@ TABLE = {
     ),
     "update_layout": Acts(effects.layout, "packed"),
     "max_tokens_per_micro_batch": (
-        ShownBy(
-            "tests/update/test_micro_batches.py::test_a_pass_holds_no_more_tokens_than_the_limit_unless_a_row_does"
-        ),
         Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}),
         Refused(100, {"max_tokens_per_micro_batch": None}, update_layout="packed", loss_type="bnpo"),
         Refused(
@@ -266,113 +226,22 @@ TABLE = {
         ),
     ),
     "record_trajectories": Acts(effects.store, "none"),
-    "push.trajectories": (
-        ShownBy("tests/features/hub/test_publishing.py::test_trajectories_are_uploaded_only_if_asked"),
-        Refused(True, {"record_trajectories": "jsonl"}, record_trajectories="none"),
-    ),
+    "push.trajectories": Refused(True, {"record_trajectories": "jsonl"}, record_trajectories="none"),
     "push": Refused(True, {"push": {"trajectories": True}}),
-    "push.allow_secrets": ShownBy(
-        "tests/features/hub/test_uploads.py::test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed"
-    ),
-    "push.critic": (
-        ShownBy("tests/features/hub/test_uploads.py::test_the_critic_is_uploaded_only_if_asked"),
-        Refused(True, {"push.critic": False}),
-    ),
+    "push.critic": Refused(True, {"push.critic": False}),
     "secrets": Refused(3, {"secrets": {"names": "^pin$"}}),
-    "secrets.names": ShownBy(
-        "tests/features/hub/test_publishing.py::test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table"
-    ),
-    "secrets.patterns": ShownBy(
-        "tests/features/hub/test_publishing.py::test_patterns_of_secrets_are_masked_in_records_and_in_the_table"
-    ),
-    "chat_template": ShownBy(TEMPLATE_TEST),
-    "response_template": ShownBy(TEMPLATE_TEST),
     "failures": Refused({"share": 0.5}, {"failures": {"max_share": 0.4}}),
     "outages": Refused(3, {"outages": {"max_wait": 3}}),
-    "failures.max_share": ShownBy(
-        "tests/features/reliability/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
-    ),
-    "failures.window": ShownBy(
-        "tests/features/reliability/test_failures.py::test_an_outage_ends_the_run_when_the_window_is_full_of_it"
-    ),
-    "journal": ShownBy(
-        "tests/features/journal/test_training_journal.py::test_without_a_journal_nothing_is_written_and_everything_is_played_again"
-    ),
-    "echo.actions": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_guard.py::test_the_clip_is_widened_upwards_and_the_kl_term_switched_off"
-        ),
-        Refused(["roll_back"], {"save_strategy": "steps"}, {"echo.actions": ["stop"]}, save_strategy="no"),
-    ),
-    "echo.dry_run": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"
-        ),
-        Refused(True, {"echo.actions": ["all"]}),
-    ),
-    "echo.patience": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"
-        ),
-        Refused(5, {"echo.actions": ["all"]}),
-    ),
-    "echo.max_roll_backs": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_guard.py::test_a_dry_run_says_what_it_would_do_and_changes_nothing"
-        ),
-        Refused(5, {"echo.actions": ["all"]}),
-    ),
-    "echo.rate_factor": (ShownBy(RATE_TEST), Refused(0.1, {"echo.actions": ["learning_rate"]})),
-    "echo.rate_steps": (ShownBy(RATE_TEST), Refused(5, {"echo.actions": ["learning_rate"]})),
-    "journal.keep": (
-        ShownBy(
-            "tests/features/journal/test_training_journal.py::test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep"
-        ),
-        Refused(-1, {"journal.keep": 0}),
-    ),
-    "journal.replay": ShownBy(
-        "tests/features/journal/test_training_journal.py::"
-        "test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environment"
-    ),
-    "failures.save_on_signal": ShownBy(
-        "tests/features/reliability/test_signals.py::test_without_save_on_signal_everything_is_closed_and_nothing_is_written"
-    ),
-    "failures.rank_timeout": ShownBy(
-        "tests/distributed/test_endings.py::test_a_rank_without_a_sign_of_life_ends_the_other_after_rank_timeout"
-    ),
-    "failures.max_failed_saves": ShownBy(
-        "tests/trainers/test_whole_checkpoints.py::test_many_failed_checkpoints_in_a_row_end_the_run"
-    ),
-    "resume_without": ShownBy(
-        "tests/trainers/test_whole_checkpoints.py::test_a_damaged_part_is_left_out_where_that_is_asked_for"
-    ),
-    "outages.max_failure_rise": ShownBy(
-        "tests/features/reliability/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"
-    ),
-    "outages.min_calls": ShownBy(
-        "tests/features/reliability/test_tool_watch.py::test_few_calls_and_small_rises_are_no_sign"
-    ),
-    "outages.max_wait": ShownBy(
-        "tests/features/reliability/test_tool_watch.py::test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint"
-    ),
-    "failures.max_nonfinite_steps": ShownBy(
-        "tests/features/reliability/test_nonfinite.py::test_the_number_of_steps_is_the_users_and_a_healthy_step_begins_anew"
-    ),
-    "retry_failed": ShownBy("tests/trainers/test_lost_members.py::test_a_replaced_failure_changes_no_bit_of_the_run"),
-    "min_group_size": (
-        ShownBy("tests/trainers/test_lost_members.py::test_a_group_of_too_few_counts_nowhere"),
-        Refused(9, {"num_generations": 10, "per_device_train_batch_size": 10}),
-    ),
+    "echo.actions": Refused(["roll_back"], {"save_strategy": "steps"}, {"echo.actions": ["stop"]}, save_strategy="no"),
+    "echo.dry_run": Refused(True, {"echo.actions": ["all"]}),
+    "echo.patience": Refused(5, {"echo.actions": ["all"]}),
+    "echo.max_roll_backs": Refused(5, {"echo.actions": ["all"]}),
+    "echo.rate_factor": Refused(0.1, {"echo.actions": ["learning_rate"]}),
+    "echo.rate_steps": Refused(5, {"echo.actions": ["learning_rate"]}),
+    "journal.keep": Refused(-1, {"journal.keep": 0}),
+    "min_group_size": Refused(9, {"num_generations": 10, "per_device_train_batch_size": 10}),
     # ---- ours: signals of collapse
-    "echo": ShownBy(
-        "tests/features/echo_trap/test_echo_signals.py::test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit"
-    ),
-    "echo.thresholds": (
-        ShownBy(
-            "tests/features/echo_trap/test_echo_signals.py::test_the_users_thresholds_are_those_that_are_judged_by"
-        ),
-        Refused({"windows": 20}, {"echo.thresholds": {"window": 20}}),
-    ),
+    "echo.thresholds": Refused({"windows": 20}, {"echo.thresholds": {"window": 20}}),
     # ---- ours: which groups are trained on
     "sampling.filter_groups": (
         Acts(effects.batch, "top_p"),
@@ -382,19 +251,8 @@ TABLE = {
     ),
     "sampling.filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
     "sampling.filter_when": (Acts(effects.filtered, 50.0, **TOP_P), Refused(0.5, TOP_P)),
-    "sampling.filter_loss_scaling": (
-        ShownBy(
-            "tests/features/sampling/test_group_filter.py::test_the_loss_is_multiplied_by_the_kept_share_if_asked"
-        ),
-        Refused(True, TOP_P),
-    ),
-    "critic_uses_filtered": (
-        ShownBy(
-            "tests/features/sampling/test_group_filter.py::"
-            "test_policy_and_critic_train_on_the_kept_rows_and_the_critic_on_all_if_asked"
-        ),
-        Refused(True, {"sampling.filter_groups": "top_p"}, config_class=PPO, num_generations=4),
-    ),
+    "sampling.filter_loss_scaling": Refused(True, TOP_P),
+    "critic_uses_filtered": Refused(True, {"sampling.filter_groups": "top_p"}, config_class=PPO, num_generations=4),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),
     "lam_turn": (
@@ -409,9 +267,6 @@ TABLE = {
     "critic": Acts(effects.critic, "head", PPO),
     "critic_learning_rate": Acts(effects.critic, 0.5, PPO),
     "critic_warmup_steps": Acts(effects.critic, 3, PPO),
-    "critic_max_grad_norm": ShownBy(
-        "tests/trainers/test_ppo_optimizer.py::test_each_norm_is_clipped_by_its_own_limit_and_the_scale_is_taken_off_once"
-    ),
     "value_loss_coef": Acts(effects.loss, 5.0, PPO),
     "cliprange_value": Acts(effects.loss, 1e-4, PPO),
     "critic_context": (
@@ -427,12 +282,7 @@ TABLE = {
     "num_generations": (Acts(effects.requests, 2), Refused(1, {"advantage_estimator": "reinforce_pp"})),
     "num_generations_eval": Acts(effects.evaluation, 2),
     "max_completion_length": (Acts(effects.limits, 99), Refused(None, {"max_completion_length": 512})),
-    "ds3_gather_for_generation": (
-        Acts(effects.gather_call, False),
-        ShownBy(
-            "tests/trainers/test_config.py::test_sharded_weights_are_gathered_for_ranks_that_sample_at_their_own_pace"
-        ),
-    ),
+    "ds3_gather_for_generation": Acts(effects.gather_call, False),
     "shuffle_dataset": Acts(effects.requests, False),
     "pad_to_multiple_of": (
         Acts(effects.batch, 256),
@@ -475,7 +325,6 @@ TABLE = {
     "use_transformers_paged": Refused(True),
     "max_tool_calling_iterations": (Acts(effects.limits, 2), Refused(-1, {"max_tool_calling_iterations": 0})),
     # ---- TRL's: vLLM
-    "use_vllm": ShownBy("tests/trainers/test_vllm_training.py::test_grpo_trains_with_vllm_in_process"),
     "vllm_mode": (Acts(effects.engine, "server"), Refused("serve", SERVER, **ENGINE)),
     "vllm_model_impl": (
         Acts(effects.engine, "transformers"),
@@ -486,11 +335,7 @@ TABLE = {
         Refused("int8", {"vllm_dtype": "bfloat16"}, **ENGINE),
         Refused("float16", {"vllm_mode": "colocate"}, **SERVERS),
     ),
-    "vllm_enable_sleep_mode": (
-        Acts(effects.engine, True),
-        ShownBy("tests/trainers/test_config.py::test_an_engine_that_cannot_sleep_is_not_asked_to"),
-        ShownBy("tests/generation/test_sleep.py::test_the_engine_sleeps_in_the_update_and_wakes_with_new_weights"),
-    ),
+    "vllm_enable_sleep_mode": Acts(effects.engine, True),
     "vllm_structured_outputs_regex": Refused("[0-9]+", {"use_vllm": False}, **ENGINE),
     "vllm_server_base_url": (
         Acts(effects.engine, "http://a:1", **SERVER),
@@ -568,7 +413,6 @@ TABLE = {
         Acts(effects.batch, True, **ONE_TURN),
         Refused(True, {"truncated_trajectories": "mask"}, truncated_trajectories="penalise"),
     ),
-    "sync_ref_model": ShownBy("tests/trainers/test_every_field.py::test_a_reference_that_follows_needs_a_weight"),
     "ref_model_mixup_alpha": Refused(0.9, {"sync_ref_model": True, "beta": 0.1}),
     "ref_model_sync_steps": Refused(9, {"sync_ref_model": True, "beta": 0.1}),
     "top_entropy_quantile": (Acts(effects.loss, 0.2), Acts(effects.loss, 0.2, update_layout="packed")),
@@ -591,21 +435,14 @@ TABLE = {
     "log_unique_prompts": (ReadByTRL(True, log_completions=True), Refused(True, {"log_completions": True})),
     "log_completions_hub_repo": Refused("me/repo", {"log_completions": True}),
     # ---- transformers': what our methods touch, or TRL's loop does not read
-    "output_dir": ShownBy(
-        "tests/trainers/test_grpo_trainer.py::test_every_trajectory_is_recorded_with_its_advantages"
-    ),
     "seed": Acts(effects.requests, 8),
     "per_device_train_batch_size": Acts(effects.requests, 4),
     "per_device_eval_batch_size": Acts(effects.evaluation, 2, num_generations_eval=1),
     "gradient_accumulation_steps": Acts(effects.requests, 2),
-    "max_steps": ShownBy("tests/trainers/test_overlap.py::test_it_trains_on_what_the_synchronous_run_trains_on"),
     "remove_unused_columns": Refused(True, {"remove_unused_columns": False}),
     "auto_find_batch_size": Refused(True, {"auto_find_batch_size": False}),
     "use_liger_kernel": (ReadByTRL(False), Refused(True, config_class=PPO)),
-    "fsdp": (
-        Refused("full_shard"),
-        ShownBy("tests/trainers/test_config.py::test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for"),
-    ),
+    "fsdp": Refused("full_shard"),
     "parallelism_config": Refused(ParallelismConfig(dp_replicate_size=1)),
     "train_sampling_strategy": Refused("group_by_length"),
     "length_column_name": Refused("num_words"),
@@ -615,6 +452,9 @@ TABLE = {
     "include_for_metrics": Refused(["inputs"]),
     "batch_eval_metrics": Refused(True),
 }
+
+
+FIELDS = {*TABLE, *ELSEWHERE.split()}
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -627,8 +467,8 @@ def test_a_field_acts_or_is_refused_with_a_fix_that_works(tmp_path, name):
 def test_every_field_of_trl_and_of_ours_has_a_line():
     inherited = {item.name for item in fields(TrainingArguments)}
     found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(keys_of(PPO))
-    assert found - inherited - set(TABLE) == set(), "write a line for each: what honours it, or what refuses it"
-    assert set(TABLE) - found == set(), "no field has this name"
+    assert found - inherited - FIELDS == set(), "write a line for each: what honours it, or what refuses it"
+    assert FIELDS - found == set(), "no field has this name"
 
 
 def test_every_other_field_of_transformers_is_read_by_the_loop_that_is_inherited():
@@ -636,7 +476,7 @@ def test_every_other_field_of_transformers_is_read_by_the_loop_that_is_inherited
     files = [*folder.glob("trainer*.py"), *folder.glob("integrations/*.py"), folder / "training_args.py"]
     text = "".join(path.read_text(encoding="utf-8") for path in files) + inspect.getsource(GRPOTrainer)
     text = text.replace(inspect.getsource(inspect.getmodule(Trainer)), _inherited_source())
-    names = {item.name for item in fields(TrainingArguments)} - set(TABLE)
+    names = {item.name for item in fields(TrainingArguments)} - FIELDS
     names = {name.replace("activation_", "gradient_") for name in names}  # of transformers 5.23, which sets both alike
     assert {name for name in names if not re.search(rf"\b(args|self)\.{name}\b", text)} == set()
 
