@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import TrainerState
-from trl import TrlParser
 
 from agent_r1_trl.features.echo_trap import signal_record
 from agent_r1_trl.features.echo_trap.feature import EchoSignals
@@ -19,7 +18,7 @@ from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.toys import call, say
-from tests.trainers.helpers import make_trainer, two_turns, unfold
+from tests.trainers.helpers import make_trainer, two_turns
 
 
 def logged(trainer, name):
@@ -30,7 +29,7 @@ def weights(trainer):
     return [parameter.clone() for parameter in trainer.model.parameters()]
 
 
-@pytest.mark.parametrize("update_layout", ["padded", "packed"])
+@pytest.mark.parametrize("update_layout", ["packed", pytest.param("padded", marks=pytest.mark.matrix)])
 def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_path, update_layout):
     options = {"max_steps": 2, "update_layout": update_layout}
     plain = make_trainer(tmp_path / "plain", **options)
@@ -100,13 +99,6 @@ def test_a_resumed_run_judges_as_the_run_that_was_not_interrupted(tmp_path):
     assert resumed.features["echo_signals"].judge.state_dict() == whole.features["echo_signals"].judge.state_dict()
     saved = json.loads((tmp_path / "whole" / "checkpoint-2" / "trainer_state.json").read_text())
     assert saved["stateful_callbacks"]["echo_trap"]["judge"]["step"] == 2
-
-
-def test_a_second_training_begins_anew(tmp_path):
-    trainer = make_trainer(tmp_path, echo=True)
-    trainer.train()
-    trainer.train()
-    assert trainer.features["echo_signals"].judge.verdict.step == 1
 
 
 # -------------------------------------------------------------------- what the update trains on is changed
@@ -234,21 +226,10 @@ def test_an_optimizer_step_of_two_rollouts_has_the_signals_of_both():
 # -------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"echo.thresholds": {"windows": 20}}, "echo.thresholds"),
-        ({"echo.thresholds": {"reward_std": [0.1, 0.5]}}, "echo.thresholds"),
-        ({"echo.thresholds": {"window": "ten"}}, "echo.thresholds"),
-        ({"echo.thresholds": {"repetition": 0.9}}, "echo.thresholds"),
-        ({"echo.thresholds": {"solved_reward": "high"}}, "echo.thresholds"),
-        ({"echo.thresholds": "window: 20"}, "echo.thresholds"),
-    ],
-    ids=str,
-)
-def test_settings_that_make_no_sense_are_refused_by_name(tmp_path, options, name):
-    with pytest.raises(ValueError, match=name):
-        MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **unfold(options))
+@pytest.mark.parametrize("thresholds", [{"windows": 20}, {"reward_std": [0.1, 0.5]}, "window: 20"], ids=str)
+def test_thresholds_that_make_no_sense_are_refused_by_name(tmp_path, thresholds):
+    with pytest.raises(ValueError, match=r"echo\.thresholds"):
+        MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, echo={"thresholds": thresholds})
 
 
 def test_the_users_thresholds_are_those_that_are_judged_by(tmp_path):
@@ -256,10 +237,3 @@ def test_the_users_thresholds_are_those_that_are_judged_by(tmp_path):
     assert trainer.features["echo_signals"].judge.thresholds.window == 3
     assert trainer.features["echo_signals"].judge.thresholds.repetition[1] == 0.95
     assert math.isclose(trainer.features["echo_signals"].judge.thresholds.solved_success, 0.9)
-
-
-def test_a_command_line_gives_thresholds_as_json(tmp_path):
-    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
-    line += ["--echo", '{"thresholds": {"window": 5}}']
-    (config,) = TrlParser((MultiTurnGRPOConfig,)).parse_args_and_config(line)
-    assert config.echo.thresholds == {"window": 5}

@@ -17,7 +17,6 @@ from accelerate.utils import gather_object
 
 from agent_r1_trl.features.echo_trap import EchoTrapJudge, group_keys, rollout_signals, signal_record
 from agent_r1_trl.features.echo_trap.rollout import entropy_factor
-from agent_r1_trl.features.echo_trap.verdict import say_change
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 
@@ -25,22 +24,20 @@ logger = logging.getLogger(__name__)
 
 SAVED_AS = "echo_trap"
 """Entry of `trainer_state.json` that a resumed run goes on from."""
-_OF_THE_UPDATE = ("entropy", "kl")
-"""Metrics of TRL, one value per micro-batch, that are signals."""
 
 
 class EchoSignals(RolloutCallback):
-    """Judges every optimizer step of a trainer; see `docs/echo-trap.md`.
-
-    Args:
-        args: of the trainer.
-    """
+    """Judges every optimizer step of a trainer; see `docs/echo-trap.md`."""
 
     name = "echo_signals"
 
     def __init__(self, args: Any) -> None:
         self.judge = EchoTrapJudge(args.echo.thresholds)
         """Has the `verdict` on the last step, the same on all ranks."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.judge.reset()
         self._rollout: dict[str, float] = {}
         """Signals of the rollouts since the last optimizer step."""
         self._records: list[dict[str, Any]] = []
@@ -57,7 +54,8 @@ class EchoSignals(RolloutCallback):
         """TRL's lists of metrics, and how many of their values were read."""
         self._has_called = False
         """Whether any trajectory has called a tool; without tools there is no inaction."""
-        self._num_nonfinite = 0
+        self._num_broken = 0
+        """Optimizer steps skipped so far because their numbers were not finite."""
 
     # ---------------------------------------------------------------- a rollout
 
@@ -66,13 +64,12 @@ class EchoSignals(RolloutCallback):
         trainer, trajectories, group_size = self.trainer, batch.trajectories, batch.position.group_size
         kept = [True] * len(trajectories) if batch.is_kept is None else batch.is_kept.tolist()
         records = gather_object([signal_record(item) for item in trajectories])
-        is_trained = gather_object(kept)
         others = gather_object([signal_record(item) for item in batch.replaced])
+        is_trained = gather_object(kept) + [False] * len(others)
         first = len(self._records)  # tells the groups of two rollouts in one optimizer step apart
         self._groups += [(first, place // group_size) for place in range(len(records))]
         self._groups += [(first, key) for key in group_keys(others)]
         records += others
-        is_trained += [False] * len(others)
         for record in records:
             record["weight"] = batch.draw_weights.get(record["example_id"], 1.0)
         self._entropy_factor = 1.0 if all(is_trained) else entropy_factor(records, is_trained)
@@ -89,23 +86,19 @@ class EchoSignals(RolloutCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or go on as the run did that has written the checkpoint."""
-        self.judge.reset()
-        self._rollout, self._records, self._groups, self._seen, self._has_called = {}, [], [], {}, False
-        self._is_chosen, self._entropy_factor, self._conditions = [False, False], 1.0, None
-        self._num_nonfinite = self._num_broken_steps()
+        self._begin()
+        self._num_broken = self._num_broken_steps()
         saved = state.stateful_callbacks.get(SAVED_AS)
         if state.global_step and saved:
             self.judge.load_state_dict(saved["judge"])
-            self._has_called = saved["has_called"]
-            self._conditions = saved.get("conditions")
-            self._is_chosen = (self._conditions or self._is_chosen)[:2]
-            self._entropy_factor = saved.get("entropy_factor", 1.0)
+            self._has_called, self._conditions = saved["has_called"], saved["conditions"]
+            self._is_chosen, self._entropy_factor = self._conditions[:2], saved["entropy_factor"]
         elif state.global_step and is_main_process():
             logger.warning("The checkpoint holds nothing of echo_trap, whose baselines are measured anew.")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the step, log what was judged, and say so when the state changes."""
-        step = self._rollout | {name: self._of_the_update(name) for name in _OF_THE_UPDATE}
+        step = self._rollout | {name: self._of_the_update(name) for name in ("entropy", "kl")}
         step["entropy"] *= self._entropy_factor
         step["grad_norm"] = self._norm()
         self._rollout, self._records, self._groups = {}, [], []
@@ -126,8 +119,9 @@ class EchoSignals(RolloutCallback):
             "conditions": conditions,
             "entropy_factor": self._entropy_factor,
         }
-        if is_main_process():
-            say_change(state.global_step, before, verdict)
+        if is_main_process() and verdict.state != before.state:
+            text = "echo_trap: step %d is %s, after %s. %s"
+            logger.warning(text, state.global_step, verdict.state, before.state, verdict.reason)
 
     def _now(self) -> list[Any]:
         """What gradient norms depend on besides the policy; the guard's actions change it, and the user may."""
@@ -145,14 +139,13 @@ class EchoSignals(RolloutCallback):
         return math.fsum(known) / len(known) if known else math.nan
 
     def _num_broken_steps(self) -> int:
-        """Optimizer steps skipped so far because their numbers were not finite."""
         numbers = self.trainer.features.get("numbers")
         return 0 if numbers is None else numbers.num_skipped
 
     def _norm(self) -> float:
         """The policy's gradient norm; infinite if the step was skipped for it, NaN if there is none."""
-        trainer = self.trainer
-        has_broken = self._num_broken_steps() > self._num_nonfinite
-        self._num_nonfinite = self._num_broken_steps()
-        norm = float(trainer.last_norms[0]) if trainer.last_norms and trainer.last_norms[0] is not None else math.nan
-        return math.inf if has_broken else norm if math.isfinite(norm) else math.nan
+        before, self._num_broken = self._num_broken, self._num_broken_steps()
+        if self._num_broken > before:
+            return math.inf
+        norm = (self.trainer.last_norms or (None,))[0]
+        return math.nan if norm is None or not math.isfinite(norm) else float(norm)

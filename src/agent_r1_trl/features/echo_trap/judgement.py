@@ -55,10 +55,7 @@ def _known(key: str, value: float | None) -> float | None:
 def judge(
     history: Sequence[Mapping[str, float | None]], thresholds: Thresholds | Mapping[str, Any] | None = None
 ) -> Verdict:
-    """The verdict on a run after the last step of `history`.
-
-    The same history always gives the same verdict. A run that is judged after every step uses `EchoTrapJudge`, which
-    gives the verdicts that this function gives for each beginning of the history.
+    """The verdict on a run after the last step of `history`; a pure function.
 
     Args:
         history: one dictionary per optimizer step; its keys are some of `KEYS`. A step without a new rollout knows
@@ -75,7 +72,7 @@ def judge(
 
 
 class EchoTrapJudge:
-    """Judges a run step by step, in constant time and memory per step.
+    """Gives the verdicts of `judge` step by step, in constant time and memory per step.
 
     Args:
         thresholds: or those that differ from the defaults.
@@ -93,15 +90,13 @@ class EchoTrapJudge:
         limits = self.thresholds
         self.verdict = Verdict(state="healthy", step=0, reason="Nothing was judged yet.")
         """After the last `update`."""
-        sparse = ("reward_std",)
         self._series = {
-            key: Series(limits.window, limits.ema_decay, needs_nonzero=key in sparse, is_good=key in PROGRESS)
-            for key in (*JUDGED, *HELPING, "response_length")
+            key: Series(limits.window, limits.ema_decay, needs_nonzero=key == "reward_std", is_good=key in PROGRESS)
+            for key in (*JUDGED, *HELPING)
             if key != "grad_norm"
         }
-        self._norms = Norms(limits.median_window, limits.critical_steps)
         self._alarms: dict[str, Alarm] = {}
-        self._measures: dict[str, float] = {}
+        self.forget_norms()
         self._range = [math.inf, -math.inf]
         """Smallest and largest return of any trajectory."""
         self._at_best: dict[str, float] = {}
@@ -112,14 +107,16 @@ class EchoTrapJudge:
         self._better_for = 0
         """Number of steps in a row that look better than the state."""
 
-    def update(self, step: Mapping[str, float | None]) -> Verdict:
-        """Judge one more step.
+    def forget_norms(self) -> None:
+        """Measure gradient norms anew, because something else than the policy has changed how large they are."""
+        self._norms = Norms(self.thresholds.median_window, self.thresholds.critical_steps)
+        self._alarms.pop("grad_norm", None)
 
-        Args:
-            step: the step's numbers; its keys are some of `KEYS`.
+    def update(self, step: Mapping[str, float | None]) -> Verdict:
+        """Judge one more step, whose keys are some of `KEYS`.
 
         Raises:
-            ValueError: a key is not in `KEYS`.
+            ValueError: a key is not.
         """
         unknown = sorted(set(step) - KEYS)
         if unknown:
@@ -131,41 +128,32 @@ class EchoTrapJudge:
         fresh = {key for key, series in self._series.items() if series.take(values[key])}
         if self._norms.take(values["grad_norm"], at_least=self.thresholds.window):
             fresh.add("grad_norm")
-        low, high = values["reward_min"], values["reward_max"]
-        self._range = [min(self._range[0], low if low is not None else math.inf),
-                       max(self._range[1], high if high is not None else -math.inf)]  # fmt: skip
+        for place, (key, most) in enumerate((("reward_min", min), ("reward_max", max))):
+            if (value := values[key]) is not None:
+                self._range[place] = most(self._range[place], value)
         self._remember_best()
-        found = self._raise_alarms(fresh)
+        found, measures = self._raise_alarms(fresh)
         counted, excused = self._weigh(found)
-        return self._resolve(counted | self._deaths(), excused)
-
-    def forget_norms(self) -> None:
-        """Measure gradient norms anew, because something else than the policy has changed how large they are."""
-        self._norms = Norms(self.thresholds.median_window, self.thresholds.critical_steps)
-        self._alarms.pop("grad_norm", None)
+        return self._resolve(counted | self._deaths(), excused, measures)
 
     # ---------------------------------------------------------------- 1. signals
 
-    def _raise_alarms(self, fresh: set[str]) -> dict[str, Signal]:
-        """Signals that are beyond a threshold; the unknown ones stay as they were for a while."""
-        limits = self.thresholds
-        found: dict[str, Signal] = {}
-        self._measures = {}
+    def _raise_alarms(self, fresh: set[str]) -> tuple[dict[str, Signal], dict[str, float]]:
+        """Signals that are beyond a threshold, of which unknown ones stay for a while; and what all compare."""
+        limits, found, measures = self.thresholds, {}, {}
         for crossing in crossings(self._series, self._norms, limits):
-            alarm = self._alarms.setdefault(crossing.alarm, Alarm())
+            name = f"{crossing.key}:falls" if crossing.falls else crossing.key  # the entropy has thresholds both ways
+            alarm = self._alarms.setdefault(name, Alarm())
             if crossing.key in fresh:
                 warning, critical = map(crossing.is_beyond, crossing.pair)
                 alarm.take((warning, critical), crossing.patience(limits))
             if self._is_stale(crossing.key):
-                self._alarms[crossing.alarm] = Alarm()
+                self._alarms[name] = Alarm()
                 continue
-            self._measures[crossing.key] = crossing.value
+            measures[crossing.key] = crossing.value
             if alarm.level:
                 found[crossing.key] = crossing.signal("critical" if alarm.level == 2 else "warning")
-        length = self._series["response_length"]
-        if length.has_baseline and length.mean > 0:
-            self._measures["response_length"] = length.ema / length.mean
-        return found
+        return found, measures
 
     def _is_stale(self, key: str) -> bool:
         return key in self._series and self._series[key].age > self.thresholds.stale_steps
@@ -179,11 +167,20 @@ class EchoTrapJudge:
 
     # ---------------------------------------------------------------- 2. what the reward says
 
+    def _first_known(self, *keys: str) -> str | None:
+        known = (key for key in keys if self._series[key].has_baseline and not self._is_stale(key))
+        return next(known, None)
+
     @property
     def _progress(self) -> Series | None:
         """The reward, else the success rate; None if both are unknown."""
-        known = [self._series[key] for key in ("reward", "success")]
-        return next((item for item in known if item.has_baseline and item.age <= self.thresholds.stale_steps), None)
+        key = self._first_known("reward", "success")
+        return None if key is None else self._series[key]
+
+    @property
+    def _goal(self) -> str | None:
+        """Success, else the reward; None if both are unknown."""
+        return self._first_known("success", "reward")
 
     def _weigh(self, found: Mapping[str, Signal]) -> tuple[dict[str, Signal], dict[str, Signal]]:
         """The signals that count, some of them one level less, and those that do not."""
@@ -214,38 +211,32 @@ class EchoTrapJudge:
             if series.has_baseline and (key not in self._at_best or goal is None or goal.ema >= goal.best):
                 self._at_best[key] = series.ema
 
-    @property
-    def _goal(self) -> str | None:
-        """Success, else the reward; None if both are unknown."""
-        known = (key for key in ("success", "reward") if self._series[key].has_baseline and not self._is_stale(key))
-        return next(known, None)
-
     def _moved(self) -> dict[str, Signal]:
         """What the policy does otherwise than when success was at its best."""
         signs = signs_of_change(self._series, self._at_best, self.thresholds)
-        found = {signal.name: signal for signal in signs}
+        found = {signal.name: signal for signal in signs if not self._is_stale(signal.name)}
         if "inaction" in found and not self._calls_earned(self._progress):
             del found["inaction"]
-        return {key: signal for key, signal in found.items() if not self._is_stale(key)}
+        return found
 
     def _falls_with(self, moved: dict[str, Signal]) -> dict[str, Signal]:
         """A fall of success together with a policy that has changed: neither has to be as far as it must alone."""
-        goal, limits = self._goal, self.thresholds
-        fall = next((item for item in drops(self._series, limits, limits.noise) if item.key == goal), None)
-        has_fallen = fall is not None and fall.is_beyond(fall.pair[0])
-        return {fall.key: fall.signal("warning"), **moved} if moved and fall is not None and has_fallen else {}
+        falls = drops(self._series, self.thresholds, self.thresholds.noise)
+        fall = next((item for item in falls if item.key == self._goal and item.is_beyond(item.pair[0])), None)
+        return {fall.key: fall.signal("warning"), **moved} if moved and fall is not None else {}
 
     def _is_harder(self) -> bool:
         """Whether a drop, the only signal, is the task's: the policy samples as it did, and its groups still differ.
 
         Success that falls without the reward is a reward that is gamed.
         """
-        entropy, spread, reward = (self._series[key] for key in ("entropy", "reward_std", "reward"))
-        is_known = all(item.has_baseline and item.age <= self.thresholds.stale_steps for item in (entropy, spread))
-        success, is_near = self._series["success"], 2 * (reward.best - reward.ema) <= self._least_drop(reward)
+        spread, reward, success = (self._series[key] for key in ("reward_std", "reward", "success"))
+        is_known = all(self._first_known(key) for key in ("entropy", "reward_std"))
+        is_near = 2 * (reward.best - reward.ema) <= self._least_drop(reward)
         is_gamed = is_near and success.has_baseline and not self._is_at_best(success)
-        lost = spread.mean - spread.ema
-        has_lost = lost > max((1 - _HELD_SPREAD) * spread.mean, self.thresholds.noise * spread.noise)
+        has_lost = spread.mean - spread.ema > max(
+            (1 - _HELD_SPREAD) * spread.mean, self.thresholds.noise * spread.noise
+        )
         return is_known and reward.has_baseline and not is_gamed and not has_lost
 
     def _is_at_best(self, progress: Series) -> bool:
@@ -279,9 +270,7 @@ class EchoTrapJudge:
             return progress.ema >= limits.solved_reward - slack * self._scale(progress)
         if high > low:
             return progress.ema >= high - (0.1 + slack) * (high - low)
-        if 0.9 <= progress.best <= 1.0:  # the scale that most rewards have
-            return progress.ema >= 0.9 - slack
-        return False
+        return 0.9 <= progress.best <= 1.0 and progress.ema >= 0.9 - slack  # the scale that most rewards have
 
     def _calls_earned(self, progress: Series | None) -> bool:
         """Whether trajectories with calls had the higher mean return at first, by more than chance.
@@ -295,7 +284,7 @@ class EchoTrapJudge:
 
     # ---------------------------------------------------------------- 3. the state
 
-    def _resolve(self, counted: dict[str, Signal], excused: dict[str, Signal]) -> Verdict:
+    def _resolve(self, counted: dict[str, Signal], excused: dict[str, Signal], measures: dict[str, float]) -> Verdict:
         """The verdict: a worse state at once, because its signals have been patient; a better one after a while."""
         target, state = self._target(counted), self.verdict.state
         is_better = STATES.index(target) < STATES.index(state)
@@ -306,8 +295,7 @@ class EchoTrapJudge:
             state=state,
             step=self.verdict.step + 1,
             signals=counted,
-            excused=excused,
-            measures=self._measures,
+            measures=measures,
             reason=self._reason(state, target, counted, excused),
             num_kinds=self._num_kinds(counted),
             is_recovering=self._is_recovering(),
@@ -329,11 +317,11 @@ class EchoTrapJudge:
 
     def _is_recovering(self) -> bool:
         """Whether a third of a drop that was more than chance is made up."""
-        known = [self._series[key] for key in ("success", "reward") if self._series[key].has_baseline]
-        if not known:
+        if self._goal is None:
             return False
-        lost, made_up = known[0].best - known[0].worst, known[0].ema - known[0].worst
-        return lost > self.thresholds.reward_noise * known[0].noise and made_up > lost / 3
+        goal = self._series[self._goal]
+        lost, made_up = goal.best - goal.worst, goal.ema - goal.worst
+        return lost > self.thresholds.reward_noise * goal.noise and made_up > lost / 3
 
     def _target(self, signals: Mapping[str, Signal]) -> State:
         """What the signals of this step amount to.
@@ -344,9 +332,7 @@ class EchoTrapJudge:
         critical = {_KIND.get(name, name) for name, signal in signals.items() if signal.level == "critical"}
         kinds = {_KIND.get(name, name) for name in signals}
         others = kinds - {"reward"}
-        if "reward" in critical and others:
-            return "collapsed"
-        if len(critical) >= (2 if "reward" in kinds else 3):
+        if ("reward" in critical and others) or len(critical) >= (2 if "reward" in kinds else 3):
             return "collapsed"
         if critical - {"entropy"} or (critical and len(kinds) > 1) or ("reward" in kinds and others):
             return "collapsing"
@@ -373,11 +359,7 @@ class EchoTrapJudge:
             return f"The task is solved, and groups differ little: this is convergence. {learnt}".strip()
         if learnt:
             why = "Groups still differ, and the entropy is as it was, so this is a task that got harder."
-            is_drop = {*excused} & {*PROGRESS}
-            return f"{learnt} {why if is_drop else 'The reward has gained, so this is learning.'}"
-        waiting = [key for key in JUDGED if key in self._series and 0 < self._series[key].num < self.thresholds.window]
-        if waiting:
-            return f"The baseline of {', '.join(waiting)} is still being measured."
+            return f"{learnt} {why if {*excused} & {*PROGRESS} else 'The reward has gained, so this is learning.'}"
         return "No signal is beyond its threshold."
 
     # ---------------------------------------------------------------- saving

@@ -18,10 +18,11 @@ from agent_r1_trl.trajectory import Trajectory
 
 def signal_record(trajectory: Trajectory) -> dict[str, Any]:
     """What the signals need from one trajectory, once it is scored: small enough to gather over ranks."""
+    num_actions = trajectory.numbers.get("num_actions", 0)  # of a game, whose moves need not be tool calls
     return {
         "in_baseline": trajectory.in_baseline,
         "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
-        "has_call": bool(trajectory.tool_results) or _num_actions(trajectory) > 0,
+        "has_call": bool(trajectory.tool_results) or num_actions > 0,
         "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.env_turns],
         "length": trajectory.num_action_tokens,
         "log_prob": math.fsum(trajectory.logprobs),
@@ -32,21 +33,12 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _num_actions(trajectory: Trajectory) -> float:
-    """Actions that were played in a game, whose moves need not be tool calls; 0 where the environment counts none."""
-    value = trajectory.info.get("num_actions")
-    return value if isinstance(value, int | float) and value == value else 0
-
-
 def _digest(ids: Sequence[int]) -> str:
     return hashlib.blake2b(repr([*ids]).encode(), digest_size=8).hexdigest()
 
 
 def group_keys(records: Sequence[dict[str, Any]]) -> list[Hashable]:
-    """Which group each trajectory belongs to, by its example and its number in the group.
-
-    An example that was played more than once has several groups.
-    """
+    """Which group each trajectory belongs to; an example that was played more than once has several groups."""
     seen: Counter[tuple[str, int]] = Counter()
     keys: list[Hashable] = []
     for record in records:
@@ -82,11 +74,13 @@ def rollout_signals(records: Sequence[dict[str, Any]], groups: Sequence[Hashable
         "inaction": _mean([not record["has_call"] for record, _ in kept], weights),
         "response_length": _mean([record["length"] for record, _ in kept], weights),
     }
-    for name, has_call in (("return_with_call", True), ("return_without_call", False)):
-        if some := [record for record, _ in kept if record["has_call"] is has_call]:
-            signals[name] = _mean([record["return"] for record in some], [record["weight"] for record in some])
-    if known := [record for record, _ in kept if record["success"] is not None]:
-        signals["success"] = _mean([record["success"] for record in known], [record["weight"] for record in known])
+    for name, key, some in (
+        ("return_with_call", "return", [record for record, _ in kept if record["has_call"]]),
+        ("return_without_call", "return", [record for record, _ in kept if not record["has_call"]]),
+        ("success", "success", [record for record, _ in kept if record["success"] is not None]),
+    ):
+        if some:
+            signals[name] = _mean([record[key] for record in some], [record["weight"] for record in some])
     members: dict[Hashable, list[dict[str, Any]]] = defaultdict(list)
     for record, group in kept:
         members[group].append(record)
@@ -118,14 +112,7 @@ def entropy_factor(records: Sequence[dict[str, Any]], is_trained: Sequence[bool]
     """What the entropy over the trained trajectories is multiplied by to get that over all of them.
 
     The mean negative log-prob of sampled tokens estimates their entropy, and is known for tokens that cost no forward
-    pass.
-
-    Args:
-        records: of `signal_record`, everything that was sampled.
-        is_trained: of each, whether the update sees it.
-
-    Returns:
-        1 where the sampler gave no log-probs, or nothing is trained on.
+    pass. 1 where the sampler gave no log-probs, or nothing is trained on.
     """
     kept = [(record, trained) for record, trained in zip(records, is_trained, strict=True) if record["in_baseline"]]
     everything = _mean_log_prob([record for record, _ in kept])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field
 
 _MOST_DEVIATIONS = 4.0
@@ -59,7 +60,7 @@ class Series:
         self.first = [*self.first, value][:3]
         self.raw = [*self.raw, value][-5:]
         if self.num > 3 and 0 < _OUTLIER_DEVIATIONS * self.deviation < abs(value - self.ema):
-            value = sorted(self.raw[-3:])[1]
+            value = statistics.median(self.raw[-3:])
         if self.num:
             square = self._square(value - self.last)
             self.sum_squares += square
@@ -117,7 +118,7 @@ class Norms:
     values: list[float] = field(default_factory=list)
     """The last norms that were finite and not 0; a step without signal has 0."""
     ratios: list[float] = field(default_factory=list)
-    """The last `span` norms over the `usual` one before them; infinite for a norm that was not finite."""
+    """The last `span` norms over what was usual before them; infinite for a norm that was not finite."""
     first: float = 0.0
     """Median of the first norms; 0 until it is known."""
 
@@ -127,25 +128,14 @@ class Norms:
             return False
         is_known = len(self.values) >= at_least or not math.isfinite(norm)
         if is_known:
-            self.ratios = [*self.ratios, norm / self.usual if math.isfinite(norm) else math.inf][-self.span :]
+            # A run that has solved its task has norms near 0, and no step of ordinary size is a spike beside them.
+            ratio = norm / max(statistics.median(self.values), 0.1 * self.first) if math.isfinite(norm) else math.inf
+            self.ratios = [*self.ratios, ratio][-self.span :]
         if math.isfinite(norm) and norm > 0:
             self.values = [*self.values, norm][-self.window :]
             if not self.first and len(self.values) == at_least:
-                self.first = self.median
+                self.first = statistics.median(self.values)
         return is_known
-
-    @property
-    def usual(self) -> float:
-        """The median of the last norms, but at least a tenth of the first ones': a run that has solved its task has
-        norms near 0, and no step of ordinary size is a spike beside them.
-        """
-        return max(self.median, 0.1 * self.first)
-
-    @property
-    def median(self) -> float:
-        """Median of the last norms."""
-        ordered = sorted(self.values)
-        return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 @dataclass
@@ -155,15 +145,10 @@ class Alarm:
     level: int = 0
     """0 none, 1 warning, 2 critical."""
     beyond: list[int] = field(default_factory=lambda: [0, 0])
-    """Number of steps in a row beyond the warning and the critical threshold."""
+    """Number of known values in a row beyond the warning and the critical threshold."""
 
     def take(self, crossed: tuple[bool, bool], patience: tuple[int, int]) -> None:
-        """Judge one more known value.
-
-        Args:
-            crossed: whether it is beyond the warning and the critical threshold.
-            patience: number of values in a row that make a warning, and a critical level.
-        """
+        """Judge one more known value: whether it is beyond each threshold, and how many in a row count."""
         for place in (0, 1):
             self.beyond[place] = self.beyond[place] + 1 if crossed[place] else 0
         self.level = 2 if self.beyond[1] >= patience[1] else 1 if self.beyond[0] >= patience[0] else 0

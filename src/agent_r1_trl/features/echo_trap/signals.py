@@ -22,7 +22,6 @@ _SUDDEN_DEVIATIONS = 4.0
 _MIN_FALL = 0.5
 """A share that was high from the beginning must have lost half of what was missing to 1."""
 
-
 _TEXTS = {
     "reward": "The smoothed reward has fallen from its best by {} of its scale",
     "success": "The smoothed success has fallen from its best by {} of its scale",
@@ -31,7 +30,7 @@ _TEXTS = {
     "reward_std": "The standard deviation of the rewards inside groups is {} of its baseline",
     "zero_std_share": "In {} of the groups all trajectories earned the same",
     "entropy": "The entropy over action tokens is {} of its baseline",
-    "grad_norm": "The largest of the last gradient norms was {} their running median",
+    "grad_norm": "Three of the last gradient norms were at least {} their running median",
     "repetition": "{} of the assistant turns are said by another trajectory of the group as well",
     "inaction": "The share of trajectories without a tool call has risen by {}, and calls earned before",
 }
@@ -61,13 +60,8 @@ class Crossing:
     """Whether the signal is below its thresholds where it is bad."""
     is_more_than_chance: bool = True
     is_sudden: bool = False
-    """Whether each of the last two values is critical by itself, which needs neither an average nor patience."""
+    """Whether the value says enough by itself, without patience: the milder of the last two, or a count of norms."""
     unit: Callable[[float], str] = percent
-
-    @property
-    def alarm(self) -> str:
-        """Name of the alarm: a signal with thresholds on both sides has two."""
-        return f"{self.key}:falls" if self.falls else self.key
 
     def is_beyond(self, threshold: float) -> bool:
         """Whether the value is on the bad side of a threshold, by more than chance."""
@@ -79,35 +73,16 @@ class Crossing:
 
     def signal(self, level: Level) -> Signal:
         """The crossing as a verdict names it."""
-        threshold = self.pair[1 if level == "critical" else 0]
-        side = "below" if self.falls else "above"
+        threshold, side = self.pair[level == "critical"], "below" if self.falls else "above"
         text = _TEXTS[f"{self.key}, sudden" if self.is_sudden and self.key in PROGRESS else self.key]
         reason = f"{text.format(self.unit(self.value))} ({level} {side} {self.unit(threshold)})."
         return Signal(name=self.key, level=level, value=self.value, threshold=threshold, reason=reason)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spikes(Crossing):
-    """Gradient norms: single steps, not an average, so that only most of the last ones together say something."""
-
-    ratios: tuple[float, ...] = ()
-    """Ratios of the last steps, the newest at the end."""
-
-    def is_beyond(self, threshold: float) -> bool:
-        """Beyond a threshold are three of the last norms; one outlier says nothing, whatever its size."""
-        return sum(ratio > threshold for ratio in self.ratios) >= 3
-
-    def patience(self, limits: Thresholds) -> tuple[int, int]:
-        """The spikes are counted already."""
-        return 1, 1
-
-
 def reward_scale(progress: Series, spread: Series | None) -> float:
-    """What a drop of the reward is measured in: its best, or how far it has come from below 0, or its spread.
+    """What a drop of the reward or the success rate is measured in: its best, or how far it has come from below 0.
 
-    Args:
-        progress: the reward or the success rate.
-        spread: the in-group standard deviation; None if it is not that of `progress`.
+    For the reward, it is at least the in-group standard deviation, `spread`.
     """
     scale = max(progress.best - min(0.0, progress.mean), abs(progress.best))
     return max(scale, spread.mean) if spread is not None and spread.has_baseline else scale
@@ -141,13 +116,7 @@ def signs_of_death(series: Mapping[str, Series]) -> dict[str, Signal]:
 
 
 def signs_of_change(series: Mapping[str, Series], at_best: Mapping[str, float], limits: Thresholds) -> list[Signal]:
-    """Which of `SIGNS` the policy shows, by more than chance.
-
-    Args:
-        series: by key.
-        at_best: their averages when success was at its best.
-        limits: say what is chance.
-    """
+    """Which of `SIGNS` the policy shows, by more than chance; `at_best`: their averages when success was highest."""
     found = []
     for key, least in SIGNS.items():
         if key not in at_best or not series[key].has_baseline:
@@ -192,9 +161,9 @@ def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) ->
     found = drops(series, limits, limits.reward_noise)
     for row in _COMPARED:
         found += _compare(row, series[row.key], limits)
-    if norms.ratios:
-        ratios: dict = {"value": max(norms.ratios), "ratios": tuple(norms.ratios), "pair": limits.grad_norm}
-        found.append(Spikes(key="grad_norm", unit=times, **ratios))
+    if norms.ratios:  # single steps: one outlier says nothing, whatever its size
+        third = sorted([0.0, 0.0, *norms.ratios])[-3]
+        found.append(Crossing(key="grad_norm", value=third, pair=limits.grad_norm, is_sudden=True, unit=times))
     return found
 
 
@@ -218,13 +187,8 @@ def _sudden(
 ) -> dict[str, Any]:
     """What replaces the average of a signal whose last two values are both critical; nothing, as a rule.
 
-    Args:
-        series: of the signal.
-        pair: its thresholds.
-        origin: from where to the value the distance is compared with them.
-        reference: where the values come from: the best, or the baseline.
-        scale: what the distance is measured in.
-        sign: -1 for a signal that is bad where its values fall.
+    The distance from `origin`, in units of `scale`, is compared with the thresholds. The values come from `reference`
+    (the best, or the baseline), and are bad where they rise (`sign` 1) or fall (-1).
     """
     last = min(series.raw[-2:], key=lambda value: sign * value)  # the milder one
     is_far = sign * (last - reference) > _SUDDEN_DEVIATIONS * series.deviation
@@ -237,10 +201,7 @@ def _sudden(
 def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> list[Crossing]:
     """How far reward and success have fallen: a reward that is gamed rises while success falls.
 
-    Args:
-        series: by key.
-        limits: the thresholds.
-        noise: number of standard errors that may be chance.
+    `noise` is the number of standard errors that may be chance.
     """
     found: list[Crossing] = []
     for key in ("reward", "success"):

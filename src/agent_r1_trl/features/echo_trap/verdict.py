@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from agent_r1_trl.settings import Count, NotNegative, Number, Rule, SettingsGroup, Whole
-
-logger = logging.getLogger(__name__)
 
 State = Literal["healthy", "converged", "warning", "collapsing", "collapsed"]
 Level = Literal["warning", "critical"]
@@ -20,32 +17,20 @@ STATES: tuple[State, ...] = ("healthy", "converged", "warning", "collapsing", "c
 """From the mildest to the worst: `STATES.index(verdict.state)` compares two states."""
 PROGRESS = ("reward", "success")
 """What a run is for."""
-NOTHING: Mapping[str, Signal] = MappingProxyType({})
 
 
-class Levels(Rule):
-    """A pair (warning, critical) of numbers above 0.
+def _levels(critical: str, is_ordered: Callable[[float, float], bool]) -> Rule:
+    """A pair (warning, critical) of numbers above 0."""
 
-    Args:
-        falls: whether the critical one is the smaller one.
-    """
-
-    def __init__(self, *, falls: bool = False) -> None:
-        self._falls = falls
-
-    def accepts(self, value: Any) -> bool:
-        """See `Rule`."""
+    def takes(value: Any) -> bool:
         is_pair = isinstance(value, tuple | list) and len(value) == 2 and all(map(Number(above=0).accepts, value))
-        return is_pair and (value[0] >= value[1] if self._falls else value[0] <= value[1])
+        return is_pair and is_ordered(*value)
 
-    def __str__(self) -> str:
-        return (
-            f"two numbers above 0, [warning, critical], the critical one the {'smaller' if self._falls else 'larger'}"
-        )
+    return Rule(f"two numbers above 0, [warning, critical], the critical one the {critical}", takes)
 
 
-Falling = Annotated[Pair, Levels(falls=True)]
-Rising = Annotated[Pair, Levels()]
+Falling = Annotated[Pair, _levels("smaller", operator.ge)]
+Rising = Annotated[Pair, _levels("larger", operator.le)]
 
 
 @dataclass(kw_only=True)
@@ -120,13 +105,10 @@ class Verdict:
     state: State
     step: int
     """Number of steps that were judged."""
-    signals: Mapping[str, Signal] = field(default_factory=lambda: NOTHING)
+    signals: Mapping[str, Signal] = field(default_factory=dict)
     """By name, the signals that the state follows from."""
-    excused: Mapping[str, Signal] = field(default_factory=lambda: NOTHING)
-    """By name, signals beyond a threshold that the state does not follow from, because the reward gains."""
-    measures: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """By name, what each signal that is known compares with its thresholds, crossed or not; besides, the response
-    length as a ratio to its baseline."""
+    measures: Mapping[str, float] = field(default_factory=dict)
+    """By name, what each signal that is known compares with its thresholds, crossed or not."""
     reason: str = ""
     """Why the state is what it is, in plain English."""
     num_kinds: int = 2
@@ -160,9 +142,3 @@ class Verdict:
         """Whether the entropy is high or was so until lately, to which a wider clip would add."""
         signal = self.signals.get("entropy")
         return self.is_entropy_high or (signal is not None and signal.threshold > 1)
-
-
-def say_change(step: int, before: Verdict, verdict: Verdict) -> None:
-    """Say in the log that a step has another state than the one before it, if it has."""
-    if verdict.state != before.state:
-        logger.warning("echo_trap: step %d is %s, after %s. %s", step, verdict.state, before.state, verdict.reason)
