@@ -283,29 +283,18 @@ def test_events_that_a_kill_cut_off_are_left_out_and_other_text_is_refused(tmp_p
 
 
 REFUSED = [
-    ("echo.actions", {"echo.actions": []}, {"echo.actions": ["all"]}),
     ("echo.actions", {"echo.actions": ["rollback"]}, {"echo.actions": ["stop"]}),
-    ("echo.actions", {"echo.actions": ["stop", "stop"]}, {"echo.actions": ["stop"]}),
     ("echo.actions", {"echo.actions": ["all", "stop"]}, {"echo.actions": ["all"]}),
     ("echo.actions", {"echo.actions": ["stop", "learning_rate"]}, {"echo.actions": ["learning_rate", "stop"]}),
     ("roll_back", {"echo.actions": ["roll_back"], "save_strategy": "no"}, SAVES),
     ("roll_back", {"echo.actions": ["roll_back"], "save_only_model": True, **SAVES}, {"save_only_model": False}),
     ("roll_back", {"echo.actions": ["roll_back"], "journal.replay": "other", **SAVES}, {"journal.replay": None}),
-    ("roll_back", {"echo.actions": ["roll_back"], "load_best_model_at_end": True, "eval_strategy": "steps",
-                   "eval_steps": 2, "save_total_limit": 1, **SAVES}, {"save_total_limit": 2}),
     ("roll_back", {"echo.actions": ["roll_back"], "metric_for_best_model": "reward", "save_total_limit": 1, **SAVES},
      {"metric_for_best_model": None}),
-    ("echo.actions", {"echo.actions": "al"}, {"echo.actions": "all"}),
-    ("echo.actions", {"echo.actions": 5}, {"echo.actions": None}),
     ("echo.dry_run", {"echo.dry_run": True}, {"echo.actions": ["all"]}),
     ("echo.rate_steps", {"echo.rate_steps": 5, "echo.actions": ["stop"]}, {"echo.actions": ["learning_rate"]}),
     ("echo.max_roll_backs", {"echo.max_roll_backs": 5, "echo.actions": ["stop"]},
      {"echo.actions": ["roll_back"], **SAVES}),
-    ("echo.rate_factor", {"echo.rate_factor": 1.0, "echo.actions": ["all"]}, {"echo.rate_factor": 0.1}),
-    ("echo.patience", {"echo.patience": 0, "echo.actions": ["all"]}, {"echo.patience": 1}),
-    ("echo.dry_run", {"echo.dry_run": "no", "echo.actions": ["all"]}, {"echo.dry_run": False}),
-    ("echo", {"echo": "no"}, {"echo": False}),
-    ("curriculum", {"sampling.curriculum": "no"}, {"sampling.curriculum": False}),
 ]  # fmt: skip
 
 
@@ -320,30 +309,26 @@ def test_the_learning_rate_is_refused_or_left_out_under_deepspeed(tmp_path, capl
     trainer = guarded(tmp_path, {}, "learning_rate")
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match=r"echo.actions=.*'learning_rate'.*DeepSpeed"):
-        EchoGuard(trainer.args).attach(trainer)
-    for actions, is_left_out in ((["all"], True), (("all",), True), (("stop",), False)):
-        trainer.args.echo.actions, guard = actions, EchoGuard(trainer.args)
-        guard.attach(trainer)
-        assert guard._actions[-1] == "stop" and "learning_rate" not in guard._actions
-        assert ("leaves 'learning_rate' out" in caplog.text) is is_left_out
-        caplog.clear()
+        EchoGuard().attach(trainer)
+    trainer.args.echo.actions, guard = ["all"], EchoGuard()
+    guard.attach(trainer)
+    assert guard._actions[-1] == "stop" and "learning_rate" not in guard._actions
+    assert "leaves 'learning_rate' out" in caplog.text
 
 
 def test_all_takes_what_the_run_can_take_and_says_what_it_leaves_out(tmp_path, caplog):
     trainer = guarded(tmp_path, {}, "all", save_strategy="no", save_steps=500)
     assert "roll_back" not in guard_of(trainer)._actions and guard_of(trainer)._actions[-1] == "stop"
-    assert "leaves 'roll_back' out, which needs checkpoints" in caplog.text
-    assert "writes none. To have it taken as well: Set save_strategy: steps" in caplog.text
+    assert "leaves 'roll_back' out, which needs whole checkpoints" in caplog.text
+    assert "Set save_strategy: steps" in caplog.text
 
 
-def test_a_filter_that_would_change_nothing_on_a_stream_is_refused_or_left_out(tmp_path, caplog):
-    options = {
-        "sampling.filter_groups": "top_p",
-        "train_dataset": questions().to_iterable_dataset(),
-        "save_strategy": "no",
-    }
-    with pytest.raises(ValueError, match=r"echo.actions=\['filter'\].*would change nothing.*streamed"):
-        guarded(tmp_path, {}, "filter", **options)
+def test_a_filter_that_would_change_nothing_is_refused_or_left_out(tmp_path, caplog):
+    stream = {"train_dataset": questions().to_iterable_dataset()}
+    options = {"sampling.filter_groups": "top_p", "save_strategy": "no", **stream}
+    for others in (options, {"sampling.filter_groups": "top_p", "sampling.resample_rounds": 1}):
+        with pytest.raises(ValueError, match=r"echo.actions=\['filter'\].*would change nothing"):
+            guarded(tmp_path, {}, "filter", **others)
     trainer = guarded(tmp_path, {}, "all", **options)
     assert "filter" not in guard_of(trainer)._actions and "leaves 'filter' out, which would change" in caplog.text
     del options["sampling.filter_groups"]
@@ -366,10 +351,6 @@ def test_filter_and_dynamic_sampling_are_switched_on_for_the_next_rollout(tmp_pa
     )
     (event,) = guard_of(trainer).state.events
     assert event["text"].startswith("groups are filtered by top_p 0.9; groups without signal")
-    refused = {"echo.actions": ["filter"], "sampling.filter_groups": "top_p", "sampling.resample_rounds": 1}
-    with pytest.raises(ValueError, match="'filter' is on from the start"):
-        MultiTurnGRPOConfig(**unfold(CPU | refused))
-    MultiTurnGRPOConfig(**unfold(CPU | refused | {"sampling.resample_rounds": 0}))
     with pytest.raises(ValueError, match="'filter' compares the trajectories of a group"):
         MultiTurnPPOConfig(**CPU, echo={"actions": ["filter"]})
     MultiTurnPPOConfig(**CPU, echo={"actions": ["filter"]}, num_generations=2)

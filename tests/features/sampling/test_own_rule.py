@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 
-from agent_r1_trl.features.echo_trap.actions import Remedies
 from agent_r1_trl.features.sampling.rules import apply_own
 from agent_r1_trl.objects import OwnObject, OwnObjectError
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
@@ -87,19 +86,6 @@ def test_what_only_our_rules_read_is_refused_and_groups_of_one_may_be_filtered()
         MultiTurnGRPOConfig(**CPU, sampling={"filter_groups": passed}, fp16=True)
 
 
-def test_it_is_switched_on_and_off_between_two_rollouts(tmp_path):
-    trainer = make(
-        tmp_path, taught("q0"), num_prompts=4, echo={"actions": ["filter"]}, sampling={"resample_rounds": 0}
-    )
-    group_filter = trainer.features["group_filter"]
-    group_filter.change(filter_groups=passed)
-    assert scored_batch(trainer)["is_kept"].view(4, 2).tolist() == [[True] * 2, *[[False] * 2] * 3]
-    with pytest.raises(ValueError, match=r"sampling.filter_groups='top_k' is not one of .*Did you mean 'top_p'\?"):
-        group_filter.change(filter_groups="top_k")
-    group_filter.change(filter_groups=None)
-    assert "is_kept" not in scored_batch(trainer)
-
-
 def test_beside_dynamic_sampling_it_sees_the_groups_that_are_left_in_the_batch(tmp_path):
     seen = []
 
@@ -121,7 +107,7 @@ def test_beside_dynamic_sampling_it_sees_the_groups_that_are_left_in_the_batch(t
 def test_the_guards_action_filter_leaves_it_and_adds_dynamic_sampling(tmp_path):
     options = {"sampling": {"filter_groups": passed, "resample_rounds": 0}, "echo": {"actions": ["filter", "stop"]}}
     trainer = make(tmp_path, taught("q0"), num_prompts=8, train_dataset=questions(8), **options)
-    text = Remedies(trainer).apply("filter")
+    text = trainer.features["echo_guard"]._apply("filter")
     assert text == "groups without signal are replaced in up to 2 rounds"
     assert trainer.features["group_filter"].settings.filter_groups == f"{__name__}:passed"
     kept = scored_batch(trainer)["is_kept"].view(4, 2)

@@ -30,4 +30,4 @@ def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
 
     if config.echo is None:
         return []
-    return [EchoSignals(config)] if config.echo.actions is None else [EchoSignals(config), EchoGuard(config)]
+    return [EchoSignals(config)] if config.echo.actions is None else [EchoSignals(config), EchoGuard()]

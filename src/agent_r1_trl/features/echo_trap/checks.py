@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from agent_r1_trl.features.echo_trap.settings import ALL
 from agent_r1_trl.features.echo_trap.verdict import Thresholds
@@ -40,82 +40,50 @@ def clip_matters(config: Any) -> bool:
     return is_clipped and has_ratios and is_narrower
 
 
-class Refusal(NamedTuple):
-    """Why an action cannot be taken, and what would let it; both texts may name settings, `{c.seed}`."""
-
-    action: str
-    holds: Callable[[Any], Any]
-    because: str
-    """Goes on after the name of the action, and ends the sentence."""
-    fix: str = ""
-    """One sentence; empty if there is none."""
-
-
-_REFUSALS = (
-    Refusal(
+_REFUSED = (  # action, whether a run cannot take it, why and what would let it
+    (
         "filter",
         lambda c: c.num_generations < 2,
-        "compares the trajectories of a group, and num_generations={c.num_generations}.",
-        "Set num_generations to 2 or more.",
+        "compares the trajectories of a group, and num_generations={c.num_generations}. Set num_generations to 2 or "
+        "more.",
     ),
-    Refusal(
+    (
         "filter",
         lambda c: c.fp16,
-        "skips optimizer steps without signal, which fp16=True cannot.",
-        "Set bf16: true and fp16: false.",
+        "skips optimizer steps without signal, which fp16=True cannot. Set bf16: true and fp16: false.",
     ),
-    Refusal(
-        "filter",
-        lambda c: c.sampling is not None and c.sampling.filter_groups is not None and c.sampling.resample_rounds > 0,
-        "is on from the start (sampling.filter_groups={c.sampling.filter_groups!r}, "
-        "sampling.resample_rounds={c.sampling.resample_rounds}).",
-    ),
-    Refusal(
+    (
         "clip",
         lambda c: c.beta == 0 and not clip_matters(c),
-        "would change nothing: beta={c.beta} means that there is no KL term, and the clip does not act (one update "
-        "per rollout, where every ratio is 1; a loss_type, here {c.loss_type!r}, or an importance_sampling_level, "
-        "here {c.importance_sampling_level!r}, with another clip; or one that is as wide already).",
+        "would change nothing: beta={c.beta} means that there is no KL term, and the clip does not act in this run. "
         "Set num_iterations: 2 with loss_type: dapo, importance_sampling_level: token and epsilon: 0.2, without "
         "epsilon_high.",
     ),
-    Refusal(
+    (
         "roll_back",
-        lambda c: c.save_strategy == "no",
-        "needs checkpoints, and save_strategy='no' writes none.",
-        "Set save_strategy: steps and save_steps.",
+        lambda c: c.save_strategy == "no" or c.save_only_model,
+        "needs whole checkpoints, and save_strategy={c.save_strategy!r} with save_only_model={c.save_only_model} "
+        "writes none. Set save_strategy: steps, save_steps and save_only_model: false.",
     ),
-    Refusal(
-        "roll_back",
-        lambda c: c.save_only_model,
-        "needs whole checkpoints, and save_only_model=True leaves the optimizer out.",
-        "Set save_only_model: false.",
-    ),
-    Refusal(
+    (
         "roll_back",
         lambda c: plain_value(c, "journal.replay") is not None,
-        "samples other rollouts, and journal.replay takes them from a journal.",
-        "Remove journal.replay.",
+        "samples other rollouts, and journal.replay takes them from a journal. Remove journal.replay.",
     ),
-    Refusal(  # load_best_model_at_end sets a metric
+    (
         "roll_back",
-        lambda c: c.metric_for_best_model is not None and c.save_total_limit == 1,
+        lambda c: c.metric_for_best_model is not None and c.save_total_limit == 1,  # load_best_model_at_end sets one
         "needs the last healthy checkpoint, and save_total_limit=1 with metric_for_best_model="
-        "{c.metric_for_best_model!r} deletes all but the best.",
-        "Set save_total_limit: 2.",
+        "{c.metric_for_best_model!r} deletes all but the best. Set save_total_limit: 2.",
     ),
 )
 
 
-def refusal(name: str, config: Any) -> Refusal | None:
-    """Why a run with these arguments cannot take an action; None if it can.
-
-    Args:
-        name: one of `settings.ACTIONS`.
-        config: a `MultiTurnConfig`.
-    """
-    found = next((row for row in _REFUSALS if row.action == name and row.holds(config)), None)
-    return None if found is None else found._replace(because=found.because.format(c=config))
+def refusal(name: str, config: Any) -> str | None:
+    """Why a run with these arguments cannot take an action, and what would let it; None if it can."""
+    texts = (text for action, holds, text in _REFUSED if action == name and holds(config))
+    text = next(texts, None)
+    return None if text is None else text.format(c=config)
 
 
 def find_problems(config: Any) -> Iterator[str]:
@@ -126,7 +94,5 @@ def find_problems(config: Any) -> Iterator[str]:
     if "stop" in names[:-1]:
         yield f"echo.actions={names!r}: nothing comes after 'stop'. Put 'stop' last, or remove it."
     for name in names:
-        text = refusal(name, config)
-        if text is not None:
-            fix = f"{text.fix} Or remove" if text.fix else "Remove"
-            yield f"echo.actions={names!r}: {name!r} {text.because} {fix} {name!r} from echo.actions."
+        if (text := refusal(name, config)) is not None:
+            yield f"echo.actions={names!r}: {name!r} {text} Or remove {name!r} from echo.actions."

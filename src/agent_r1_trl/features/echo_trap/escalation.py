@@ -19,7 +19,7 @@ from typing import Any
 HEALTHY = ("healthy", "converged")
 UNDONE = ("filter", "clip")
 """Actions that end with their cause; the learning rate comes back by itself, and a rollback is over at once."""
-_SEVERITY = {"warning": 1, "collapsing": 2, "collapsed": 3}
+SEVERITIES = ("healthy", "warning", "collapsing", "collapsed")
 _NEEDS = {"roll_back": 2, "stop": 3}
 """Severity that an action answers; 1 for all others."""
 
@@ -50,12 +50,7 @@ class GuardState:
     """What the guard has done, in the order in which it did."""
 
     def note(self, step: int, *, is_healthy: bool) -> None:
-        """Keep when it was noticed that the run is not healthy.
-
-        Args:
-            step: optimizer steps made.
-            is_healthy: the verdict on the last of them.
-        """
+        """Keep since which optimizer step the run is, or is not, healthy."""
         self.noticed_at = None if is_healthy else step if self.noticed_at is None else self.noticed_at
         self.healthy_for = self.healthy_for + 1 if is_healthy else 0
 
@@ -85,33 +80,26 @@ def due_actions(
 
     One action is taken at a time, and gets `patience` steps to work. Only a run that has collapsed does not wait: the
     actions up to the next rollback (or stop) are then taken together, because what they would have had to repair is
-    undone anyway. A rollback gets its `patience` steps in any case.
-
-    Args:
-        actions: those that the run can take, in their order.
-        state: what was taken so far.
-        verdict: state of the run: `healthy`, `converged`, `warning`, `collapsing` or `collapsed`.
-        patience: number of steps between two actions.
-        max_roll_backs: number of rollbacks at most; every other action is in force once.
-        is_exploding: whether the entropy is high.
+    undone anyway. A rollback gets its `patience` steps in any case. Every other action is in force once.
 
     >>> due_actions(["filter", "stop"], GuardState(num_steps=3), "warning", patience=10, max_roll_backs=2)
     ['filter']
     """
-    severity, limits = _SEVERITY.get(verdict, 0), {"roll_back": max_roll_backs}
+
+    def is_within(last: int | None) -> bool:
+        return last is not None and state.num_steps - last < patience
+
+    severity = SEVERITIES.index(verdict) if verdict in SEVERITIES else 0
     left = [
         name
         for name in actions
-        if _NEEDS.get(name, 1) <= severity and state.num_taken.get(name, 0) < limits.get(name, 1)
+        if _NEEDS.get(name, 1) <= severity
+        and state.num_taken.get(name, 0) < (max_roll_backs if name == "roll_back" else 1)
+        and not (is_exploding and name == "clip")
     ]
-    left = [name for name in left if not (is_exploding and name == "clip")]
-    if not left or _is_within(state.last_roll_back, state.num_steps, patience):
+    if is_within(state.last_roll_back):
         return []
     heavy = next((place for place, name in enumerate(left) if name in _NEEDS), None)
     if verdict == "collapsed" and heavy is not None:
         return left[: heavy + 1]
-    return [] if _is_within(state.last_action, state.num_steps, patience) else left[:1]
-
-
-def _is_within(last: int | None, now: int, patience: int) -> bool:
-    return last is not None and now - last < patience
+    return [] if is_within(state.last_action) else left[:1]

@@ -1,11 +1,11 @@
 """The guard against the echo trap: acts on the verdict of `agent_r1_trl.features.echo_trap` after each optimizer step.
 
-Covered here: when something is done, on all ranks alike; what is written about it; the learning rate. Not covered:
-which action is due (`escalation.py`), which a run can take (`checks.py`), what the milder ones change
-(`actions.py`), checkpoints and the way back to them (`roll_back.py`), the verdict (`feature.py`).
+Covered here: when something is done, on all ranks alike, and what it changes; what is written about it. Not covered:
+which action is due (`escalation.py`), which a run can take (`checks.py`), checkpoints and the way back to them
+(`roll_back.py`), the verdict (`feature.py`).
 
-transformers 5.17 names that this file touches: `_get_learning_rate` (overridden), `optimizer.param_groups`, `state`,
-`control`, `is_deepspeed_enabled`, `is_fsdp_enabled`; of TRL `_metrics`.
+transformers 5.17 names that this file touches: `optimizer.param_groups`, `state`, `control`, `is_deepspeed_enabled`,
+`is_fsdp_enabled`; of TRL `_metrics`, and `epsilon_low`, `epsilon_high` and `beta`, which TRL reads anew in every loss.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import math
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.features.echo_trap.actions import Remedies
-from agent_r1_trl.features.echo_trap.checks import Refusal, refusal
-from agent_r1_trl.features.echo_trap.escalation import GuardState, due_actions
+from agent_r1_trl.features.echo_trap.checks import EPSILON, EPSILON_HIGH, clip_matters, refusal
+from agent_r1_trl.features.echo_trap.escalation import SEVERITIES, GuardState, due_actions
 from agent_r1_trl.features.echo_trap.roll_back import (
     ROLLED_BACK,
     RollBack,
@@ -43,7 +42,11 @@ from agent_r1_trl.trainers.config_checks import RolloutShape
 
 logger = logging.getLogger(__name__)
 
-_STATES = ("healthy", "warning", "collapsing", "collapsed")
+FILTER_RULE, FILTER_VALUE, RESAMPLE_ROUNDS = "top_p", 0.9, 2
+"""What the action `filter` sets (RAGEN-2)."""
+
+Change = tuple[str, list[tuple[Any, str, Any]]]
+"""What an action does, in words; and objects, names of their attributes, and the new values."""
 
 
 class CollapsedError(RunError):
@@ -57,23 +60,20 @@ class RestartError(RunError):
 
 
 class EchoGuard(RolloutCallback):
-    """Takes the actions of `echo.actions` when a run collapses; see `docs/echo-trap.md`.
-
-    Args:
-        args: of the trainer.
-    """
+    """Takes the actions of `echo.actions` when a run collapses; see `docs/echo-trap.md`."""
 
     name = "echo_guard"
-    _remedies: Remedies
     _judge: Any
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self) -> None:
         self._roll_back: RollBack | None = None
         """What leaves the Trainer's loop as soon as this step is logged."""
-        self._ending: RuntimeError | None = None
+        self._ending: RunError | None = None
         """What `train` raises once the Trainer's loop has ended."""
         self._rates: list[float] = []
         """Learning rates of the parameter groups, while they are lowered."""
+        self._before: dict[str, list[tuple[Any, str, Any]]] = {}
+        """What attributes were before an action has changed them; no two actions change the same one."""
         self.state = GuardState()
 
     def attach(self, trainer: Any) -> None:
@@ -85,40 +85,32 @@ class EchoGuard(RolloutCallback):
         super().attach(trainer)
         self._judge = trainer.features["echo_signals"].judge
         self._is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        self._remedies = Remedies(trainer)
-        self._actions = self._choose(trainer.args)
         self._agreement = Agreement(trainer.args.ddp_timeout_delta)
-
-    def _choose(self, args: Any) -> list[str]:
-        names = list(args.echo.actions)
-        found = {name: refusal(name, args) or self._refusal(name) for name in (ACTIONS if names == [ALL] else names)}
+        names = list(trainer.args.echo.actions)
+        found = {name: self._refusal(name) for name in (ACTIONS if names == [ALL] else names)}
+        self._actions = [name for name, text in found.items() if text is None]
         for name, text in found.items():
             if text is not None and names != [ALL]:
-                raise ValueError(f"echo.actions={names!r}: {name!r} {text.because} Remove {name!r} from echo.actions.")
-            if text is not None and self.trainer.is_world_process_zero():
-                fix = f" To have it taken as well: {text.fix}" if text.fix else ""
-                logger.warning("echo.actions: [all] leaves %r out, which %s%s", name, text.because, fix)
-        return [name for name, text in found.items() if text is None]
+                raise ValueError(f"echo.actions={names!r}: {name!r} {text} Or remove {name!r} from echo.actions.")
+            if text is not None and trainer.is_world_process_zero():
+                logger.warning("echo.actions: [all] leaves %r out, which %s", name, text)
 
-    def _refusal(self, name: str) -> Refusal | None:
-        """What only the trainer knows, and its arguments do not."""
-        because = {
-            "learning_rate": "does not reach the optimizer step that DeepSpeed makes inside the backward pass.",
-            "filter": "would change nothing: groups are filtered already, and a streamed data set has no others.",
-        }
-        is_refused = name == "learning_rate" and self.trainer.is_deepspeed_enabled
-        is_refused |= name == "filter" and not self._remedies.change(name)[1]
-        return Refusal(name, bool, because[name]) if is_refused else None
+    def _refusal(self, name: str) -> str | None:
+        text = refusal(name, self.trainer.args)
+        if name == "learning_rate" and self.trainer.is_deepspeed_enabled:
+            text = "does not reach the optimizer step that DeepSpeed makes inside the backward pass. Use DDP."
+        elif name == "filter" and text is None and not self.change(name)[1]:
+            text = (
+                "would change nothing: groups are filtered already, and are replaced or (in a streamed data set) have "
+                "none to replace them. Remove sampling.filter_groups."
+            )
+        return text
 
     # ---------------------------------------------------------------- the run
 
     def around_run(self, train: Any) -> Any:
-        """The Trainer's loop with its rollbacks.
-
-        Args:
-            train: `Trainer.train`, whose first argument is the checkpoint.
-        """
-        if self._remedies.undo():
+        """The Trainer's loop with its rollbacks."""
+        if any([self._put_back(name) for name in [*self._before]]):
             self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
         self._roll_back = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self.trainer.args.echo.dry_run)
@@ -136,11 +128,7 @@ class EchoGuard(RolloutCallback):
             raise self._ending
 
     def save(self, folder: Path) -> None:
-        """Write what a resumed run needs into a checkpoint.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write what a resumed run needs into a checkpoint."""
         if self.trainer.args.should_save:
             place = {"step": self.trainer.state.global_step, "micro_step": self.trainer._step}
             write_guard(folder, place | {"verdict": self._judge.verdict.state, "guard": asdict(self.state)})
@@ -158,10 +146,11 @@ class EchoGuard(RolloutCallback):
             kept = {name: getattr(saved, name) for name in ("run", "num_steps", "num_roll_backs", "events")}
             saved = GuardState(is_dry=is_dry, **kept)
         self.state = saved
-        self._remedies.undo()
+        for name in [*self._before]:
+            self._put_back(name)
         for name in self._actions if not is_dry else []:
             if saved.num_taken.get(name) and ACTIONS[name] < ACTIONS["roll_back"]:
-                self._remedies.apply(name)
+                self._apply(name)
         if saved.num_roll_backs:
             self.trainer.rollouts.seed = derive_seed(self.trainer.args.seed, "roll_back", saved.num_roll_backs)
 
@@ -206,18 +195,19 @@ class EchoGuard(RolloutCallback):
         """Act on the verdict; all ranks act on the worst of theirs."""
         metrics = {"learning_rate_factor": self.learning_rate_factor}
         self.state.num_steps += 1
-        verdict = self._judge.verdict
-        answered, sees = (_STATES.index(own) if own in _STATES else 0 for own in (verdict.answered, verdict.state))
-        own = 2 * (len(_STATES) * answered + sees) + verdict.is_exploding  # one number: the largest is the worst
+        verdict, num = self._judge.verdict, len(SEVERITIES)
+        answered, sees = (
+            SEVERITIES.index(own) if own in SEVERITIES else 0 for own in (verdict.answered, verdict.state)
+        )
+        own = 2 * (num * answered + sees) + verdict.is_exploding  # one number: the largest is the worst
         agreed, _ = self._agreement.largest(own, None)
-        (answered, sees), is_exploding = divmod(agreed // 2, len(_STATES)), agreed % 2 == 1
+        (answered, sees), is_exploding = divmod(agreed // 2, num), agreed % 2 == 1
         self.state.note(state.global_step, is_healthy=sees == 0)
         signals = self.trainer.features.get("signals")
         if signals is None or not signals.is_ending:  # else a resumed run decides again
-            past = self.state.past_actions(args.echo.patience, is_exploding=is_exploding)
-            self._undo(_STATES[sees], past)
+            self._undo(SEVERITIES[sees], self.state.past_actions(args.echo.patience, is_exploding=is_exploding))
             if answered:
-                self._act(_STATES[answered], is_exploding, control)
+                self._act(SEVERITIES[answered], is_exploding, control)
         self._log(metrics | {"steps": self.state.num_steps, "roll_backs": self.state.num_roll_backs})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -231,6 +221,60 @@ class EchoGuard(RolloutCallback):
         if self._ending is not None:  # save_strategy="epoch" has just asked for one
             control.should_save = control.should_evaluate = False
 
+    # ---------------------------------------------------------------- what the milder actions change
+
+    def change(self, name: str) -> Change:
+        """What `filter`, `clip` or `learning_rate` would do now."""
+        args = self.trainer.args
+        if name == "learning_rate":  # `on_pre_optimizer_step` does it
+            rates = "the learning rates of policy and critic are" if args.has_critic else "the learning rate is"
+            return f"{rates} multiplied by {args.echo.rate_factor:g} for {args.echo.rate_steps} steps", []
+        texts, values = zip(*(self._filtering() if name == "filter" else self._clipping()), strict=True)
+        return "; ".join(texts), [item for items in values for item in items]
+
+    def _filtering(self) -> list[Change]:
+        groups, resampling = (self.trainer.features[name] for name in ("group_filter", "resampling"))
+        changes: list[Change] = []
+        if groups.settings.filter_groups is None:
+            settings = replace(groups.settings, filter_groups=FILTER_RULE, filter_value=FILTER_VALUE)
+            text = f"groups are filtered by {FILTER_RULE} {FILTER_VALUE:g}"
+            changes.append((text, [(groups, "settings", settings)]))
+        if not hasattr(self.trainer.train_dataset, "__len__"):
+            text = "groups without signal are not replaced, because a streamed data set has no others to draw"
+            changes.append((text, []))
+        elif resampling.rounds == 0:
+            text = f"groups without signal are replaced in up to {RESAMPLE_ROUNDS} rounds"
+            changes.append((text, [(resampling, "rounds", RESAMPLE_ROUNDS)]))
+        return changes or [("groups are filtered and replaced already", [])]
+
+    def _clipping(self) -> list[Change]:
+        trainer = self.trainer
+        before, changes = (trainer.epsilon_low, trainer.epsilon_high), []
+        if clip_matters(trainer.args):
+            low, high = max(before[0], EPSILON), max(before[1], EPSILON_HIGH)
+            text = f"the clip goes from ({before[0]:g}, {before[1]:g}) to ({low:g}, {high:g})"
+            changes.append((text, [(trainer, "epsilon_low", low), (trainer, "epsilon_high", high)]))
+        else:  # where a loss reads something else than the clip, it is left alone
+            changes.append(("the clip stays, because widening it would change nothing in this run", []))
+        if trainer.args.beta != 0:
+            text = f"the KL term is switched off (beta from {trainer.beta:g} to 0)"
+            changes.append((text, [(trainer, "beta", 0.0)]))
+        return changes
+
+    def _apply(self, name: str) -> str:
+        text, values = self.change(name)
+        for target, attribute, value in values:
+            self._before.setdefault(name, []).append((target, attribute, getattr(target, attribute)))
+            setattr(target, attribute, value)
+        return text
+
+    def _put_back(self, name: str) -> bool:
+        """Put back what an action has changed; returns whether there was anything."""
+        values = self._before.pop(name, [])
+        for target, attribute, value in reversed(values):
+            setattr(target, attribute, value)
+        return bool(values)
+
     # ---------------------------------------------------------------- actions
 
     def _undo(self, verdict: str, names: list[str]) -> None:
@@ -240,15 +284,15 @@ class EchoGuard(RolloutCallback):
             return
         for name in names:
             del self.state.num_taken[name]
-            self._remedies.undo(name)
+            self._put_back(name)
             self._record(name, verdict, "undone", "what it had changed is put back")
 
     def _act(self, verdict: str, is_exploding: bool, control: Any) -> None:
-        args, healthy, actions = self.trainer.args, None, self._actions
-        rules: dict[str, Any] = {"patience": args.echo.patience, "max_roll_backs": args.echo.max_roll_backs}
+        args, healthy, actions = self.trainer.args.echo, None, self._actions
+        rules: dict[str, Any] = {"patience": args.patience, "max_roll_backs": args.max_roll_backs}
         rules["is_exploding"] = is_exploding
         names = due_actions(actions, self.state, verdict, **rules)
-        if {"roll_back", "stop"} & set(names):
+        if {"roll_back", "stop"} & {*names}:
             healthy = self._last_healthy()
         if "roll_back" in names and healthy is None:
             self._record("roll_back", verdict, "not possible", "there is no healthy checkpoint to go back to")
@@ -261,25 +305,23 @@ class EchoGuard(RolloutCallback):
         state, is_dry = self.state, self.state.is_dry
         state.take(name)
         if name == "roll_back":
-            assert healthy is not None
-            text = f"the run goes back to {healthy.name}, with other draws from there on"
+            text = f"the run goes back to {healthy and healthy.name}, with other draws from there on"
         elif name == "stop":
             text = f"the run ends; its last healthy checkpoint is {healthy or 'none'}"
         else:
-            text = self._remedies.change(name)[0] if is_dry else self._remedies.apply(name)
+            text = self.change(name)[0] if is_dry else self._apply(name)
         self._record(name, verdict, "dry run" if is_dry else "taken", text)
         self._log({"action": ACTIONS[name]})
         if is_dry:
             return
         if name == "learning_rate":
             state.rate_until = state.num_steps + self.trainer.args.echo.rate_steps
-        if name == "roll_back":
-            assert healthy is not None
+        if name in ("roll_back", "stop"):
             control.should_save = control.should_evaluate = False
+        if name == "stop":
+            self._ending, control.should_training_stop = CollapsedError(self._report(verdict, healthy)), True
+        elif name == "roll_back" and healthy is not None:
             self._go_back(healthy, control)
-        elif name == "stop":
-            self._ending = CollapsedError(self._report(verdict, healthy))
-            control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
 
     def _go_back(self, folder: Path, control: Any) -> None:
         """Write down that the run goes back, and leave the Trainer's loop at the next occasion."""
@@ -289,8 +331,7 @@ class EchoGuard(RolloutCallback):
         if state.rate_until:
             state.rate_until = state.num_steps + trainer.args.echo.rate_steps
         if trainer.is_world_process_zero():
-            content = read_guard(folder) or {}
-            write_guard(folder, content | {"guard": asdict(state)}, name=ROLLED_BACK)
+            write_guard(folder, (read_guard(folder) or {}) | {"guard": asdict(state)}, name=ROLLED_BACK)
             delete_after(folder, state.run)
         trainer.accelerator.wait_for_everyone()
         if self._is_sharded:
@@ -303,8 +344,8 @@ class EchoGuard(RolloutCallback):
             self._roll_back = RollBack(folder, self._on_main(lambda: (read_guard(folder) or {})["micro_step"]))
 
     def _last_healthy(self) -> Path | None:
-        args, until = self.trainer.args, self._trusted_until
-        return self._on_main(lambda: last_healthy(Path(args.output_dir), self.state.run, until=until))
+        folder, until = Path(self.trainer.args.output_dir), self._trusted_until
+        return self._on_main(lambda: last_healthy(folder, self.state.run, until=until))
 
     def _on_main(self, read: Callable[[], Any]) -> Any:
         """What the main process reads, on every rank: nodes need not share a disk."""
@@ -327,14 +368,7 @@ class EchoGuard(RolloutCallback):
         )
 
     def _record(self, name: str, verdict: str, outcome: str, text: str) -> None:
-        """Log, store and card.
-
-        Args:
-            name: of the action.
-            verdict: that it answers.
-            outcome: `taken`, `dry run`, `undone` or `not possible`; the latter is reported once.
-            text: what was done.
-        """
+        """Log an action and write it down; its outcome is taken, dry run, undone or (once) not possible."""
         trainer, known = self.trainer, [(item["action"], item["outcome"]) for item in self.state.events]
         if outcome == "not possible" and (name, outcome) in known:
             return

@@ -45,11 +45,7 @@ class RollBack(BaseException):
 
 
 def write_guard(folder: Path, content: dict[str, Any], *, name: str = GUARD) -> None:
-    """Write the guard's file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the guard's file, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{name}"
     temporary.write_text(json.dumps(content), encoding="utf-8")
@@ -79,40 +75,26 @@ def _step(folder: Path) -> int:
 
 
 def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
-    """The checkpoints of a run at which the verdict was healthy or converged, the newest first.
-
-    Args:
-        output_dir: of the run.
-        run: its name in `GuardState`.
-    """
+    """The checkpoints of a run (its name in `GuardState`) whose verdict was healthy or converged, the newest first."""
     return [path for path, content in _checkpoints_of(output_dir, run) if content.get("verdict") in HEALTHY]
 
 
 def last_healthy(output_dir: Path, run: str, *, until: int) -> Path | None:
-    """The newest healthy checkpoint that is whole.
+    """The newest healthy checkpoint that is whole, with at most `until` optimizer steps behind it.
 
-    Args:
-        output_dir: of the run.
-        run: its name in `GuardState`.
-        until: optimizer steps behind it at most; what was saved later may hold a collapse that nobody had noticed.
+    What was saved later may hold a collapse that nobody had noticed.
     """
     for folder in healthy_checkpoints(output_dir, run):
-        problem = problem_of(folder) if _step(folder) <= until else ""
-        if problem is None:
+        if _step(folder) > until:
+            continue
+        if (problem := problem_of(folder)) is None:
             return folder
-        if problem:
-            logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
+        logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
     return None
 
 
 def candidates(output_dir: Path, run: str, *, until: int) -> list[Path]:
-    """The checkpoints that rotation must leave: the one to go back to, and the one that will take its place.
-
-    Args:
-        output_dir: of the run.
-        run: its name in `GuardState`.
-        until: as for `last_healthy`, were the collapse noticed in the next step.
-    """
+    """The checkpoints that rotation must leave: the one to go back to, and the one that will take its place."""
     healthy = healthy_checkpoints(output_dir, run)
     trusted, others = ([path for path in healthy if (_step(path) <= until) is old] for old in (True, False))
     return [*trusted[:1], *others[-1:]]
@@ -142,12 +124,7 @@ def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
 
 
 def run_with_roll_backs(trainer: Any, train: partial[Any]) -> Any:
-    """The Trainer's loop; entered again with the checkpoint whenever it is left with a `RollBack`.
-
-    Args:
-        trainer: a multi-turn trainer.
-        train: `Trainer.train`, whose first argument is the checkpoint.
-    """
+    """`Trainer.train` (its first argument is the checkpoint), entered again whenever it is left with a `RollBack`."""
     call: Callable[[], Any] = train
     while True:
         try:
