@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from agent_r1_trl.features.echo_trap import signal_record
 from agent_r1_trl.features.echo_trap.feature import EchoSignals
-from agent_r1_trl.features.echo_trap.rollout import entropy_factor
+from agent_r1_trl.features.echo_trap.rollout import entropy_factor, signal_record
 from agent_r1_trl.features.echo_trap.settings import EchoSettings
 from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer

@@ -6,21 +6,9 @@ Source: RAGEN (arXiv 2504.20073, section 4) and RAGEN-2 (arXiv 2604.06268).
 from typing import Any
 
 from agent_r1_trl.features.echo_trap.judgement import KEYS, EchoTrapJudge, judge
-from agent_r1_trl.features.echo_trap.rollout import group_keys, rollout_signals, signal_record
 from agent_r1_trl.features.echo_trap.verdict import STATES, Signal, Thresholds, Verdict
 
-__all__ = [
-    "KEYS",
-    "STATES",
-    "EchoTrapJudge",
-    "Signal",
-    "Thresholds",
-    "Verdict",
-    "group_keys",
-    "judge",
-    "rollout_signals",
-    "signal_record",
-]
+__all__ = ["KEYS", "STATES", "EchoTrapJudge", "Signal", "Thresholds", "Verdict", "judge"]
 
 
 def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:

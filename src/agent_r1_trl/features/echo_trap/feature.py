@@ -15,8 +15,8 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from agent_r1_trl.features.echo_trap import EchoTrapJudge, group_keys, rollout_signals, signal_record
-from agent_r1_trl.features.echo_trap.rollout import entropy_factor
+from agent_r1_trl.features.echo_trap.judgement import EchoTrapJudge
+from agent_r1_trl.features.echo_trap.rollout import entropy_factor, group_keys, rollout_signals, signal_record
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent_r1_trl.features.echo_trap.series import Norms, Series
 from agent_r1_trl.features.echo_trap.verdict import PROGRESS, Level, Pair, Signal, Thresholds
@@ -37,16 +37,6 @@ _TEXTS = {
 """What is said of a value."""
 
 
-def percent(value: float) -> str:
-    """0.123 as "12%"."""
-    return f"{100 * value:.0f}%" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
-
-
-def times(value: float) -> str:
-    """2.5 as "2.5 times"."""
-    return f"{value:.3g} times"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
     """One signal after one step, against its thresholds."""
@@ -61,7 +51,6 @@ class Crossing:
     is_more_than_chance: bool = True
     is_sudden: bool = False
     """Whether the value says enough by itself, without patience: the milder of the last two, or a count of norms."""
-    unit: Callable[[float], str] = percent
 
     def is_beyond(self, threshold: float) -> bool:
         """Whether the value is on the bad side of a threshold, by more than chance."""
@@ -71,11 +60,16 @@ class Crossing:
         """Number of values in a row beyond each threshold that count."""
         return (1, 1) if self.is_sudden else (limits.warning_steps, limits.critical_steps)
 
+    def _shown(self, value: float) -> str:
+        if self.key == "grad_norm":
+            return f"{value:.3g} times"
+        return f"{100 * value:.0f}%" if abs(value) >= 0.1 or value == 0 else f"{100 * value:.2g}%"
+
     def signal(self, level: Level) -> Signal:
         """The crossing as a verdict names it."""
         threshold, side = self.pair[level == "critical"], "below" if self.falls else "above"
         text = _TEXTS[f"{self.key}, sudden" if self.is_sudden and self.key in PROGRESS else self.key]
-        reason = f"{text.format(self.unit(self.value))} ({level} {side} {self.unit(threshold)})."
+        reason = f"{text.format(self._shown(self.value))} ({level} {side} {self._shown(threshold)})."
         return Signal(name=self.key, level=level, value=self.value, threshold=threshold, reason=reason)
 
 
@@ -133,53 +127,38 @@ def signs_of_change(series: Mapping[str, Series], at_best: Mapping[str, float], 
     return found
 
 
-class _Comparison(NamedTuple):
-    """How one signal is compared with its thresholds."""
-
-    key: str
-    pair: str
-    """Field of `Thresholds` that holds its two levels."""
-    of: str
-    """What is compared: the `ratio` of the average to the baseline, its `rise` above it, or the `value` itself."""
-    falls: bool = False
-    is_sudden: bool = False
-    """Whether two values that are critical by themselves are enough."""
-
-
 _COMPARED = (
-    _Comparison("reward_std", "reward_std", "ratio", falls=True),
-    _Comparison("zero_std_share", "zero_std_share", "value", is_sudden=True),
-    _Comparison("entropy", "entropy_low", "ratio", falls=True),
-    _Comparison("entropy", "entropy_high", "ratio"),
-    _Comparison("repetition", "repetition", "value"),
-    _Comparison("inaction", "inaction", "rise", is_sudden=True),
+    ("reward_std", "reward_std", "ratio", True, False),
+    ("zero_std_share", "zero_std_share", "value", False, True),
+    ("entropy", "entropy_low", "ratio", True, False),
+    ("entropy", "entropy_high", "ratio", False, False),
+    ("repetition", "repetition", "value", False, False),
+    ("inaction", "inaction", "rise", False, True),
 )
+"""Key of a signal; field of `Thresholds` with its two levels; what is compared: the ratio of the average to the
+baseline, its rise above it, or the value itself; whether it is bad where it falls; whether two values that are
+critical by themselves are enough."""
 
 
 def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
     """What every signal says after a step; those without a baseline are left out."""
     found = drops(series, limits, limits.reward_noise)
-    for row in _COMPARED:
-        found += _compare(row, series[row.key], limits)
+    for key, name, of, falls, may_be_sudden in _COMPARED:
+        item, pair = series[key], getattr(limits, name)
+        if not item.has_baseline or (of == "ratio" and item.mean <= 0):
+            continue
+        values = {"ratio": item.ema / (item.mean or 1.0), "rise": item.ema - item.mean, "value": item.ema}
+        is_real = abs(item.ema - item.mean) > limits.noise * item.noise
+        if of == "value":
+            is_real = is_real and 1 - item.ema < _MIN_FALL * (1 - item.mean)
+        compared: dict = {"value": values[of], "is_more_than_chance": is_real}
+        if may_be_sudden:
+            compared |= _sudden(item, pair, origin=item.mean if of == "rise" else 0.0, reference=item.mean)
+        found.append(Crossing(key=key, pair=pair, falls=falls, **compared))
     if norms.ratios:  # single steps: one outlier says nothing, whatever its size
         third = sorted([0.0, 0.0, *norms.ratios])[-3]
-        found.append(Crossing(key="grad_norm", value=third, pair=limits.grad_norm, is_sudden=True, unit=times))
+        found.append(Crossing(key="grad_norm", value=third, pair=limits.grad_norm, is_sudden=True))
     return found
-
-
-def _compare(row: _Comparison, series: Series, limits: Thresholds) -> list[Crossing]:
-    if not series.has_baseline or (row.of == "ratio" and series.mean <= 0):
-        return []
-    pair = getattr(limits, row.pair)
-    values = {"ratio": series.ema / (series.mean or 1.0), "rise": series.ema - series.mean, "value": series.ema}
-    is_real = abs(series.ema - series.mean) > limits.noise * series.noise
-    if row.of == "value":
-        is_real = is_real and 1 - series.ema < _MIN_FALL * (1 - series.mean)
-    compared: dict = {"value": values[row.of], "is_more_than_chance": is_real}
-    if row.is_sudden:
-        origin = series.mean if row.of == "rise" else 0.0
-        compared |= _sudden(series, pair, origin=origin, reference=series.mean)
-    return [Crossing(key=row.key, pair=pair, falls=row.falls, **compared)]
 
 
 def _sudden(
