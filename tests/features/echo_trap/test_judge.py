@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agent_r1_trl.features.echo_trap import EchoTrapJudge, Thresholds, judge
-from tests.features.echo_trap.simulated_runs import healthy_run, play, wandering_entropy
+from tests.features.echo_trap.simulated_runs import play, wandering_entropy
 
 NAMED_KEYS = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "repetition", "inaction")
 SEEDS = range(3)
@@ -85,14 +85,8 @@ def test_a_collapse_is_noticed_before_success_has_halved_and_called_by_its_name_
             assert noticed <= halved
         assert first(found, "collapsing", "collapsed") <= halved + 10
         assert found[-1] == "collapsed"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_collapses_by_inaction_is_called_so(seed):
-    history = inaction_collapse(np.random.default_rng(seed))
-    verdict = judge(only(history, NAMED_KEYS))
-    assert "inaction" in verdict.signals
-    assert "without a tool call has risen" in verdict.reason
+        if run is inaction_collapse:
+            assert "without a tool call has risen" in judge(only(history, keys)).signals["inaction"].reason
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -150,19 +144,6 @@ def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
 
 
 # -------------------------------------------------------------------- no false alarms
-
-
-def alarms(seeds):
-    return [seed for seed in seeds if has_collapsed(states(healthy_run(np.random.default_rng(seed))))]
-
-
-def test_forty_random_healthy_runs_give_no_false_alarm():
-    assert alarms(range(5000, 5040)) == []
-
-
-@pytest.mark.slow
-def test_less_than_one_in_a_hundred_random_healthy_runs_gives_a_false_alarm():
-    assert len(alarms(range(1000))) < 10
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -351,15 +332,6 @@ def test_one_outlier_of_a_signal_is_nothing_even_while_its_baseline_is_measured(
         step.update({name: step[name] + 0.02 * (number % 3) for name in step})
     steps[place][key] = value
     assert {*states(steps)} == {"healthy"}
-
-
-def test_a_sparse_run_that_takes_off_is_no_collapse():
-    """Its noise was near 0 for three hundred steps."""
-    for seed in range(40):
-        rng = np.random.default_rng(seed)
-        skill = np.concatenate([np.zeros(300), np.linspace(0, 5, 20), np.full(60, 5.0)])
-        history = play(rng, skill, easy=-6.0, spread=1.0, groups=4, size=8)
-        assert not has_collapsed(states(with_entropy(rng, history, np.full(380, 0.8)))), seed
 
 
 @pytest.mark.parametrize("hidden", [(), ("success",), ("repetition", "reward_max", "reward_min")], ids=str)
