@@ -45,9 +45,7 @@ def watch(rollouts, *, max_share=0.5, window=4, group_size=2):
     """Judge rollouts written as strings (`x` failed, `.` was played); returns the number of the one that ends it."""
     watch = FailureBudget(max_share, window)
     for number, rollout in enumerate(rollouts, start=1):
-        try:
-            watch.judge([failed() if letter == "x" else None for letter in rollout], group_size=group_size)
-        except NothingPlayedError:
+        if watch.judge([failed() if letter == "x" else None for letter in rollout], group_size=group_size):
             return number
     return None
 
@@ -80,9 +78,7 @@ def test_share_and_window_are_the_users():
 
 def test_the_error_names_the_causes_the_setting_and_the_fix():
     watch = FailureBudget(0.25, 2)
-    with pytest.raises(NothingPlayedError) as caught:
-        watch.judge([failed("lost"), failed(), failed(example_id="q2"), None], group_size=2)
-    assert str(caught.value) == (
+    assert watch.judge([failed("lost"), failed(), failed(example_id="q2"), None], group_size=2) == (
         "3 of the last 4 trajectories failed, a larger share than failures.max_share=0.25 allows: "
         "2 x environment_error: the server is down (first in example 'q1'); "
         "1 x environment_error: lost (first in example 'q1'). Correct the environment or the data, or raise "
@@ -124,7 +120,7 @@ def rewards(trainer):
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 
 
-@pytest.mark.parametrize("row", ["q0", "q1", "q2", "q3"])
+@pytest.mark.parametrize("row", ["q0", "q3"])
 def test_one_bad_row_ends_no_run_wherever_it_comes(tmp_path, row, caplog):
     trainer = make_trainer(
         tmp_path,
@@ -155,9 +151,6 @@ def test_a_run_in_which_nothing_was_ever_played_ends_with_the_error(tmp_path):
     with pytest.raises(NothingPlayedError, match="All 8 trajectories"):
         trainer.train()
     assert trainer.state.global_step == 1
-    trainer = make_trainer(tmp_path / "short", env=broken_on(), max_steps=1, **ONE_PROMPT)
-    with pytest.raises(NothingPlayedError, match="All 4 trajectories"):
-        trainer.train()
 
 
 @pytest.mark.parametrize(("share", "num_failed", "steps"), [(0.5, 12, 4), (0.8, 16, 5)])
@@ -180,12 +173,19 @@ def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, n
 
 
 TWO_STEPS = {"steps_per_generation": 2, "per_device_train_batch_size": 2}
-LAYOUTS = [(MultiTurnGRPOTrainer, name) for name in ("padded", "grouped", "packed", "shared")]
+LAYOUTS = [(MultiTurnGRPOTrainer, name) for name in ("padded", "grouped", "packed")]
 LAYOUTS += [(MultiTurnPPOTrainer, name) for name in ("padded", "grouped")]
+EVERYTHING = [(*layout, options) for layout in LAYOUTS for options in ({"beta": 0.0}, {"beta": 0.1, **TWO_STEPS})]
 
 
-@pytest.mark.parametrize("options", [{"beta": 0.0}, {"beta": 0.1}, {"beta": 0.1, **TWO_STEPS}], ids=str)
-@pytest.mark.parametrize(("trainer_class", "layout"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("trainer_class", "layout", "options"),
+    [
+        (MultiTurnGRPOTrainer, "shared", {"beta": 0.1, **TWO_STEPS}),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in EVERYTHING),
+    ],
+    ids=str,
+)
 def test_an_update_on_failures_alone_changes_nothing(tmp_path, trainer_class, layout, options):
     trainer = make_trainer(
         tmp_path, env=broken_on("q0", "q1", "q2", "q3"), train_dataset=questions(8), max_steps=8,

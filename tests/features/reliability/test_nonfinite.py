@@ -11,13 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl.features.reliability.nonfinite import NonFiniteError, NumberWatch, nonfinite_weights
+from agent_r1_trl.features.reliability.nonfinite import BATCH, NonFiniteError, NumberWatch, nonfinite_weights
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import NothingPlayedError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
+from agent_r1_trl.update.batching import TRAJECTORY_ROW
 from tests.trainers.helpers import make_trainer, same, two_turns, watched
 
 NAN, INF = float("nan"), float("inf")
@@ -48,7 +49,6 @@ ADAM = {"weight_decay": 0.1, "adam_beta1": 0.9, "warmup_steps": 2, "max_steps": 
     [
         ("advantages", NAN, "the advantages of example 'q"),
         ("ref_per_token_logps", -INF, "the reference's log-probs of example 'q"),
-        ("old_per_token_logps", NAN, "the old log-probs of example 'q"),
     ],
 )
 def test_a_step_on_what_is_not_finite_changes_no_bit_of_weights_optimizer_and_schedule(
@@ -123,27 +123,20 @@ def test_of_a_trajectory_with_several_rows_the_trajectory_is_named(tmp_path, cap
     assert f"the advantages of example {found.example_id!r}, generation {found.generation}. 1" in caplog.text
 
 
-@pytest.mark.parametrize("forget", [lambda watch: watch.go_back(0, 0), lambda watch: watch.begin_run()])
-def test_a_rollout_of_a_checkpoint_has_not_the_names_of_the_one_that_was_trained_on_before(tmp_path, forget):
+@pytest.mark.parametrize("name", BATCH)
+def test_every_entry_that_enters_the_loss_is_looked_at_where_its_mask_holds_and_nowhere_else(tmp_path, name):
+    """Also after the run went back: a rollout of a checkpoint has not the names of the one before."""
+    policy, critic = torch.tensor([[1, 0, 0]]), torch.tensor([[0, 1, 0]])
+    first, second = (policy, critic) if name not in ("old_values", "returns") else (critic, policy)
     watch = NumberWatch(1, str(tmp_path))
     watch.rollout_end(SimpleNamespace(trajectories=[SimpleNamespace(example_id="q0", generation=0)]), {})
-    forget(watch)
-    ones = torch.ones(1, 2)
-    inputs = {"completion_mask": ones, "advantages": ones * NAN, "trajectory_row": torch.tensor([0])}
-    watch.check_loss(torch.tensor(0.0), inputs)
-    with pytest.raises(NonFiniteError, match="the advantages of row 0 of a rollout that was resumed"):
+    watch.go_back(0, 0)
+    inputs = {"completion_mask": policy, "value_mask": critic, TRAJECTORY_ROW: torch.tensor([0])}
+    harmless = watch.check_loss(torch.tensor(0.0), inputs | {name: torch.zeros(1, 3).masked_fill(second.bool(), NAN)})
+    broken = watch.check_loss(torch.tensor(0.0), inputs | {name: torch.zeros(1, 3).masked_fill(first.bool(), NAN)})
+    assert harmless == 0.0 and broken.isnan()
+    with pytest.raises(NonFiniteError, match=f"{BATCH[name]} of row 0 of a rollout that was resumed"):
         watch.end_step(is_finite=False, is_scaled=False, step=0)
-
-
-def test_positions_that_the_loss_does_not_see_are_not_looked_at(tmp_path, caplog):
-    class Harmless(MultiTurnGRPOTrainer):
-        def _prepare_inputs(self, generation_batch):
-            inputs = super()._prepare_inputs(generation_batch)
-            masked = (inputs["completion_mask"] * inputs["tool_mask"]) == 0
-            return {**inputs, "sampling_per_token_logps": torch.zeros(masked.shape).masked_fill(masked, NAN)}
-
-    make_trainer(tmp_path, trainer=Harmless, max_steps=2).train()
-    assert "skipped" not in caplog.text
 
 
 class InfiniteTerm(MultiTurnGRPOTrainer):
@@ -206,13 +199,6 @@ def test_a_critic_that_is_not_finite_skips_the_step_of_both_and_is_named(tmp_pat
     assert [not same(*pair) for pair in itertools.pairwise(states)] == [True, False, True]
     said = "the loss" if what == "loss" else "the critic's values of example"
     assert f"Optimizer step 2 was skipped: its numbers are not finite. First: {said}" in caplog.text
-
-
-def test_old_values_and_targets_of_a_critic_are_watched(tmp_path, caplog):
-    for name, said in (("old_values", "the critic's old values"), ("returns", "the critic's targets")):
-        broken = broken_at([0], name, base=MultiTurnPPOTrainer)
-        make_trainer(tmp_path / name, trainer=broken, critic="head", num_generations=1).train()
-        assert f"First: {said} of example" in caplog.text
 
 
 def test_gradients_that_are_not_finite_under_a_finite_loss_are_skipped(tmp_path, caplog):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -25,34 +24,11 @@ from agent_r1_trl.rollout.failures import (
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 MAX_WARNINGS = 20
 """Warnings about single causes in one run."""
-
-
-@dataclass(kw_only=True, frozen=True)
-class Tally:
-    """What became of one rollout."""
-
-    num_prompts: int
-    num_trajectories: int
-    causes: list[FailureCause]
-
-    @property
-    def num_failed(self) -> int:
-        """Number of trajectories that failed."""
-        return sum(cause.count for cause in self.causes)
-
-
-def gather_failures(trajectories: Sequence[Trajectory]) -> list[FailureCause | None]:
-    """Why each trajectory of all ranks failed, in data order; None for those that were played.
-
-    All ranks must call it.
-    """
-    return gather_object([failure_of(trajectory) for trajectory in trajectories])
 
 
 class FailureBudget(RolloutCallback):
@@ -68,16 +44,14 @@ class FailureBudget(RolloutCallback):
     name = "failures"
 
     def __init__(self, max_share: float, window: int) -> None:
-        self.max_share = max_share
-        self.window = window
-        self._rollouts: deque[Tally] = deque()
-        self._num_prompts = 0
-        self._has_played = False
+        self.max_share, self.window = max_share, window
         self._warned_of: set[str] = set()
+        self.begin_run()
 
     def begin_run(self) -> None:
         """Forget the rollouts of an earlier run; one that is resumed begins anew as well."""
-        self._rollouts.clear()
+        self._rollouts: deque[tuple[int, Sequence[FailureCause | None]]] = deque()
+        """Number of prompts of each of the last rollouts, and why each of its trajectories failed, if it did."""
         self._num_prompts, self._has_played = 0, False
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
@@ -88,84 +62,60 @@ class FailureBudget(RolloutCallback):
         """
         position = batch.position
         if position.is_training:
-            failures = gather_failures(batch.trajectories)
-            try:
-                self.judge(failures, group_size=position.group_size)
-            except NothingPlayedError as error:
+            failures = gather_object([failure_of(trajectory) for trajectory in batch.trajectories])
+            if problem := self.judge(failures, group_size=position.group_size):
                 path = last_checkpoint(Path(self.trainer.args.output_dir), position.optimizer_step)
-                raise NothingPlayedError(f"{error} The last checkpoint is {path or 'not written yet'}.") from error
+                raise NothingPlayedError(f"{problem} The last checkpoint is {path or 'not written yet'}.")
         return False
 
     def end_run(self) -> None:
-        """See `check_some_played`."""
-        self.check_some_played()
-
-    def judge(self, failures: Sequence[FailureCause | None], *, group_size: int) -> None:
-        """Take in a rollout of training.
-
-        Args:
-            failures: of all ranks, from `gather_failures`.
-            group_size: trajectories of one prompt.
-
-        Raises:
-            NothingPlayedError: too many have failed, or nothing was ever played and two prompts were tried.
-        """
-        tally = Tally(
-            num_prompts=max(1, len(failures) // group_size),
-            num_trajectories=len(failures),
-            causes=count_causes(failures),
-        )
-        self._num_prompts += tally.num_prompts
-        self._has_played |= tally.num_failed < tally.num_trajectories
-        self._rollouts.append(tally)
-        while sum(item.num_prompts for item in self._rollouts) - self._rollouts[0].num_prompts >= self.window:
-            self._rollouts.popleft()
-        if self._num_prompts > 1:  # else it may be this one row
-            self.check_some_played()
-        self._warn(tally.causes)
-        self._check_share()
-
-    def check_some_played(self) -> None:
         """Refuse a run in which trajectories were tried and none was ever played.
 
         Raises:
             NothingPlayedError: lists the causes.
         """
-        if self._rollouts and not self._has_played:
-            causes, _, num_trajectories = self._in_window()
-            raise NothingPlayedError(
-                f"All {num_trajectories} trajectories failed: {describe_causes(causes)}. {DOCTOR}"
-            )
+        if problem := self._find_problem(may_be_one_row=False):
+            raise NothingPlayedError(problem)
 
-    def _check_share(self) -> None:
-        causes, num_prompts, num_trajectories = self._in_window()
-        num_failed = sum(cause.count for cause in causes)
-        if num_prompts >= self.window and num_failed > self.max_share * num_trajectories:
-            raise NothingPlayedError(
-                f"{num_failed} of the last {num_trajectories} trajectories failed, a larger share than "
+    def judge(self, failures: Sequence[FailureCause | None], *, group_size: int) -> str | None:
+        """Take in a rollout of training; returns what is wrong if the run must end.
+
+        Args:
+            failures: why each trajectory of all ranks failed, in data order; None for those that were played.
+            group_size: trajectories of one prompt.
+        """
+        num_prompts = max(1, len(failures) // group_size)
+        self._num_prompts += num_prompts
+        self._has_played |= None in failures
+        self._rollouts.append((num_prompts, failures))
+        while sum(num for num, _ in self._rollouts) - self._rollouts[0][0] >= self.window:
+            self._rollouts.popleft()
+        self._warn(count_causes(failures))
+        return self._find_problem(may_be_one_row=self._num_prompts == 1)
+
+    def _find_problem(self, *, may_be_one_row: bool) -> str | None:
+        found = [failure for _, failures in self._rollouts for failure in failures]
+        causes, num_failed = count_causes(found), len(found) - found.count(None)
+        if found and not self._has_played and not may_be_one_row:
+            return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {DOCTOR}"
+        is_full = sum(num for num, _ in self._rollouts) >= self.window
+        if is_full and num_failed > self.max_share * len(found):
+            return (
+                f"{num_failed} of the last {len(found)} trajectories failed, a larger share than "
                 f"failures.max_share={self.max_share} allows: {describe_causes(causes)}. Correct the environment or "
                 f"the data, or raise failures.max_share. {DOCTOR}"
             )
-
-    def _in_window(self) -> tuple[list[FailureCause], int, int]:
-        """Causes, number of prompts and number of trajectories of the last rollouts."""
-        causes = count_causes(cause for tally in self._rollouts for cause in tally.causes)
-        return (
-            causes,
-            sum(tally.num_prompts for tally in self._rollouts),
-            sum(tally.num_trajectories for tally in self._rollouts),
-        )
+        return None
 
     def _warn(self, causes: Sequence[FailureCause]) -> None:
         for cause in causes:
             if cause.key in self._warned_of or len(self._warned_of) >= MAX_WARNINGS:
                 continue
             self._warned_of.add(cause.key)
-            if not is_main_process():
-                continue
-            logger.warning(
-                "Trajectories failed for no fault of the policy and are left out of the update: %s. This cause is "
-                "reported once; rollout/infrastructure_failure_share counts on.%s",
-                cause,
-                " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
-            )
+            if is_main_process():
+                logger.warning(
+                    "Trajectories failed for no fault of the policy and are left out of the update: %s. This cause is "
+                    "reported once; rollout/infrastructure_failure_share counts on.%s",
+                    cause,
+                    " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
+                )

@@ -59,12 +59,19 @@ class NumberWatch(RolloutCallback):
     name = "numbers"
 
     def __init__(self, max_in_a_row: int, output_dir: str) -> None:
+        self._max_in_a_row, self._output_dir = max_in_a_row, Path(output_dir)
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget the steps of an earlier run."""
         self.num_skipped = 0
         """Optimizer steps skipped in this run, or since it was resumed."""
-        self._max_in_a_row = max_in_a_row
-        self._output_dir = Path(output_dir)
-        self._in_a_row = 0
         self._last_healthy_step = 0
+        self.go_back(0, 0)
+
+    def go_back(self, step: int, micro_step: int) -> None:
+        """Forget the steps behind the checkpoint."""
+        self._in_a_row, self._last_healthy_step = 0, min(step, self._last_healthy_step)
         self._names: list[str] = []
         """Names of the trajectories of the rollout that is trained on."""
         self._pending: dict[str, torch.Tensor] = {}
@@ -73,16 +80,6 @@ class NumberWatch(RolloutCallback):
         """Per micro-batch of the step (B, 1 + Q + 1): number of the trajectory, whether each quantity is broken, the
         loss; and the names of its rollout, of which an optimizer step may take several."""
 
-    def begin_run(self) -> None:
-        """Forget the steps of an earlier run."""
-        self.num_skipped = self._in_a_row = self._last_healthy_step = 0
-        self._pending, self._found, self._names = {}, [], []
-
-    def go_back(self, step: int, micro_step: int) -> None:
-        """Forget the steps behind the checkpoint."""
-        self._in_a_row, self._last_healthy_step = 0, min(step, self._last_healthy_step)
-        self._pending, self._found, self._names = {}, [], []
-
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
         """Remember whose rows the next micro-batches hold, on whatever rank they lie then."""
         names = [f"example {item.example_id!r}, generation {item.generation}" for item in batch.trajectories]
@@ -90,33 +87,22 @@ class NumberWatch(RolloutCallback):
 
     def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """Look at what the forward pass of a micro-batch gave."""
-        self.take(FORWARD[name], values, mask)
+        self._take(FORWARD[name], values, mask)
 
-    def take(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Look at what a forward pass gave for a micro-batch.
-
-        Args:
-            name: one of `QUANTITIES`.
-            values: (B, T).
-            mask: (B, T); nothing else is looked at.
-        """
-        self._pending[name] = ((~torch.isfinite(values.detach())) & mask.bool()).any(dim=1)
+    def _take(self, quantity: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        self._pending[quantity] = ((~torch.isfinite(values.detach())) & mask.bool()).any(dim=1)
 
     def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         """The loss of a micro-batch, NaN with all its gradients if something that it was computed from is not finite.
 
         Asks the device nothing: what was found is read when a step is skipped.
-
-        Args:
-            loss: a scalar.
-            inputs: TRL's micro-batch of B rows.
         """
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         for name, text in BATCH.items():
             values = inputs.get(name)
             if values is not None:
                 values = values.unsqueeze(1) if values.dim() == 1 else values
-                self.take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
+                self._take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
         none = torch.zeros_like(mask[:, 0], dtype=torch.bool)
         found = torch.stack([self._pending.get(name, none) for name in QUANTITIES], dim=1)  # (B, Q)
         self._pending = {}
@@ -136,8 +122,7 @@ class NumberWatch(RolloutCallback):
         if step.lacks_tokens:  # neither healthy nor broken
             self._found = []
         else:
-            rules = {"is_finite": step.is_finite, "is_scaled": step.is_scaled}
-            step.is_skipped |= self.end_step(**rules, step=step.number)
+            step.is_skipped |= self.end_step(is_finite=step.is_finite, is_scaled=step.is_scaled, step=step.number)
         if self.num_skipped:
             self.trainer._metrics["train"]["nonfinite/skipped_steps"] = [float(self.num_skipped)]
 
@@ -149,13 +134,16 @@ class NumberWatch(RolloutCallback):
         if bad:
             raise NonFiniteError(
                 f"{len(bad)} tensors of the model hold NaN or infinity (first {bad[0]}); {folder} was not written. "
-                f"{self.advice()}"
+                f"{self._advice()}"
             )
 
     def end_step(self, *, is_finite: bool, is_scaled: bool, step: int) -> bool:
-        """Whether to skip an optimizer step. Where it is not finite, all ranks must call it; they all know.
+        """Judge an optimizer step, and return whether to skip it. All ranks call it where it is not finite.
 
-        float16 scales the loss (`is_scaled`), and skips steps by itself until the scale fits.
+        Args:
+            is_finite: whether the gradients of all ranks are.
+            is_scaled: float16 scales the loss, and skips steps by itself until the scale fits.
+            step: number of optimizer steps before this one.
 
         Raises:
             NonFiniteError: too many were skipped in a row; names the last healthy checkpoint.
@@ -164,7 +152,7 @@ class NumberWatch(RolloutCallback):
         if is_finite:
             self._in_a_row, self._last_healthy_step = 0, step + 1
             return False
-        causes = [cause for cause in gather_object([self._first_cause(found)]) if cause is not None]
+        causes = [cause for cause in gather_object([_first_cause(found)]) if cause is not None]
         if is_scaled and not causes:
             return False
         cause = min(causes)[1] if causes else "the gradients alone (the loss was finite)"
@@ -175,41 +163,36 @@ class NumberWatch(RolloutCallback):
         if is_main_process() and self.num_skipped <= MAX_WARNINGS:
             logger.warning(
                 "Optimizer step %d was skipped: its numbers are not finite. First: %s. %d in a row "
-                "(failures.max_nonfinite_steps=%d).%s",
+                "(failures.max_nonfinite_steps=%d).",
                 step + 1,
                 cause,
                 self._in_a_row,
                 self._max_in_a_row,
-                " Further ones are only counted." if self.num_skipped == MAX_WARNINGS else "",
             )
         if self._in_a_row >= self._max_in_a_row:
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row had numbers that are not finite, as many as "
                 f"failures.max_nonfinite_steps={self._max_in_a_row} allows. First in the last one: {cause}. "
-                f"{self.advice()} Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
+                f"{self._advice()} Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
             )
         return True
 
-    def advice(self) -> str:
-        """Where to go on from."""
+    def _advice(self) -> str:
         path = last_checkpoint(self._output_dir, self._last_healthy_step)
-        if path is None:
-            return "There is no healthy checkpoint."
-        return f"The last healthy checkpoint is {path}."
-
-    def _first_cause(self, found: Sequence[tuple[torch.Tensor, list[str]]]) -> tuple[int, str] | None:
-        """What in this rank's micro-batches was the first to be not finite, and its place among `QUANTITIES`."""
-        rows = [(row, names) for table, names in found for row in table.tolist()]
-        for column, quantity in enumerate((*QUANTITIES, "the loss"), start=1):
-            for row, names in rows:
-                if row[column]:
-                    is_whole = column > len(QUANTITIES)
-                    return column, quantity if is_whole else f"{quantity} of {_name(int(row[0]), names)}"
-        return None
+        return "There is no healthy checkpoint." if path is None else f"The last healthy checkpoint is {path}."
 
 
-def _name(number: int, names: Sequence[str]) -> str:
-    return names[number] if 0 <= number < len(names) else f"row {number} of a rollout that was resumed"
+def _first_cause(found: Sequence[tuple[torch.Tensor, list[str]]]) -> tuple[int, str] | None:
+    """What in this rank's micro-batches was the first to be not finite, and its place among `QUANTITIES`."""
+    rows = [(row, names) for table, names in found for row in table.tolist()]
+    for column, quantity in enumerate((*QUANTITIES, "the loss"), start=1):
+        for row, names in rows:
+            if row[column]:
+                number, is_loss = int(row[0]), column > len(QUANTITIES)
+                is_known = 0 <= number < len(names)
+                name = names[number] if is_known else f"row {number} of a rollout that was resumed"
+                return column, quantity if is_loss else f"{quantity} of {name}"
+    return None
 
 
 def nonfinite_weights(model: torch.nn.Module) -> list[str]:
