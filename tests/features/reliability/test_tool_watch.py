@@ -15,7 +15,6 @@ from agent_r1_trl import InfrastructureError, tool
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError, ToolWatch, count_calls
 from agent_r1_trl.rollout import RolloutRequest
 from agent_r1_trl.rollout.probe import RecordedCall
-from agent_r1_trl.trainers import MultiTurnGRPOConfig
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer, questions
@@ -54,7 +53,8 @@ class World:
     def __init__(self, *answers, **settings):
         self.answers, self.waits, self.asked = list(answers), [], 0
         settings = {"max_rise": 0.3, "min_calls": 8, "max_wait_s": 100.0} | settings
-        self.watch = ToolWatch(**settings, ask=self.ask, sleep=self.waits.append)
+        self.watch = ToolWatch(**settings)
+        self.watch.ask, self.watch.sleep = self.ask, self.waits.append
 
     def ask(self, call):
         self.asked += 1
@@ -80,8 +80,7 @@ def test_what_the_model_did_wrong_is_no_call_of_the_tool():
     assert World(False).judge(HEALTHY, "m" * 16, "u" * 16) == [False] * 3
 
 
-@pytest.mark.parametrize("letter", "citv")
-@pytest.mark.parametrize("failed", [12, 16])
+@pytest.mark.parametrize(("letter", "failed"), [("c", 12), ("i", 16), ("t", 16), ("v", 12)])
 def test_a_share_that_leaves_its_past_is_an_outage_if_calls_fail_that_had_succeeded(letter, failed):
     world = World(False)
     assert world.judge(HEALTHY) == [False] and world.asked == 0
@@ -143,15 +142,6 @@ def test_a_tool_that_never_worked_ends_the_run_at_once_unless_arguments_may_be_t
     with caplog.at_level(logging.WARNING):
         assert World(False).judge("v" * 32, "v" * 32) == [False, False]
     assert caplog.text.count("first with: v") == caplog.text.count("none has ever succeeded") == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("max_failure_rise", 1.5), ("min_calls", 0), ("max_wait", -1.0), ("max_wait", None)],
-)
-def test_settings_that_mean_nothing_are_named(option, value):
-    with pytest.raises(ValueError, match=f"outages.{option}={value}"):
-        MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, outages={option: value})
 
 
 def test_what_is_known_of_the_tools_survives_a_checkpoint():
@@ -224,14 +214,14 @@ def trainer_on(backend, folder, **options):
     return make_trainer(folder, script=look_once, env=backend.environment(), learning_rate=1e-3, **options)
 
 
-@pytest.mark.parametrize("error", [InfrastructureError("gone"), RuntimeError("?")])
+@pytest.mark.parametrize("error", [InfrastructureError("gone")])
 def test_a_run_waits_for_a_tool_and_trains_on_nothing_that_was_played_meanwhile(tmp_path, error, caplog):
     waits = []
     healthy = trainer_on(Backend(error, 0, 0), tmp_path / "healthy")
     healthy.train()
     # Step 1 is well (8 calls); in step 2 all 8 calls fail, and 3 + 2 calls with which the tool is asked.
     trainer = trainer_on(Backend(error, 9, 9 + 8 + 4), tmp_path / "outage")
-    trainer.features["tools"]._sleep = waits.append
+    trainer.features["tools"].sleep = waits.append
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert waits and trainer.state.global_step == 3
@@ -306,7 +296,7 @@ def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_
     trainer = make_trainer(tmp_path, script=look_once, env=hanging(backend, on_loop=on_loop))
     trainer.train()
     rollouts, asked = trainer.rollouts, RolloutRequest(example=trainer.train_dataset[0])
-    ask = trainer.features["tools"]._ask_rollouts
+    ask = trainer.features["tools"].ask
     call = RecordedCall(tool="look", request=asked, messages=[look_once(None, 0)])
     assert ask(call)
     backend.is_hanging = True

@@ -16,8 +16,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,21 @@ class RankLostError(RunError):
     """Another rank has died or failed; the message names it."""
 
 
+def this_machine() -> str:
+    """A name of this machine, and of the container in it where process ids are its own."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):  # Linux
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(parts)
+
+
 @dataclass(kw_only=True)
 class Sign:
     """What one rank tells the others."""
 
-    host: str
-    pid: int
-    machine: str
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    machine: str = field(default_factory=this_machine)
     """Equal for processes that see each other's process ids."""
     beat: int = 0
     phase: str = "start"
@@ -70,15 +78,14 @@ def set_gloo_timeout(timeout: timedelta) -> None:
 
 
 class RankWatch:
-    """A thread that watches the other ranks and the launcher while a run lasts.
+    """A thread that watches the other ranks and the launcher while a run lasts, and calls, from the thread:
 
     Args:
         timeout_s: seconds without a heartbeat after which a rank counts as dead; one of this machine whose process
             is gone does so at once.
-        on_signal: called with the number of a signal that another rank received, or with SIGTERM's and a reason when
-            the launcher is gone; from the thread.
-        on_error: called when a rollout of another rank went wrong; from the thread.
-        on_lost: called once with a message that names the rank; from the thread.
+        on_signal: with the number of a signal that another rank received, or with SIGTERM's when the launcher is gone.
+        on_error: when a rollout of another rank went wrong.
+        on_lost: once with a message that names the rank.
     """
 
     def __init__(
@@ -91,10 +98,11 @@ class RankWatch:
     ) -> None:
         self.lost: str | None = None
         """What happened to another rank; None as long as all live."""
-        self.own = Sign(host=socket.gethostname(), pid=os.getpid(), machine=this_machine())
+        self.own = Sign()
         self._timeout_s = timeout_s
         self._on_signal, self._on_error, self._on_lost = on_signal, on_error, on_lost
-        self._parent = os.getppid() if is_launched(os.environ) else None
+        self._is_launched = any(name in os.environ for name in _LAUNCHED)
+        self._parent = os.getppid() if self._is_launched else None
         self._stopped, self._awake = False, threading.Event()
         self._found = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last beat and when it was new
@@ -106,11 +114,7 @@ class RankWatch:
         self._thread: threading.Thread | None = None
 
     def start(self, run: int) -> None:
-        """Begin to watch; all ranks must call it.
-
-        Args:
-            run: number of the run in this process, the same on all ranks.
-        """
+        """Begin to watch the run of this number in its process; all ranks must call it."""
         if num_ranks() > 1:
             store: Any = dist.distributed_c10d._get_default_store()
             store = store.clone()  # the main thread may block that one
@@ -168,10 +172,10 @@ class RankWatch:
             texts = self._store.multi_get([str(rank) for rank in range(num_ranks())])
         except RuntimeError:
             time.sleep(BEAT_S / 2)  # a process that is killed closes its connections before it is gone
-            if is_launched(os.environ) and os.getppid() != self._parent:
+            if self._is_launched and os.getppid() != self._parent:
                 self._store = None  # the launcher held it; the next round acts on that
-                return
-            self._lose("Rank 0 or the launcher is gone: the process group's key-value store does not answer any more")
+            else:
+                self._lose("Rank 0 or the launcher is gone: the process group's key-value store does not answer")
             return
         finally:
             self._asked_at = None
@@ -230,19 +234,6 @@ class RankWatch:
     def _tell(self) -> None:
         self.own.beat += 1
         self._store.set(str(dist.get_rank()), json.dumps(asdict(self.own)))
-
-
-def is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process, which then must not outlive it."""
-    return any(name in environment for name in _LAUNCHED)
-
-
-def this_machine() -> str:
-    """A name of this machine, and of the container in it where process ids are its own."""
-    parts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # Linux
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    return " ".join(parts)
 
 
 def is_alive(pid: int) -> bool:

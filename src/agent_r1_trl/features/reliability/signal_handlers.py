@@ -34,15 +34,8 @@ def exit_code(signum: int) -> int:
 
 
 def raise_signal(signum: int) -> NoReturn:
-    """Raise what ends a program in Python's way, `finally` blocks included.
-
-    Raises:
-        KeyboardInterrupt: for SIGINT.
-        SystemExit: with `exit_code` for any other.
-    """
-    if signum == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(exit_code(signum))
+    """Raise what ends a program in Python's way: KeyboardInterrupt for SIGINT, else SystemExit with `exit_code`."""
+    raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(exit_code(signum))
 
 
 def end_at_once(code: int, message: str) -> NoReturn:
@@ -55,28 +48,21 @@ def end_at_once(code: int, message: str) -> NoReturn:
 
 def open_signals() -> list[int]:
     """The signals to handle here: none in a thread or a notebook, and none that the program handles itself."""
-    if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1") or _is_in_notebook():
+    # Not `ipykernel`: a program that only starts notebooks (papermill, nbclient) imports it, too.
+    ipython = sys.modules.get("IPython")
+    is_in_notebook = ipython is not None and ipython.get_ipython() is not None
+    if threading.current_thread() is not threading.main_thread() or hasattr(sys, "ps1") or is_in_notebook:
         return []
     unhandled = (signal.SIG_DFL, signal.default_int_handler)
     return [number for number in SIGNALS if signal.getsignal(number) in unhandled]
 
 
-def _is_in_notebook() -> bool:
-    # Not `ipykernel`: a program that only starts notebooks (papermill, nbclient) imports it, too.
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and ipython.get_ipython() is not None
-
-
 class SignalListener:
-    """Passes signals to a function on a thread of its own; a second one ends the process at once.
+    """Passes the first signal to a function on a thread of its own; a second one ends the process at once.
 
     A process that is forked meanwhile (`multiprocessing`) gets the handlers of before: else it would ignore SIGTERM,
-    and pass it on through the socket that it shares with this one.
-
-    Does nothing where signals cannot be handled (`open_signals`). The handlers that were there before come back.
-
-    Args:
-        on_signal: called with the number of the first signal.
+    and pass it on through the socket that it shares with this one. Does nothing where signals cannot be handled
+    (`open_signals`). The handlers that were there before come back.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
@@ -91,17 +77,16 @@ class SignalListener:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._others_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in numbers:
-            self._before[number] = signal.signal(number, _do_nothing)  # the byte in the socket says it all
+        for number in numbers:  # the byte in the socket says it all
+            self._before[number] = signal.signal(number, lambda signum, frame: None)
         _listening.add(self)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if not self._before:
-            return
-        self.restore_handlers()
-        self._writer.close()
+        if self._before:
+            self.restore_handlers()
+            self._writer.close()
 
     def restore_handlers(self) -> None:
         """Put back the handlers that were there before."""
@@ -128,10 +113,6 @@ class SignalListener:
         elif now - self._first_at >= REPEAT_S:
             name = signal.Signals(signum).name
             end_at_once(exit_code(signum), f"{name} for the second time: ending without a checkpoint.")
-
-
-def _do_nothing(signum: int, frame: Any) -> None:
-    pass
 
 
 def _stop_listening_in_child() -> None:

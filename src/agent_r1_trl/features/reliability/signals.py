@@ -44,6 +44,7 @@ AFTER_LOSS = "That rank's own output says why; start all of them again with resu
 LOST_GRACE_S = 10.0
 """Seconds between the news that a rank is lost and the end of a process whose main thread does not come back."""
 
+
 _runs = itertools.count()
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 """The `Rollouts` of all trainers, whose engines and connections end with the program."""
@@ -76,10 +77,8 @@ class RunGuard(RolloutCallback):
         self._agreed = 0
         """That number once all ranks know it."""
         self._saved_step = -1
-        self._boundary: tuple[int, Any] = (0, None)
-        """TRL's `_step` and `_buffered_inputs` after the last optimizer step."""
-        self._random_states: list[Any] = []
-        """States of the random number generators at that moment."""
+        self._boundary: tuple[Any, ...] = (0, None, [])
+        """TRL's `_step` and `_buffered_inputs` after the last optimizer step, and states of random generators then."""
 
     def attach(self, trainer: Any) -> None:
         """See to it that ranks can agree, and that engines end with the program."""
@@ -89,22 +88,11 @@ class RunGuard(RolloutCallback):
         _open.add(trainer.rollouts)
 
     def around_run(self, train: Callable[[], T]) -> T:
-        """Call `train` and see to its end.
-
-        Raises:
-            KeyboardInterrupt: SIGINT was received, a checkpoint written, everything closed.
-            SystemExit: the same for another signal, with `exit_code`.
-            RankLostError: another rank has died or failed.
-        """
+        """Call `train` and see to its end; a signal or a lost rank is raised, with everything saved and closed."""
         self._received = self._agreed = 0
         self._saved_step = -1
-        watch = RankWatch(
-            self.trainer.args.failures.rank_timeout,
-            on_signal=self._on_signal,
-            on_error=self._cut,
-            on_lost=self._on_lost,
-        )
-        self._watch = watch
+        actions: dict[str, Any] = {"on_signal": self._on_signal, "on_error": self._cut, "on_lost": self._on_lost}
+        watch = self._watch = RankWatch(self.trainer.args.failures.rank_timeout, **actions)
         state, error_text = FAILED, "it was interrupted"
         try:
             overlap = self.trainer.args.overlap_rollout  # trajectories are played all the time
@@ -148,8 +136,11 @@ class RunGuard(RolloutCallback):
             raise lost from error
         if self.trainer.args.failures.save_on_signal and not has_best:
             self._save()
-        self._say_what_is_saved()
-        self.trainer.rollouts.close()
+        step, trainer = self.trainer.state.global_step, self.trainer
+        if trainer.is_world_process_zero():
+            folder = f"checkpoint-{step} in {trainer.args.output_dir}" if step == self._saved_step else "no checkpoint"
+            logger.warning("Ended by a signal after %d steps; %s holds the last one.", step, folder)
+        trainer.rollouts.close()
         end_marked_processes()
         self._agreement.largest(0, None)  # the first rank to end would have the launcher kill the others
         raise_signal(self._agreed)
@@ -165,16 +156,15 @@ class RunGuard(RolloutCallback):
         if self._received:
             return
         self._received = signum
-        if self._watch is not None:
-            self._watch.tell(signum=signum)
+        self._tell(signum=signum)
+        saves = self.trainer.args.failures.save_on_signal
         logger.warning(
-            "%s%s: the update in flight is finished, a rollout is cut, %s everything is closed. A second signal, at "
-            "least %g s after the first, ends at once.",
+            "%s%s: the update in flight is finished, a rollout is cut, %s checkpoint is written%s and everything is "
+            "closed. A second signal, at least %g s after the first, ends at once.",
             signal.Signals(signum).name,
             f" ({why})" if why else "",
-            "a checkpoint is written and"
-            if self.trainer.args.failures.save_on_signal
-            else "no checkpoint is written (failures.save_on_signal=False) and",
+            "a" if saves else "no",
+            "" if saves else " (failures.save_on_signal=False)",
             REPEAT_S,
         )
         self._cut()
@@ -182,13 +172,15 @@ class RunGuard(RolloutCallback):
     def _on_lost(self, message: str) -> None:
         logger.error("%s. This rank ends within %g s. %s", shown(message), LOST_GRACE_S, AFTER_LOSS)
         self._cut()
-        timer = threading.Timer(LOST_GRACE_S, self._end_if_stuck, (self._watch, message))
+        watch = self._watch
+
+        def end_if_stuck() -> None:
+            if self._watch is watch:
+                end_at_once(EXIT_RANK_LOST, f"error: {message}")
+
+        timer = threading.Timer(LOST_GRACE_S, end_if_stuck)
         timer.daemon = True
         timer.start()
-
-    def _end_if_stuck(self, watch: RankWatch, message: str) -> None:
-        if self._watch is watch:
-            end_at_once(EXIT_RANK_LOST, f"error: {message}")
 
     def _cut(self) -> None:
         threading.Thread(target=self.trainer.rollouts.cut, name="cut", daemon=True).start()
@@ -197,15 +189,9 @@ class RunGuard(RolloutCallback):
 
     @contextlib.contextmanager
     def around_rollout(self) -> Iterator[None]:
-        """Around a rollout: all ranks call it, and what goes wrong on one of them is raised on all.
-
-        Raises:
-            Interruption: a rank has received a signal.
-            RankLostError: another rank has failed; the message holds its error.
-            Exception: what went wrong on this rank.
-        """
+        """Around a rollout: all ranks call it, and what goes wrong on one of them is raised on all."""
         phase = f"rollout of step {self.trainer.state.global_step + 1}"
-        self._tell(phase)
+        self._tell(phase=phase, error="")
         failure = None
         with marked_processes():
             try:
@@ -213,9 +199,9 @@ class RunGuard(RolloutCallback):
             except Exception as error:
                 failure = error
                 if not isinstance(error, CancelledError):
-                    self._tell(phase, error=f"{type(error).__name__}: {error}")
+                    self._tell(error=f"{type(error).__name__}: {error}")
         self._agree(failure)
-        self._tell(phase.replace("rollout", "update"))
+        self._tell(phase=phase.replace("rollout", "update"), error="")
 
     def _agree(self, failure: Exception | None = None) -> None:
         if self._watch is not None and self._watch.lost is not None:
@@ -230,9 +216,9 @@ class RunGuard(RolloutCallback):
         if failure is not None:
             raise failure
 
-    def _tell(self, phase: str, error: str = "") -> None:
+    def _tell(self, **changes: Any) -> None:
         if self._watch is not None:
-            self._watch.tell(phase=phase, error=error)
+            self._watch.tell(**changes)
 
     # ---------------------------------------------------------------- the Trainer's events
 
@@ -261,10 +247,10 @@ class RunGuard(RolloutCallback):
     def _remember(self) -> None:
         trainer = self.trainer
         is_used_up = trainer._step % (trainer.args.steps_per_generation * trainer.args.num_iterations) == 0
-        self._boundary = (trainer._step, None if is_used_up else trainer._buffered_inputs)
-        self._random_states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
+        states = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         if torch.cuda.is_available():
-            self._random_states.append(torch.cuda.get_rng_state())
+            states.append(torch.cuda.get_rng_state())
+        self._boundary = (trainer._step, None if is_used_up else trainer._buffered_inputs, states)
 
     # ---------------------------------------------------------------- the end
 
@@ -274,17 +260,9 @@ class RunGuard(RolloutCallback):
         step = trainer.state.global_step
         if step in (0, self._saved_step):
             return
-        trainer._step, trainer._buffered_inputs = self._boundary
-        setters: tuple[Callable[[Any], Any], ...]
-        setters = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
-        for restore, state in zip(setters, self._random_states, strict=False):
+        trainer._step, trainer._buffered_inputs, states = self._boundary
+        setters: Any = (random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state)
+        for restore, state in zip(setters, states, strict=False):
             restore(state)
         trainer._save_checkpoint(trainer.model, trial=None)
         trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-
-    def _say_what_is_saved(self) -> None:
-        step = self.trainer.state.global_step
-        if self.trainer.is_world_process_zero():
-            has_all = step == self._saved_step
-            folder = f"checkpoint-{step} in {self.trainer.args.output_dir}" if has_all else "no checkpoint"
-            logger.warning("Ended by a signal after %d steps; %s holds the last one.", step, folder)

@@ -9,7 +9,7 @@
 4. While a tool is down the run waits and asks again, for at most `max_wait` seconds. When the tool answers, the
    rollout is sampled anew; if it does not, the run ends with `ToolOutageError`.
 
-Not covered: environments that fail without a tool (`failures.py`), evaluation.
+Not covered: environments that fail without a tool (`failures.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ NUM_RECORDED = 3
 NUM_ANSWERS = 5
 """Calls that decide whether a tool is down; asking ends when most of them agree."""
 MAX_WAIT_S = 60.0
+"""Seconds between two questions at most."""
 ASK_TIMEOUT_S = PROBE_TIMEOUT_S + STOP_TIMEOUT_S
 """Seconds after which a tool that is asked, and holds the event loop, is left alone."""
 MIN_EVIDENCE = math.log(1e4)
@@ -113,48 +114,31 @@ class ToolWatch(RolloutCallback):
     """Judges each rollout of training; all ranks come to the same verdict.
 
     Args:
-        max_rise: how much the share of failed calls may rise above that of the tool's past; 1: as much as it likes.
+        max_rise: how much the share of failed calls may rise above that of the tool's past; 1.0 disables the check.
         min_calls: calls that are judged at least.
         max_wait_s: seconds that the run waits for a tool.
-        ask: makes a recorded call again and says whether it succeeded; None: in the trainer's rollouts.
-        sleep: waits for some seconds, or less and returns True if the run is told to end.
     """
 
     name = "tools"
 
-    def __init__(
-        self,
-        max_rise: float,
-        min_calls: int,
-        max_wait_s: float,
-        *,
-        ask: Callable[[RecordedCall], bool] | None = None,
-        sleep: Callable[[float], bool | None] = time.sleep,
-    ) -> None:
+    def __init__(self, max_rise: float, min_calls: int, max_wait_s: float) -> None:
         self.max_rise, self.min_calls, self.max_wait_s = max_rise, min_calls, max_wait_s
         self.metrics: dict[str, float] = {}
         """Metrics of the last rollout that was judged."""
-        self._ask, self._sleep = ask or self._ask_rollouts, sleep
         self._past: dict[str, deque[Calls]] = {}
         self._succeeded: dict[str, list[RecordedCall]] = {}
         self._on_void: Callable[[], Any] = lambda: None
         """Called before a wait, which a run may not survive, when the rollout must not be used."""
-        self._waited_s = 0.0
-        self._num_replays = 0
-        self._has_recovered = False
-        """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
         self._warned_of: set[str] = set()
         self._evaluated: dict[str, Calls] = {}
         self._evaluated_calls: dict[str, list[RecordedCall]] = {}
+        self.begin_run()
 
     def begin_run(self) -> None:
         """Wait as long as ever, whatever an earlier run has waited; what is known of the tools stays."""
-        self._num_replays, self._waited_s, self._has_recovered = 0, 0.0, False
-
-    def attach(self, trainer: Any) -> None:
-        """Wait as long as the run is not told to end."""
-        super().attach(trainer)
-        self._sleep = trainer.rollouts.is_cut.wait
+        self._num_replays, self._waited_s = 0, 0.0
+        self._has_recovered = False
+        """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
         """Judge a rollout of training; one of an evaluation is judged when that ends."""
@@ -169,7 +153,8 @@ class ToolWatch(RolloutCallback):
         batch.metrics |= self.metrics
         return False
 
-    def _ask_rollouts(self, call: RecordedCall) -> bool:
+    def ask(self, call: RecordedCall) -> bool:
+        """Make a recorded call again; whether it succeeded."""
         rollouts = self.trainer.rollouts
         if rollouts.is_cut.is_set():
             return False
@@ -177,12 +162,13 @@ class ToolWatch(RolloutCallback):
             asked = succeeds(call, rollouts.env_factory, rollouts.chat.truncate)
             return rollouts.runner.wait_for(asked, ASK_TIMEOUT_S, rollouts.is_cut) is True
 
-    def has_outage(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> bool:
-        """Judge a rollout, and wait for tools that are down. All ranks must call it.
+    def sleep(self, seconds: float) -> bool:
+        """Wait, or less and return True if the run is told to end."""
+        is_cut: bool = self.trainer.rollouts.is_cut.wait(seconds)
+        return is_cut
 
-        Args:
-            trajectories: this rank's.
-            requests: theirs.
+    def has_outage(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> bool:
+        """Judge a rollout, and wait for tools that are down. All ranks must call it, with their own trajectories.
 
         Returns:
             Whether the rollout must be sampled anew; the tools work again.
@@ -201,7 +187,12 @@ class ToolWatch(RolloutCallback):
             self._on_void()
             self._num_replays += 1
             return True
-        self._accept(counts, newest)
+        self.metrics = {"tools/replayed_rollouts": float(self._num_replays), "time/outage_s": self._waited_s}
+        self.begin_run()
+        for name, calls in counts.items():
+            self.metrics[f"tools/{name}/failure_share"] = calls.num_failed / calls.num
+            self._past.setdefault(name, deque(maxlen=PAST_ROLLOUTS)).append(calls)
+        self._succeeded |= newest
         return False
 
     # ---------------------------------------------------------------- evaluations
@@ -211,12 +202,7 @@ class ToolWatch(RolloutCallback):
         evaluation.outages += self.take_outages()
 
     def note_evaluation(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> None:
-        """Take in a batch of an evaluation, which `take_outages` ends.
-
-        Args:
-            trajectories: this rank's.
-            requests: theirs.
-        """
+        """Take in this rank's part of a batch of an evaluation, which `take_outages` ends."""
         self._evaluated = _merge([self._evaluated, count_calls(trajectories)])
         for name, calls in recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED).items():
             self._evaluated_calls[name] = [*self._evaluated_calls.get(name, []), *calls][:NUM_RECORDED]
@@ -226,8 +212,7 @@ class ToolWatch(RolloutCallback):
         counts, newest = _merge(gather_object([self._evaluated])), self._evaluated_calls
         self._evaluated, self._evaluated_calls = {}, {}
         found = []
-        for name in sorted(counts):
-            calls = counts[name]
+        for name, calls in sorted(counts.items()):
             if not self._is_suspected(name, calls, "num_failed"):
                 continue
             was_down = self._is_suspected(name, calls, "num_suspect")  # though it may work again
@@ -239,10 +224,7 @@ class ToolWatch(RolloutCallback):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> str:
-        """What is known of the tools on this rank, as text for a checkpoint.
-
-        Calls of rows that JSON does not hold are left out.
-        """
+        """What is known of the tools on this rank, as text; calls of rows that JSON does not hold are left out."""
         past = {name: [asdict(calls) for calls in tallies] for name, tallies in self._past.items()}
         calls = {name: [text for call in calls if (text := call.to_json())] for name, calls in self._succeeded.items()}
         return json.dumps({"past": past, "succeeded": calls})
@@ -305,17 +287,13 @@ class ToolWatch(RolloutCallback):
 
     def _answer(self, calls: Sequence[RecordedCall], num: int = NUM_ANSWERS) -> bool | None:
         """Whether most calls succeed, asked on all ranks; None if there is no call to make."""
-        wins = losses = 0
+        answers: list[bool] = []
         for call in itertools.islice(itertools.cycle(calls), num):
-            if self._ask(call):
-                wins += 1
-            else:
-                losses += 1
-            if max(wins, losses) > num // 2:
+            answers.append(self.ask(call))
+            if max(answers.count(True), answers.count(False)) > num // 2:
                 break
-        answers = gather_object([(wins, losses)])
-        wins, losses = sum(pair[0] for pair in answers), sum(pair[1] for pair in answers)
-        return None if wins + losses == 0 else wins > losses
+        answers = gather_object(answers)
+        return 2 * sum(answers) > len(answers) if answers else None
 
     def _wait(self, name: str, window: Calls, past: Calls, calls: Sequence[RecordedCall]) -> None:
         """Return when the tool answers.
@@ -337,23 +315,13 @@ class ToolWatch(RolloutCallback):
             if is_main_process():
                 logger.warning("The run waits %.0f s: the tool %r is down. %s.", wait_s, name, window)
             start = time.monotonic()
-            if any(gather_object([bool(self._sleep(wait_s))])):
+            if any(gather_object([bool(self.sleep(wait_s))])):
                 return  # the rollout that follows is cut
-            answer = self._answer(calls, num=1)
-            if answer:
-                answer = self._answer(calls)
+            answer = self._answer(calls, num=1) and self._answer(calls)
             # Of all ranks the longest, so that all give up together.
             self._waited_s += max(wait_s, *gather_object([time.monotonic() - start]))
-            if answer or answer is None:  # None: there is no call to make, so the next rollout shows it
+            if answer is not False:  # None: there is no call to make, so the next rollout shows it
                 return
-
-    def _accept(self, counts: dict[str, Calls], newest: dict[str, list[RecordedCall]]) -> None:
-        self.metrics = {"tools/replayed_rollouts": float(self._num_replays), "time/outage_s": self._waited_s}
-        self._num_replays, self._waited_s, self._has_recovered = 0, 0.0, False
-        for name, calls in counts.items():
-            self.metrics[f"tools/{name}/failure_share"] = calls.num_failed / calls.num
-            self._past.setdefault(name, deque(maxlen=PAST_ROLLOUTS)).append(calls)
-        self._succeeded |= newest
 
 
 def _merge(counts: Iterable[dict[str, Calls]]) -> dict[str, Calls]:
