@@ -24,7 +24,6 @@ def test_the_signals_of_collapse_agree(results, launch):
     assert len(expected) == NUM_STEPS
     assert 0 < expected[0]["echo/repetition"] < 1 and expected[0]["echo/reward_std"] > 0.1
     for step, reference in zip(results(launch)["signals"], expected, strict=True):
-        assert step.pop("echo/kl") == pytest.approx(reference["echo/kl"], abs=0.02), "a mean over micro-batches"
         assert step == pytest.approx({name: reference[name] for name in step}, abs=5e-4)
 
 

@@ -73,8 +73,6 @@ HEALTHY = {
     "a norm of 30 every 15": {"skill": 2 * LINE, "spike": list(range(20, STEPS, 15))},
     "norms with heavy tails": {"skill": 2 * LINE, "tail": 0.8},
     "norms grow fourfold": {"skill": 2 * LINE, "norms": 1 + 3 * LINE},
-    "length grows": {"skill": 2 * LINE, "length": 100 + 900 * LINE},
-    "length shrinks": {"skill": 2 * LINE, "length": 1000 - 900 * LINE},
     "no success": {"skill": 2 * LINE, "hidden": ("success",)},
     "no entropy": {"skill": 2 * LINE, "hidden": ("entropy",)},
     "few calls at first": {"skill": 2 * LINE, "calls": 0.3 + 0.6 * LINE, "call_gain": 1.0},
@@ -110,11 +108,7 @@ HELD_OUT = {
     "entropy falls fast at first": {"skill": 1.5 * (1 - np.exp(-5 * LINE)), "entropy": 0.3 + 0.7 * np.exp(-10 * LINE)},
     "calls rise, then some are dropped": {"calls": 0.4 + 0.5 * ramp(10, 40) - 0.2 * ramp(90, 30), "call_gain": 1.0},
     "every third rollout is harder": {"skill": 0.9 * (STEP % 3 < 2)},
-    "shorter and more alike as it learns": {
-        "skill": 2 * LINE,
-        "length": 1000 - 850 * LINE,
-        "repeats": 0.05 + 0.3 * LINE,
-    },
+    "more alike as it learns": {"skill": 2 * LINE, "repeats": 0.05 + 0.3 * LINE},
     "negative continuous, difficulty oscillates": {
         "skill": 0.6 * np.sin(STEP / 12),
         "kind": "continuous",
@@ -155,7 +149,7 @@ SUDDEN = {name: 3 if "step 4" in name else BEGIN for name in {**COLLAPSES, **RAR
 
 
 def history_of(seed, groups, *, skill=0.0, entropy=1.0, wander=0.05, norms=1.0, tail=0.0, spike=(), hidden=(),
-               scale=1.0, shift=0.0, length=300.0, gaps=1, **options):  # fmt: skip
+               scale=1.0, shift=0.0, gaps=1, **options):  # fmt: skip
     """The history of one run.
 
     Args:
@@ -170,21 +164,17 @@ def history_of(seed, groups, *, skill=0.0, entropy=1.0, wander=0.05, norms=1.0, 
         hidden: keys that are unknown.
         scale: factor of the rewards.
         shift: what is added to the rewards before.
-        length: (T,) or one number, mean tokens of a trajectory.
         gaps: optimizer steps of a rollout; all but the first know entropy and norm alone.
         **options: of `play`.
     """
     rng = np.random.default_rng(seed)
-    skill, norms, length, level = (
-        np.broadcast_to(x, STEPS) for x in (skill, norms, length, 0.8 * np.asarray(entropy))
-    )
+    skill, norms, level = (np.broadcast_to(x, STEPS) for x in (skill, norms, 0.8 * np.asarray(entropy)))
     history = play(rng, skill, groups=groups, **options)
     drawn = wandering_entropy(rng, level, wander)
     factors = norms * rng.lognormal(0, tail, STEPS) if tail else norms
     for number, step in enumerate(history):
         step["entropy"] = drawn[number]
         step["grad_norm"] *= factors[number] * (30 if number in spike else 1)
-        step["response_length"] = length[number] * (1 + 0.3 * rng.standard_normal() / groups**0.5)
         step["reward_std"] *= scale
         for key in ("reward", "reward_min", "reward_max", "return_with_call", "return_without_call"):
             step[key] = scale * (step[key] + shift)

@@ -42,7 +42,7 @@ def record(output_dir: str, target: str) -> None:
 
 def read(path: Path) -> list[dict[str, float | None]]:
     """The history of a recorded run: one dictionary per optimizer step."""
-    columns = json.loads(path.read_text(encoding="utf-8"))
+    columns = {key: values for key, values in json.loads(path.read_text("utf-8")).items() if key in KEYS}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 

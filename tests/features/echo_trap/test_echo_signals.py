@@ -36,7 +36,7 @@ def test_every_signal_is_logged_and_the_training_is_the_same_bit_for_bit(tmp_pat
     watched = make_trainer(tmp_path / "watched", echo=True, **options)
     watched.train()
     assert all(torch.equal(one, other) for one, other in zip(weights(plain), weights(watched), strict=True))
-    names = "reward reward_std zero_std_share repetition inaction entropy grad_norm response_length signal_to_noise"
+    names = "reward reward_std zero_std_share repetition inaction entropy grad_norm"
     for name in names.split():
         assert len(logged(watched, f"echo/{name}")) == 2, name
     assert logged(watched, "echo/reward") == pytest.approx(logged(watched, "reward"))

@@ -48,10 +48,8 @@ def test_every_signal_of_two_groups_of_two():
         {
             "reward": 0.5, "reward_min": 0.0, "reward_max": 1.0,
             "inaction": 0.75, "return_with_call": 1.0, "return_without_call": 1 / 3,
-            "response_length": 9 / 4,
             "reward_std": math.sqrt(0.5) / 2,  # sqrt(.5) and 0
             "zero_std_share": 0.5,
-            "signal_to_noise": math.sqrt(2),  # variances .5 and 0: mean .25, std sqrt(.125)
             "repetition": 2 / 6,  # both trajectories of the first group say 5 6
         }
     )  # fmt: skip
@@ -73,7 +71,7 @@ def test_infrastructure_failures_count_nowhere():
 def test_a_group_of_one_has_no_spread_and_says_nothing_twice():
     failed = played(0.0, [5], stop=StopReason.ENVIRONMENT_ERROR)
     found = signals(played(1.0, [5]), failed)
-    assert not {"reward_std", "zero_std_share", "repetition", "signal_to_noise"} & {*found}
+    assert not {"reward_std", "zero_std_share", "repetition"} & {*found}
     assert found["reward"] == 1.0
 
 

@@ -50,8 +50,8 @@ class EchoSignals(RolloutCallback):
         """Entropy over everything that was sampled for that rollout / entropy over what is trained on."""
         self._conditions: list[Any] | None = None
         """What the last gradient norm depended on besides the policy."""
-        self._seen: dict[str, tuple[Any, int]] = {}
-        """TRL's lists of metrics, and how many of their values were read."""
+        self._seen: tuple[Any, int] = (None, 0)
+        """TRL's list of entropies, and how many of its values were read."""
         self._has_called = False
         """Whether any trajectory has called a tool; without tools there is no inaction."""
         self._num_broken = 0
@@ -98,9 +98,7 @@ class EchoSignals(RolloutCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the step, log what was judged, and say so when the state changes."""
-        step = self._rollout | {name: self._of_the_update(name) for name in ("entropy", "kl")}
-        step["entropy"] *= self._entropy_factor
-        step["grad_norm"] = self._norm()
+        step = self._rollout | {"entropy": self._entropy() * self._entropy_factor, "grad_norm": self._norm()}
         self._rollout, self._records, self._groups = {}, [], []
         conditions = self._now()
         if self._conditions not in (None, conditions):
@@ -129,12 +127,12 @@ class EchoSignals(RolloutCallback):
         bonus = 0.0 if trainer.args.use_adaptive_entropy else trainer.entropy_coef
         return [*self._is_chosen, trainer.epsilon_low, trainer.epsilon_high, trainer.beta != 0, bonus]
 
-    def _of_the_update(self, name: str) -> float:
+    def _entropy(self) -> float:
         """Mean of TRL's metric over the micro-batches of this step; NaN if it has none."""
-        values = self.trainer._metrics["train"].get(name, [])
-        seen, num = self._seen.get(name, (None, 0))
+        values = self.trainer._metrics["train"].get("entropy", [])
+        seen, num = self._seen
         new = values[num:] if seen is values else values  # a log begins new lists
-        self._seen[name] = (values, len(values))
+        self._seen = (values, len(values))
         known = [value for value in new if not math.isnan(value)]
         return math.fsum(known) / len(known) if known else math.nan
 

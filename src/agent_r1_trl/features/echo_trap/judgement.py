@@ -33,9 +33,7 @@ JUDGED = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "rep
 """Keys that have thresholds."""
 HELPING = ("success", "reward_max", "reward_min", "return_with_call", "return_without_call")
 """Keys that say how to read the others."""
-SHOWN = ("signal_to_noise", "response_length", "kl")
-"""Keys that are accepted, logged and never judged: healthy runs differ in them by orders of magnitude."""
-KEYS = frozenset((*JUDGED, *HELPING, *SHOWN))
+KEYS = frozenset((*JUDGED, *HELPING))
 """What a step's dictionary may hold. A missing key, None and NaN all mean "unknown"."""
 _KIND = {"zero_std_share": "reward_std", "success": "reward"}
 """Signals that measure the same loss, and count once."""

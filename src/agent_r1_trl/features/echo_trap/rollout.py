@@ -72,7 +72,6 @@ def rollout_signals(records: Sequence[dict[str, Any]], groups: Sequence[Hashable
         "reward_min": min(returns),
         "reward_max": max(returns),
         "inaction": _mean([not record["has_call"] for record, _ in kept], weights),
-        "response_length": _mean([record["length"] for record, _ in kept], weights),
     }
     for name, key, some in (
         ("return_with_call", "return", [record for record, _ in kept if record["has_call"]]),
@@ -97,10 +96,6 @@ def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, floa
         "reward_std": _mean(stds, weights),
         "zero_std_share": _mean([std == 0 for std in stds], weights),
     }
-    variances = [std**2 for std in stds]
-    if len(groups) > 1:
-        mean = _mean(variances)
-        signals["signal_to_noise"] = statistics.stdev(variances) / mean if mean > 0 else 0.0
     num_turns = [sum(len(record["turns"]) for record in group) for group in groups]
     if any(num_turns):
         repeated = math.fsum(map(operator.mul, map(_num_repeated, groups), weights))
@@ -137,7 +132,5 @@ def _spread(returns: Sequence[float]) -> float:
     return std if std > 1e-6 * max(abs(value) for value in returns) else 0.0
 
 
-def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    if weights is None:
-        return math.fsum(values) / len(values)
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     return math.fsum(map(operator.mul, values, weights)) / math.fsum(weights)
