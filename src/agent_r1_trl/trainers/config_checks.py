@@ -324,7 +324,8 @@ def check_config(config: MultiTurnConfig) -> None:
     check_fields(config)
     resolve(config)
     for checks in _feature_checks():
-        checks.resolve(config)
+        if hasattr(checks, "resolve"):
+            checks.resolve(config)
     refuse(_find_problems(config))
     if (urls := plain_value(config, "servers.urls")) is not None:
         check_urls(urls)
@@ -354,7 +355,7 @@ def resolve(config: MultiTurnConfig) -> None:
 
 
 def _feature_checks() -> list[Any]:
-    """The modules `checks` of the features: each has `NEEDS`, `CLASHES`, `resolve` and `find_problems`."""
+    """The modules `checks` of the features: each has `NEEDS` and `CLASHES`, some `resolve` and `find_problems`."""
     names = [name for name, row in FEATURES.items() if row.settings is not None and has_feature(name)]
     modules = [f"agent_r1_trl.features.{name}.checks" for name in names]
     return [importlib.import_module(module) for module in modules if importlib.util.find_spec(module) is not None]
@@ -374,7 +375,8 @@ def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
     yield from find_clashes(config, itertools.chain(*tables))
     yield from _find_estimator_problems(config)
     for item in checks:
-        yield from item.find_problems(config)
+        if hasattr(item, "find_problems"):
+            yield from item.find_problems(config)
     yield from _find_row_problems(config)
 
 

@@ -102,8 +102,8 @@ RUN = {
 }
 
 
-def test_prompts_that_teach_come_back(tmp_path):
-    trainer = train(tmp_path, train_dataset=questions(9), max_steps=12, learning_rate=0.0, **RUN)
+def test_prompts_that_teach_come_back_and_the_watch_judges_what_a_uniform_draw_would_earn(tmp_path):
+    trainer = train(tmp_path, echo=True, train_dataset=questions(9), max_steps=12, learning_rate=0.0, **RUN)
     curriculum = trainer.features["resampling"].curriculum
     groups, rates = curriculum.num_groups.tolist(), curriculum.pass_rates.tolist()
     assert sum(groups) == 12 * 4
@@ -111,7 +111,11 @@ def test_prompts_that_teach_come_back(tmp_path):
     for row in (*range(0, 9, 3), *range(2, 9, 3)):  # of n groups, all passed or none
         assert abs(rates[row] - 0.5) == pytest.approx(0.5 - 0.5 ** (1 + groups[row]), abs=1e-5)
     shares = curriculum.weights() / curriculum.weights().sum()
-    assert trainer.state.log_history[-2]["curriculum/share_min"] == pytest.approx(shares.min().item(), rel=1e-4)
+    logged = trainer.state.log_history[-2]
+    assert logged["curriculum/share_min"] == pytest.approx(shares.min().item(), rel=1e-4)
+    weights = [trainer.last_batch.draw_weights[item.example_id] for item in trainer.last_trajectories]
+    earned = sum(weight * toss(item) for weight, item in zip(weights, trainer.last_trajectories, strict=True))
+    assert logged["echo/reward"] == pytest.approx(earned / sum(weights)) and max(weights) > 1.2 * min(weights)
 
 
 class Reporting(ToolEnv):
@@ -165,27 +169,6 @@ def test_a_weighted_draw_says_what_a_uniform_one_would_earn():
     assert sum(plain) / 600 < truth - 0.05
     assert sum(weighted) / 600 == pytest.approx(truth, abs=0.01)
     assert {*curriculum.draw_weights(range(200)).values()} == {1.0}, "all are drawn"
-
-
-class Easy(ToolEnv):
-    """Two thirds of the prompts always pass, the others half of the time."""
-
-    def outcome_reward(self, trajectory):
-        return int(trajectory.example_id[1:]) % 3 != 1 or toss(trajectory)
-
-
-def test_the_monitor_judges_what_a_uniform_draw_would_earn(tmp_path):
-    """At learning rate 0, nothing changes but the draw, which leaves the prompts that always pass."""
-    run = {**RUN, "env": Easy, "train_dataset": questions(60), "per_device_train_batch_size": 32}
-    trainer = train(tmp_path, echo=True, max_steps=24, learning_rate=0.0, **run)
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    plain, judged = ([entry[name] for entry in logged] for name in ("reward", "echo/reward"))
-    assert plain[:1] == judged[:1], "every prompt is new"
-    drawn, uniform = (sum(values[12:]) / 12 for values in (plain, judged))
-    assert drawn < 0.78 and uniform == pytest.approx(5 / 6, abs=0.04)
-    weights = trainer.last_batch.draw_weights
-    assert len(weights) == 16 and max(weights.values()) > 1.2 * min(weights.values())
-    assert max(entry["echo/state"] for entry in logged) <= 1.0
 
 
 def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):

@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.features.sampling.rules import (
-    RULES,
-    group_scores,
-    has_signal,
-    select_groups,
-    signal_to_noise,
-)
+from agent_r1_trl.features.sampling.rules import group_scores, has_signal, select_groups, signal_to_noise
+from agent_r1_trl.features.sampling.settings import RULES
 from tests.effort import examples
 
 RETURNS = torch.tensor(
@@ -136,13 +131,3 @@ def test_the_order_of_the_rows_changes_no_choice(batch, options, random):
     random.shuffle(order)
     rows = select_groups(returns, ids, **options)
     assert select_groups(returns[order], ids[order], **options).tolist() == rows[order].tolist()
-
-
-def test_a_rule_that_nobody_knows_is_refused():
-    with pytest.raises(ValueError, match=r"^rule='best'"):
-        kept(RETURNS, rule="best", value=0.5)
-
-
-def test_shapes_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="group_ids"):
-        group_scores(torch.zeros(3), torch.zeros(2))

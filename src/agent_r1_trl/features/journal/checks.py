@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,3 @@ CLASHES = (
         "the journal of a training run holds no evaluations. Set eval_strategy to 'no'.",
     ),
 )
-
-
-def resolve(config: Any) -> None:
-    """Nothing follows from them."""
-
-
-def find_problems(config: Any) -> Iterator[str]:
-    """None besides those of the tables."""
-    yield from ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from agent_r1_trl.features import feature
@@ -84,8 +83,3 @@ def find_rule(given: Any) -> str | None:
     form = "a function from returns of shape (G, n), NaN outside the baseline, to a bool tensor of shape (G,)"
     is_ours = given is None or (isinstance(given, str) and given in RULES)
     return given if is_ours else own_object("sampling.filter_groups", given, RULES, form)
-
-
-def find_problems(config: Any) -> Iterator[str]:
-    """None besides those of the tables."""
-    yield from ()

@@ -34,11 +34,7 @@ _LATEST = 1e9
 
 
 class Curriculum:
-    """Draws the prompts of each batch, in place of the Trainer's order.
-
-    Args:
-        trainer: with its `rollouts`.
-    """
+    """Draws the prompts of each batch, in place of the Trainer's order."""
 
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
@@ -64,12 +60,7 @@ class Curriculum:
         return (uniform.log() / self.weights()).argsort(descending=True, stable=True).tolist()
 
     def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> list[dict[str, Any]]:
-        """This rank's rows of the batch that a micro-step begins to train on.
-
-        Args:
-            rows: that the Trainer has drawn; only their number counts.
-            micro_step: which, with the seed, decides the draw.
-        """
+        """This rank's rows of the batch that a micro-step begins to train on, as many as the Trainer has drawn."""
         trainer, size = self._trainer, self._trainer.num_generations
         first = trainer.accelerator.process_index * len(rows)
         num = trainer.accelerator.num_processes * len(rows) // size
@@ -84,9 +75,6 @@ class Curriculum:
         A draw without repetition is a race: prompt i arrives after an exponential time of rate w_i, those are drawn
         that arrive before the time t at which as many are expected; its chance is 1 - exp(-w_i t). To be asked for
         before the groups are counted.
-
-        Args:
-            prompts: the rows that were drawn.
         """
         weights, num = self.weights(), len({*prompts})
         if num >= len(weights):
@@ -111,8 +99,7 @@ class Curriculum:
 
         Args:
             prompts: the row of each group.
-            passes: of its members, 1 for those that have passed and 0 for the others; NaN for those outside the
-                baseline. A group of which all are is not counted.
+            passes: of its members, 1 or 0; NaN outside the baseline. A group of such members alone is not counted.
         """
         for prompt, group in zip(prompts, passes, strict=True):
             counted = [value for value in group if not math.isnan(value)]

@@ -26,11 +26,7 @@ KEPT_SHARE = "kept_share"
 
 
 class GroupFilter(RolloutCallback):
-    """The filter of a run, which can be switched on and off between two rollouts.
-
-    Args:
-        args: of the trainer.
-    """
+    """The filter of a run, which can be switched on and off between two rollouts."""
 
     name = "group_filter"
 

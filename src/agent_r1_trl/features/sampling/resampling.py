@@ -16,12 +16,11 @@ TRL 1.16 names that this file touches: `train_dataset`, `accelerator` and `args`
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import random
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,45 +34,12 @@ from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process, raised_everywhere
 from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
 
-logger = logging.getLogger(__name__)
-
 ADDED_UP = ("time/rollout_s", "time/wait_s", "time/outage_s", "tools/replayed_rollouts")
 """Metrics of a batch's rollouts that are sums over its rounds; the others are those of its first rollout."""
 
 
-@dataclass
-class Sampled:
-    """All groups that were played for one batch, of all ranks; in the end some of them are in it."""
-
-    returns: list[list[float]] = field(default_factory=list)
-    """Returns of each group's members; NaN for those outside the baseline."""
-    passes: list[list[float]] = field(default_factory=list)
-    """Whether each of them has passed (`rules.passes`)."""
-    prompts: list[int] = field(default_factory=list)
-    """Index of each group's row in the data set, where it was drawn here."""
-
-    def metrics(self, num_groups: int) -> dict[str, float]:
-        """What is logged of them.
-
-        Args:
-            num_groups: of the batch.
-        """
-        counted = [value for group in self.returns for value in group if not math.isnan(value)]
-        num_passed = sum(value for group in self.passes for value in group if not math.isnan(value))
-        num = max(1, len(counted))
-        return {
-            "sampling/resampled_groups": float(len(self.returns) - num_groups),
-            "sampling/pass_rate": num_passed / num,
-            "sampling/reward": math.fsum(counted) / num if counted else math.nan,
-        }
-
-
 class Resampling(RolloutCallback):
-    """Replaces groups without signal in the rollouts of a training.
-
-    Args:
-        args: of the trainer.
-    """
+    """Replaces groups without signal in the rollouts of a training."""
 
     name = "resampling"
 
@@ -84,7 +50,6 @@ class Resampling(RolloutCallback):
         self.pass_reward: float = asked.pass_reward
         self.curriculum: Curriculum | None = None
         """Which prompts are drawn; None if the Trainer's order holds."""
-        self._is_warned = False
 
     def attach(self, trainer: Any) -> None:
         """The curriculum counts the rows of the data set."""
@@ -103,13 +68,7 @@ class Resampling(RolloutCallback):
 
     def _is_on(self, group_size: int) -> bool:
         """Whether groups are to be replaced, and can be; `rounds` may have changed since the settings were checked."""
-        if self.rounds and (group_size < 2 or not hasattr(self.trainer.train_dataset, "__len__")):
-            if not self._is_warned and is_main_process():
-                cause = "a group of one has no spread" if group_size < 2 else "the data set is streamed"
-                logger.warning("resampling.rounds=%d: groups are not replaced, because %s.", self.rounds, cause)
-            self._is_warned = True
-            return False
-        return self.rounds > 0
+        return self.rounds > 0 and group_size > 1 and hasattr(self.trainer.train_dataset, "__len__")
 
     # ---------------------------------------------------------------- rounds
 
@@ -124,23 +83,29 @@ class Resampling(RolloutCallback):
         start, size = time.perf_counter(), position.group_size
         curriculum, used = self.curriculum, set(self._keys(batch))
         returns, passed, signals = self._judge(batch, size)
-        sampled = Sampled(returns, passed, [] if curriculum is None else curriculum.drawn(position.micro_step))
+        # Of all groups that are played for the batch, on all ranks; in the end some of them are in it.
+        all_returns, all_passed = [*returns], [*passed]
+        all_prompts = [] if curriculum is None else curriculum.drawn(position.micro_step)
         num_groups, num_with_signal = len(signals), sum(signals)
         number, rounds = 0, self.rounds if self._is_on(size) else 0
         while number < rounds and not all(signals):
             groups = [group for group, has_one in enumerate(signals) if not has_one]
             prompts = self._draw(len(groups), position.micro_step, number + 1, used)
             of_group = dict(zip(groups, prompts, strict=True))
-            more = self._play_round(batch, replace(position, round=number + 1), of_group, metrics)
+            more = self._play_round(batch, replace(position, round=number + 1), of_group)
             if more is None:
                 break
             number += 1
             used.update(self._keys(more))
             returns, passed, signals = self._judge(batch, size)
-            sampled.returns += [returns[group] for group in groups]
-            sampled.passes += [passed[group] for group in groups]
-            sampled.prompts += prompts
-        metrics |= sampled.metrics(num_groups)
+            all_returns += [returns[group] for group in groups]
+            all_passed += [passed[group] for group in groups]
+            all_prompts += prompts
+        known, won = ([value for group in found for value in group if not math.isnan(value)]
+                      for found in (all_returns, all_passed))  # fmt: skip
+        metrics["sampling/resampled_groups"] = float(len(all_returns) - num_groups)
+        metrics["sampling/pass_rate"] = sum(won) / max(1, len(known))
+        metrics["sampling/reward"] = math.fsum(known) / len(known) if known else math.nan
         metrics["sampling/groups_with_signal_before"] = num_with_signal / num_groups
         metrics["sampling/groups_with_signal"] = sum(signals) / num_groups
         metrics["sampling/resample_rounds"] = float(number)
@@ -148,21 +113,18 @@ class Resampling(RolloutCallback):
         metrics["sampling/generated_tokens"] = float(sum(gather_object([tokens])))
         metrics["time/resample_s"] = time.perf_counter() - start
         if curriculum is not None:
-            weights = curriculum.draw_weights(sampled.prompts).items()
+            weights = curriculum.draw_weights(all_prompts).items()
             batch.draw_weights = {example_key(self.trainer.train_dataset[row]): weight for row, weight in weights}
-            curriculum.observe(sampled.prompts, sampled.passes)
+            curriculum.observe(all_prompts, all_passed)
             metrics |= curriculum.metrics()
 
-    def _play_round(
-        self, batch: RolloutBatch, position: Position, prompts: dict[int, int], metrics: dict[str, float]
-    ) -> RolloutBatch | None:
+    def _play_round(self, batch: RolloutBatch, position: Position, prompts: dict[int, int]) -> RolloutBatch | None:
         """Play a group for each that is replaced, and put it in its place.
 
         Args:
             batch: the batch, in which groups are replaced.
             position: with the number of the round.
             prompts: which group gets which row of the data set.
-            metrics: of the batch's rollouts.
 
         Returns:
             What this rank has played, scored; None if a replay has no more.
@@ -180,7 +142,7 @@ class Resampling(RolloutCallback):
             return None
         for name in ADDED_UP:
             if name in more.metrics:
-                metrics[name] = metrics.get(name, 0.0) + more.metrics[name]
+                batch.metrics[name] = batch.metrics.get(name, 0.0) + more.metrics[name]
         trainer.score(more, filler=batch)
         left = batch.put(places, more)
         for trajectory in left:
@@ -254,26 +216,18 @@ def choose_fresh(dataset: Any, num: int, order: Iterable[int], used: set[str]) -
 
 
 def check_can_draw(dataset: Any, config: Any) -> None:
-    """Refuse to draw prompts where there are none to draw from.
-
-    Args:
-        dataset: for training, as the user gave it: None where the environment makes the prompts.
-        config: of the trainer.
+    """Refuse to draw prompts where there are none to draw from; `dataset` is None where the environment makes them.
 
     Raises:
         ValueError: names the option, the rule and the fix.
     """
     is_stream = dataset is not None and not hasattr(dataset, "__len__")
     for key in ("resample_rounds", "curriculum"):
-        name, value = f"sampling.{key}", getattr(config.sampling, key)
-        if value and is_stream:
+        value = getattr(config.sampling, key)
+        if value and (is_stream or (dataset is None and key == "curriculum")):
+            kind = f"a streamed train_dataset ({type(dataset).__name__})" if is_stream else "train_dataset=None"
             raise ValueError(
-                f"{name}={value} with a streamed train_dataset ({type(dataset).__name__}): prompts are drawn from "
-                f"anywhere in the data, which a stream does not allow. Pass a Dataset (streaming=False), or remove "
-                f"{name}."
+                f"sampling.{key}={value} with {kind}: prompts are drawn from anywhere in the data, which a stream or "
+                f"an environment that makes its own prompts does not allow. Pass a Dataset (streaming=False), or "
+                f"remove sampling.{key}."
             )
-    if config.sampling.curriculum and dataset is None:
-        raise ValueError(
-            "sampling.curriculum=True with train_dataset=None: the environment makes the prompts, so there are none "
-            "to draw. Pass train_dataset=, or remove sampling.curriculum."
-        )
