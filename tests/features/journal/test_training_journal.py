@@ -86,16 +86,15 @@ def answers(trainer):
     return {observation["content"] for turn in turns for observation in turn.observations}
 
 
-@pytest.mark.parametrize("fix", ["no folder", "journal: false"])
-def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted(tmp_path, fix):
+def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted_or_off(tmp_path):
     repaired = type("Repaired", (Repaired,), {"answer": "right"})
     checkpoint = str(tmp_path / "checkpoint-2")
     assert answers(train(tmp_path, env=Repaired, max_steps=3)) == {"wrong"}
     assert answers(train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint)) == {"wrong"}, "as recorded"
-    if fix == "no folder":
-        shutil.rmtree(tmp_path / "journal")
-    resumed = train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint, journal=fix == "no folder")
-    assert answers(resumed) == {"right"}
+    resumed = train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint, journal=False)
+    assert answers(resumed) == {"right"} and resumed.num_sampled == 4 * 2
+    shutil.rmtree(tmp_path / "journal")
+    assert answers(train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint)) == {"right"}
 
 
 def test_with_overlap_the_rollout_that_was_begun_before_the_checkpoint_is_used_too(tmp_path, caplog):
@@ -154,39 +153,27 @@ def test_rollouts_of_a_run_without_a_checkpoint_are_used_again_on_the_same_base_
     assert ("base differs" in caplog.text) == (base == 1)
 
 
-def test_other_sampling_settings_play_anew(tmp_path, caplog):
-    train(tmp_path)
-    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), temperature=0.7)
-    assert resumed.num_sampled == 2 * 4 * 2 and "params differs" in caplog.text
-
-
-def test_another_context_policy_plays_anew(tmp_path, caplog):
-    train(tmp_path)
-    policy = {"context.policy": "window", "context.turns": 1}
-    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **policy)
-    assert resumed.num_sampled == 2 * 4 * 2 and "limits differs" in caplog.text
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"temperature": 0.7}, "params"), ({"context.policy": "window", "context.turns": 1}, "limits")],
+    ids=["sampling", "context"],
+)
+def test_other_settings_play_anew(tmp_path, change, named, caplog):
+    train(tmp_path, max_steps=3)
+    resumed = train(tmp_path, max_steps=3, checkpoint=str(tmp_path / "checkpoint-2"), **change)
+    assert resumed.num_sampled == 4 * 2 and f"{named} differs" in caplog.text
 
 
 def test_a_run_that_begins_anew_uses_nothing_of_the_run_before_it_and_leaves_nothing_of_it(tmp_path):
     train(tmp_path, journal={"keep": 9})
-    assert train(tmp_path, max_steps=2).num_sampled == 2 * 4 * 2
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": questions(2)}  # which is in no journal
+    assert train(tmp_path, max_steps=2, **evaluates).num_sampled > 2 * 4 * 2
     assert journals(tmp_path) == ["rollout_000000000.journal", "rollout_000000001.journal"]
 
 
 def test_a_run_without_a_checkpoint_yet_goes_on_with_its_journal_if_it_was_to_be_resumed(tmp_path):
     train(tmp_path, max_steps=1)
     assert train(tmp_path, max_steps=1, resume_from_checkpoint="true").num_sampled == 0
-
-
-def test_without_a_journal_nothing_is_written_and_everything_is_played_again(tmp_path):
-    train(tmp_path, journal=False)
-    assert not (tmp_path / "journal").exists()
-    assert train(tmp_path, journal=False, checkpoint=str(tmp_path / "checkpoint-2")).num_sampled == 2 * 4 * 2
-
-
-def test_evaluations_are_not_in_the_journal_of_a_training(tmp_path):
-    train(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1, eval_dataset=questions(2), journal={"keep": 9})
-    assert journals(tmp_path) == ["rollout_000000000.journal", "rollout_000000001.journal"]
 
 
 class TRLCounter:
@@ -225,7 +212,7 @@ def length_of(completions, **kwargs):
     "form",
     [
         {"environment_factory": TRLCounter, "reward_funcs": [calls_of]},
-        {"environment_factory": ScoredTRLCounter},
+        pytest.param({"environment_factory": ScoredTRLCounter}, marks=pytest.mark.matrix),
         {"environment_factory": ScoredTRLCounter, "reward_funcs": [length_of]},
         {"tools": [TRLCounter.add.__get__(TRLCounter())], "reward_funcs": [length_of]},
     ],
@@ -257,15 +244,15 @@ def test_who_looks_at_environments_is_read_from_the_function(function, expected)
 # ---------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize(("keep", "expected"), [(0, [4, 5]), (1, [3, 4, 5]), (9, [0, 1, 2, 3, 4, 5])])
-def test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep(tmp_path, keep, expected):
-    train(tmp_path, max_steps=6, journal={"keep": keep})
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"journal": {"keep": 1}}, [3, 4, 5]), ({"journal": {"keep": 2}, "save_strategy": "no"}, [3, 4, 5])],
+    ids=["checkpoints", "none"],
+)
+def test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep(tmp_path, options, expected):
+    """Without checkpoints: those to keep beside the present one."""
+    train(tmp_path, max_steps=6, **options)
     assert journals(tmp_path) == [f"rollout_{number:09d}.journal" for number in expected]
-
-
-def test_without_checkpoints_no_more_than_those_to_keep_lie_beside_the_present_one(tmp_path):
-    train(tmp_path, max_steps=5, save_strategy="no", journal={"keep": 2})
-    assert journals(tmp_path) == [f"rollout_{number:09d}.journal" for number in (2, 3, 4)]
 
 
 def test_a_full_disk_is_said_once_and_the_training_goes_on(tmp_path, monkeypatch, caplog):
@@ -328,37 +315,28 @@ def test_a_replay_with_another_reward_function_runs_it_on_the_recorded_completio
     assert not torch.equal(replayed.batches[0]["advantages"], whole.batches[0]["advantages"])
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"seed": 8}, "example_id|seed"),
-        ({"train_dataset": questions(9)}, "example_id"),
-        ({"train_dataset": questions(8).map(lambda row: {"extra": 1})}, "row"),
-        ({"num_generations": 2}, "generation|example_id"),
-    ],
-    ids=["seed", "order", "rows", "group"],
-)
-def test_a_replay_that_does_not_match_names_the_first_thing_that_differs(tmp_path, change, named):
-    train(tmp_path / "a", journal={"keep": 9}, max_steps=1)
-    with pytest.raises(ReplayError, match=rf"journal.replay=.*trajectory \d differs first in ({named})"):
-        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, **change)
-
-
-def test_a_replay_with_another_limit_is_refused_by_name(tmp_path):
+def test_what_cannot_be_replayed_is_named_with_the_first_thing_that_differs(tmp_path):
     played = train(tmp_path / "a", journal={"keep": 9}, max_steps=1).rollouts.limits
-    message = rf"max_observation_tokens={played.max_observation_tokens} was recorded, .*=7: .*Set max_obs"
-    with pytest.raises(ReplayError, match=message):
-        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, max_observation_tokens=7)
-
-
-def test_a_journal_of_another_version_is_named_before_its_records_are_read(tmp_path, caplog):
-    train(tmp_path / "a", max_steps=1)
+    replay = {"journal": {"replay": str(tmp_path / "a")}}
+    limit = rf"max_observation_tokens={played.max_observation_tokens} was recorded, .*=7: .*Set max_obs"
+    for change, message in (
+        ({"train_dataset": questions(9)}, r"trajectory \d differs first in example_id"),
+        ({"train_dataset": questions(8).map(lambda row: {"extra": 1})}, r"trajectory \d differs first in row"),
+        ({"num_generations": 2}, r"trajectory \d differs first in (generation|example_id)"),
+        ({"max_observation_tokens": 7}, limit),
+    ):
+        with pytest.raises(ReplayError, match=f"journal.replay=.*{message}"):
+            train(tmp_path / "b", **replay, **change)
     (path,) = (tmp_path / "a" / "journal" / "rank0").glob("*")
-    header, *_ = read_file(path)[0]
-    path.write_bytes(pack({**header, "version": 2}) + pack({"kind": "begin", "id": "of another form"}))
-    with pytest.raises(ReplayError, match=r"a journal of version 2, and this release reads version 1\. Replay"):
-        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")})
-    assert read_rollout(path).trajectories == []
+    (header, *records), other = read_file(path)[0], {"kind": "begin", "id": "of another form"}
+    for content, message in (
+        ([header, *records[:-1]], "journal.replay=.*has no end"),
+        ([{**header, "version": 2}, other], r"a journal of version 2, and this release reads version 1\. Replay"),
+    ):
+        path.write_bytes(b"".join(map(pack, content)))
+        with pytest.raises(ReplayError, match=message):
+            train(tmp_path / "b", **replay)
+    assert read_rollout(path).trajectories == [], "the version is compared before the records are read"
 
 
 def test_a_replay_needs_the_rollout_that_the_run_begins_with(tmp_path):
@@ -369,14 +347,6 @@ def test_a_replay_needs_the_rollout_that_the_run_begins_with(tmp_path):
         tmp_path / "b", journal={"replay": str(tmp_path / "a")}, checkpoint=str(tmp_path / "a" / "checkpoint-2")
     )
     assert resumed.num_sampled == 0 and len(resumed.batches) == 2
-
-
-def test_a_replay_of_a_rollout_without_end_is_refused(tmp_path):
-    train(tmp_path / "a", max_steps=1)
-    (path,) = (tmp_path / "a" / "journal" / "rank0").glob("*")
-    path.write_bytes(b"".join(map(pack, read_file(path)[0][:-1])))
-    with pytest.raises(ReplayError, match=r"journal.replay=.*has no end"):
-        train(tmp_path / "b", journal={"replay": str(tmp_path / "a")})
 
 
 def test_a_replay_from_nowhere_into_itself_or_beside_what_it_lacks_is_refused(tmp_path):
@@ -420,14 +390,12 @@ class LastTurns:
 @pytest.mark.parametrize(
     ("first", "then", "is_same"),
     [
-        (f"{__name__}:last_turn", f"{__name__}:last_turn", True),
         (last_turn, f"{__name__}:last_turn", True),
         (f"{__name__}:last_turn", f"{__name__}:everything", False),
-        (f"{__name__}:last_turn", "keep", False),
         (LastTurns(1), LastTurns(1), True),
         (LastTurns(1), LastTurns(2), False),
     ],
-    ids=["path", "object and path", "another path", "ours", "equal objects", "another object"],
+    ids=["object and path", "another path", "equal objects", "another object"],
 )
 def test_a_resumed_run_uses_what_the_same_policy_played_and_nothing_of_another(tmp_path, first, then, is_same, caplog):
     options = {"max_steps": 3, "per_device_train_batch_size": 4}

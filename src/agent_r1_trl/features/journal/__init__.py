@@ -17,26 +17,12 @@ Not covered here: which rollouts a training run may use again (`training.py`).
 
 from typing import Any
 
-from agent_r1_trl.features.journal.environments import ResumeMode, resume_mode
-from agent_r1_trl.features.journal.log import FOLDER, RolloutLog, eval_journal, rank_folder, rollout_file
+from agent_r1_trl.features.journal.log import RolloutLog, eval_journal
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import VERSION, dump
 from agent_r1_trl.features.journal.replay import JournalReplay, ReplayError
 
-__all__ = [
-    "FOLDER",
-    "VERSION",
-    "JournalReplay",
-    "ReplayError",
-    "ResumeMode",
-    "RolloutLog",
-    "dump",
-    "eval_journal",
-    "rank_folder",
-    "read_rollout",
-    "resume_mode",
-    "rollout_file",
-]
+__all__ = ["VERSION", "JournalReplay", "ReplayError", "RolloutLog", "dump", "eval_journal", "read_rollout"]
 
 
 def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:

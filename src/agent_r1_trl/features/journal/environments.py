@@ -72,17 +72,10 @@ class RecordedResults:
 
     Methods of the environment are called again, because they may change its state; functions are not. Either way the
     results are those of the journal.
-
-    Args:
-        executor: the environment's own.
-        env: the environment.
-        results: one per call of the turn.
     """
 
     def __init__(self, executor: Any, env: Any, results: Sequence[ToolResult]) -> None:
-        self._executor = executor
-        self._env = env
-        self._results = results
+        self._executor, self._env, self._results = executor, env, results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)

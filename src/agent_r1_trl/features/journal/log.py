@@ -85,20 +85,14 @@ class RolloutLog:
         self._appender = Appender(path, size=recorded.num_bytes if recorded else 0)
         if recorded is None:
             self._appender.append({"kind": "rollout", "version": VERSION, **header})
-            return
-        for item in recorded.trajectories:
-            self._recorded[dump(item.request)] = item
-            self._numbers[dump(item.request)] = item.number
+        for number, item in enumerate(recorded.trajectories if recorded else ()):
+            key = dump(item.request)
+            self._recorded[key], self._numbers[key] = item, number
 
     @property
     def has_failed(self) -> bool:
         """Whether something could not be written."""
         return self._appender.has_failed
-
-    @property
-    def num_bytes(self) -> int:
-        """Written by this object."""
-        return self._appender.num_bytes
 
     def close(self) -> None:
         """Close the file."""
@@ -140,15 +134,13 @@ class RolloutLog:
         log = TrajectoryLog(lambda record: self._append(number, record), turns)
         draft = JournaledDraft(request=request, log=log)
         session = JournaledSession(factory, truncate=truncate, log=log, draft=draft)
-        if isinstance(generator, Endpoint):
-            return draft, session, JournaledEndpoint(generator, log=log, draft=draft)
-        return draft, session, JournaledGenerator(generator, log=log, draft=draft)
+        kind: Any = JournaledEndpoint if isinstance(generator, Endpoint) else JournaledGenerator
+        return draft, session, kind(generator, log=log, draft=draft)
 
     def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
         """Write down that a trajectory has ended."""
-        record = {"kind": "end", "trajectory": trajectory_record(trajectory)}
         number = self._numbers[self._key(request)]
-        self._append(number, record)
+        self._append(number, {"kind": "end", "trajectory": trajectory_record(trajectory)})
         self._ended.add(number)
 
     def _append(self, number: int, record: Record) -> None:

@@ -75,18 +75,10 @@ class JournaledDraft(Draft):
 
 
 class JournaledGenerator(Generator):
-    """Samples turns that are not recorded.
-
-    Args:
-        generator: samples.
-        log: of the trajectory.
-        draft: of the trajectory.
-    """
+    """Samples turns that are not recorded."""
 
     def __init__(self, generator: Generator, *, log: TrajectoryLog, draft: Draft) -> None:
-        self._generator = generator
-        self._log = log
-        self._draft = draft
+        self._generator, self._log, self._draft = generator, log, draft
         self._context: list[int] = []
         self._checksum = 0
         """Checksum of the context."""
@@ -113,50 +105,34 @@ class JournaledGenerator(Generator):
         return self._checksum
 
 
+@dataclass
 class JournaledEndpoint:
-    """Asks a hosted model for turns that are not recorded.
+    """Asks a hosted model for turns that are not recorded."""
 
-    Args:
-        endpoint: answers.
-        log: of the trajectory.
-        draft: of the trajectory.
-    """
-
-    def __init__(self, endpoint: Endpoint, *, log: TrajectoryLog, draft: Draft) -> None:
-        self._endpoint = endpoint
-        self._log = log
-        self._draft = draft
+    endpoint: Endpoint
+    log: TrajectoryLog
+    draft: Draft
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The recorded answer if it was asked for with the same words; else a new one. See `Endpoint`."""
-        index = len(self._draft.turns)
-        asked = zlib.crc32(dump(body).encode())
-        recorded = self._log.turn(index)
+        index, asked = len(self.draft.turns), zlib.crc32(dump(body).encode())
+        recorded = self.log.turn(index)
         if recorded is not None and recorded.sampled.get("asked") == asked:
             return dict(recorded.sampled["answer"])
-        self._log.forget_from(index)
-        answer = await self._endpoint.ask(body)
-        self._log.request = {"asked": asked, "answer": answer}
+        self.log.forget_from(index)
+        answer = await self.endpoint.ask(body)
+        self.log.request = {"asked": asked, "answer": answer}
         return answer
 
 
 class JournaledSession(EnvSession):
-    """Drives an environment, which first comes back to where it stood.
-
-    Args:
-        factory: makes the environment.
-        truncate: as for `EnvSession`.
-        log: of the trajectory.
-        draft: of the trajectory.
-    """
+    """Drives an environment, which first comes back to where it stood."""
 
     def __init__(
         self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str], log: TrajectoryLog, draft: Draft
     ) -> None:
         super().__init__(factory, truncate=truncate)
-        self._log = log
-        self._draft = draft
-        self._mode = ResumeMode.RESTART
+        self._log, self._draft, self._mode = log, draft, ResumeMode.RESTART
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; see `EnvSession`.
@@ -172,14 +148,12 @@ class JournaledSession(EnvSession):
         """Take one assistant message; see `EnvSession`."""
         index = len(self._draft.turns) - 1
         recorded = self._log.turn(index)
-        if recorded is not None and recorded.step is not None:
-            if self._mode is not ResumeMode.RESTART:
-                return await self._repeat(message, recorded.step)
-            result = await super().step(message)
-            if is_same_answer(result, recorded.step):
-                return result
-        else:
-            result = await super().step(message)
+        before = None if recorded is None else recorded.step
+        if before is not None and self._mode is not ResumeMode.RESTART:
+            return await self._repeat(message, before)
+        result = await super().step(message)
+        if before is not None and is_same_answer(result, before):
+            return result
         self._log.forget_from(index)  # from here on this is a new trajectory
         self._log.append({"kind": "step", "turn": index, **step_record(result)})
         return result

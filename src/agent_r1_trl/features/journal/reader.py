@@ -58,8 +58,6 @@ class RecordedTurn:
 class RecordedTrajectory:
     """What is known of one trajectory."""
 
-    number: int
-    """In its file."""
     request: Record
     turns: list[RecordedTurn] = field(default_factory=list)
     end: Record | None = None
@@ -79,8 +77,8 @@ class RecordedRollout:
     @property
     def is_complete(self) -> bool:
         """Whether every trajectory has ended."""
-        ended = [item for item in self.trajectories if item.end is not None]
-        return len(ended) == len(self.trajectories) >= self.header["size"]
+        has_all = len(self.trajectories) >= self.header["size"]
+        return has_all and all(item.end is not None for item in self.trajectories)
 
 
 def read_rollout(path: Path) -> RecordedRollout | None:
@@ -96,24 +94,16 @@ def read_rollout(path: Path) -> RecordedRollout | None:
     trajectories: list[RecordedTrajectory] = []
     for record in records[1:] if records[0].get("version") == VERSION else ():
         if record["kind"] == "start":
-            trajectories.append(RecordedTrajectory(number=record["t"], request=record["request"]))
-        else:
-            _add(trajectories[record["t"]], record)
+            trajectories.append(RecordedTrajectory(request=record["request"]))
+            continue
+        trajectory, turn = trajectories[record["t"]], record.get("turn", 0)
+        trajectory.end = record.get("trajectory")
+        if record["kind"] == "turn":
+            trajectory.turns[turn:] = [RecordedTurn(sampled=record)]
+        elif record["kind"] == "step":
+            trajectory.turns[turn].step = record
+            del trajectory.turns[turn + 1 :]
     return RecordedRollout(header=records[0], trajectories=trajectories, num_bytes=num_bytes)
-
-
-def _add(trajectory: RecordedTrajectory, record: Record) -> None:
-    kind = record["kind"]
-    if kind == "end":
-        trajectory.end = record["trajectory"]
-        return
-    if kind == "turn":
-        del trajectory.turns[record["turn"] :]
-        trajectory.turns.append(RecordedTurn(sampled=record))
-    elif kind == "step":
-        del trajectory.turns[record["turn"] + 1 :]
-        trajectory.turns[record["turn"]].step = record
-    trajectory.end = None
 
 
 # ---------------------------------------------------------------- requests
@@ -184,21 +174,15 @@ def trajectory_record(trajectory: Trajectory) -> Record:
     record = vars(trajectory).copy()  # it is written at once, so nothing in it need be copied
     for name in ("action_mask", "turn_ids"):  # follow from the turns
         del record[name]
-    record["turns"] = [
-        {
-            **{name: value for name, value in vars(turn).items() if name != "summary_request" or value is not None},
-            "tool_results": [_result_record(result) for result in turn.tool_results],
-        }
-        for turn in trajectory.turns
-    ]
-    if segments := record.pop("segments"):  # a trajectory of one row is written as ever
-        record["segments"] = [
-            {**vars(segment), "prompt_ids": segment.prompt_ids and pack_ids(segment.prompt_ids)}
-            for segment in segments
-        ]
-    if record["open_context"] is None:
-        del record["open_context"]
     return record | {
+        "turns": [
+            {**vars(turn), "tool_results": [_result_record(result) for result in turn.tool_results]}
+            for turn in trajectory.turns
+        ],
+        "segments": [
+            {**vars(segment), "prompt_ids": segment.prompt_ids and pack_ids(segment.prompt_ids)}
+            for segment in trajectory.segments
+        ],
         "prompt_ids": pack_ids(trajectory.prompt_ids),
         "completion_ids": pack_ids(trajectory.completion_ids),
         "logprobs": pack_floats(_sampled(trajectory)),
@@ -232,7 +216,7 @@ def read_trajectory(record: Record) -> Trajectory:
             "authors": [_AUTHORS[int(digit)] for digit in record["authors"]],
             "segments": [
                 {**segment, "prompt_ids": segment["prompt_ids"] and unpack_ids(segment["prompt_ids"])}
-                for segment in record.get("segments", ())
+                for segment in record["segments"]
             ],
             "turn_ids": turn_ids,
             "action_mask": [int(turn_id >= 0) for turn_id in turn_ids],

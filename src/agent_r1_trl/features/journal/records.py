@@ -73,8 +73,6 @@ class Appender:
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
         self.path = path
-        self.num_bytes = 0
-        """Written by this object."""
         self.has_failed = False
         self._file: int | None = None
         try:
@@ -97,7 +95,6 @@ class Appender:
         except OSError as error:
             self._fail(error)
             return
-        self.num_bytes += written
         if written < len(data):  # the reader drops it; nothing may follow it
             self._fail(OSError(f"only {written} of {len(data)} bytes could be written"))
 

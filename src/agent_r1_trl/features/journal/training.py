@@ -15,16 +15,17 @@ import inspect
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from agent_r1_trl.environments.factory import users_environments
-from agent_r1_trl.features.journal import JournalReplay, ReplayError, RolloutLog, rank_folder, rollout_file
+from agent_r1_trl.features.journal.log import RolloutLog, rank_folder, rollout_file
 from agent_r1_trl.features.journal.reader import RecordedRollout, read_rollout
 from agent_r1_trl.features.journal.records import VERSION, Record
+from agent_r1_trl.features.journal.replay import JournalReplay, ReplayError
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.limits import deciding_limits
@@ -81,7 +82,7 @@ class TrainingJournal(RolloutCallback):
             "template": hashlib.blake2b(template.encode("utf-8", "replace"), digest_size=8).hexdigest(),
         }
         self._plays_finished = reads_environments(trainer.reward_funcs)
-        if self.is_replay and self._plays_finished:
+        if self._replay is not None and self._plays_finished:
             raise ReplayError(
                 "journal.replay: a reward function reads `environments`, and a replay has none. Leave that function "
                 "out, or leave journal.replay out."
@@ -117,14 +118,9 @@ class TrainingJournal(RolloutCallback):
     # ---------------------------------------------------------------- replay
 
     @property
-    def is_replay(self) -> bool:
+    def replaces_sampling(self) -> bool:  # type: ignore[override]
         """Whether rollouts come from a journal (`journal.replay`)."""
         return self._replay is not None
-
-    @property
-    def replaces_sampling(self) -> bool:  # type: ignore[override]
-        """A replay does."""
-        return self.is_replay
 
     def replay(
         self, requests: Sequence[RolloutRequest], limits: RolloutLimits, position: Position
@@ -133,9 +129,6 @@ class TrainingJournal(RolloutCallback):
 
         Reward functions that have changed find other groups to replace (`resampling.py`) than those that were played;
         a round that is not there has no trajectories.
-
-        Raises:
-            ReplayError: the journal holds another one, or none.
         """
         if self._replay is None:
             return None
@@ -145,30 +138,24 @@ class TrainingJournal(RolloutCallback):
         except ReplayError as error:
             if not position.round:
                 raise
-            self._say_end_of_rounds(error)
-            trajectories = []
+            if not self._has_said_end:
+                logger.warning(
+                    "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups "
+                    "without signal that were not replaced there: %s Reported once; sampling/groups_with_signal "
+                    "counts on.",
+                    error,
+                )
+            self._has_said_end, trajectories = True, []
         environments = users_environments([None] * len(requests), self.trainer.env_factory)
-        return ReplayedRollout(requests, trajectories, environments, synced_step=position.optimizer_step)
-
-    def _say_end_of_rounds(self, error: ReplayError) -> None:
-        if not self._has_said_end:
-            logger.warning(
-                "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups without "
-                "signal that were not replaced there: %s Reported once; sampling/groups_with_signal counts on.",
-                error,
-            )
-        self._has_said_end = True
+        return ReplayedRollout(requests, trajectories, environments, position.optimizer_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End a replay behind the last recorded rollout, so that `max_steps` and schedules can stay as they were."""
         micro_step = state.global_step * args.gradient_accumulation_steps
-        if micro_step % (args.steps_per_generation * args.num_iterations) == 0 and not self.has_rollout(micro_step):
+        begins_rollout = micro_step % (args.steps_per_generation * args.num_iterations) == 0
+        if self._replay is not None and begins_rollout and micro_step not in self._replay.micro_steps:
             logger.warning("The replayed journal ends with optimizer step %d, and so does the run.", state.global_step)
             control.should_training_stop = True
-
-    def has_rollout(self, micro_step: int) -> bool:
-        """Whether the rollout that a micro-step begins to train on can be had; only a replay has an end."""
-        return self._replay is None or micro_step in self._replay.micro_steps
 
     # ---------------------------------------------------------------- the rollouts of this run
 
@@ -260,31 +247,18 @@ def _micro_step(path: Path) -> int:
     return int(path.name.rpartition("_")[2].partition(".")[0])
 
 
+@dataclass
 class ReplayedRollout:
-    """A rollout that needs not be played, in the place of `Rollout`.
+    """A rollout that needs not be played, in the place of `Rollout`."""
 
-    Args:
-        requests: of the rollout.
-        trajectories: of the journal.
-        environments: what reward functions receive; there is nothing in it.
-        synced_step: number of optimizer steps behind the weights.
-    """
-
-    seconds = 0.0
-
-    def __init__(
-        self,
-        requests: Sequence[RolloutRequest],
-        trajectories: list[Trajectory],
-        environments: list[Any] | None,
-        *,
-        synced_step: int,
-    ) -> None:
-        self.requests = requests
-        self.rows: Sequence[dict[str, Any]] = [request.example for request in requests]
-        self.trajectories = trajectories
-        self.environments = environments
-        self.synced_step = synced_step
+    requests: Sequence[RolloutRequest]
+    trajectories: list[Trajectory]
+    environments: list[Any] | None
+    """What reward functions receive; there is nothing in it."""
+    synced_step: int
+    rows: Sequence[dict[str, Any]] = ()
+    """Those of the data set; `Rollouts` puts them in."""
+    seconds: float = 0.0
 
     def wait(self) -> None:
         """Nothing to wait for."""
