@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from agent_r1_trl.trainers.checkpoints import _own_part
+from agent_r1_trl.trainers.checkpoints import own_part
 from tests.distributed.critics import NUM_ROWS, POLICY_FOLDER, num_processes
 from tests.trainers.helpers import make_trainer
 
@@ -39,7 +39,7 @@ def state_of(trainer):
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    weights = [_own_part(parameter) for parameter in trainer.model.parameters()]
+    weights = [own_part(parameter) for parameter in trainer.model.parameters()]
     rates = torch.tensor(trainer.lr_scheduler.get_last_lr())
     return [x.detach().clone() for x in [*weights, rates, *moments] if isinstance(x, torch.Tensor)]
 

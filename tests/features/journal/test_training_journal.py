@@ -331,7 +331,7 @@ def test_what_cannot_be_replayed_is_named_with_the_first_thing_that_differs(tmp_
     (header, *records), other = read_file(path)[0], {"kind": "begin", "id": "of another form"}
     for content, message in (
         ([header, *records[:-1]], "journal.replay=.*has no end"),
-        ([{**header, "version": 2}, other], r"a journal of version 2, and this release reads version 1\. Replay"),
+        ([{**header, "version": 1}, other], r"a journal of version 1, and this release reads version 2\. Replay"),
     ):
         path.write_bytes(b"".join(map(pack, content)))
         with pytest.raises(ReplayError, match=message):

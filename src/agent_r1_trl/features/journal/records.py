@@ -25,7 +25,7 @@ from agent_r1_trl.safe_text import short_or_hex
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-VERSION = 1
+VERSION = 2
 """Format of what the records say; a file of another one is not read."""
 
 _HEADER = struct.Struct("<II")
