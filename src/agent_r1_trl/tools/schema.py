@@ -92,7 +92,7 @@ class Interface:
         """`{"type": "function", "function": {"name", "description", "parameters"}}`.
 
         Raises:
-            ToolSchemaError: a default contradicts its hint, or a hint names nothing.
+            ToolSchemaError: a hint names nothing.
         """
         if self._later is not None:
             self._look_at(self._later)
@@ -100,7 +100,6 @@ class Interface:
         with _with_remedy():
             shown = _as_trl_shows(self._name, self._text, self._description, self._arguments) or self._own_schema
             check_schema(shown)
-            _check_defaults(self._name, self._arguments, shown["function"]["parameters"]["properties"])
         return shown
 
     @functools.cached_property
@@ -451,22 +450,6 @@ def describe_signature(schema: Schema) -> str:
 
 
 # -------------------------------------------------------------------- internal
-
-
-def _check_defaults(tool_name: str, arguments: Sequence[Argument], properties: Schema) -> None:
-    import jsonschema
-
-    for argument in arguments:
-        name, value = argument.name, argument.default
-        default = list(value) if type(value) is tuple else value
-        if type(default) not in (str, int, float, bool, list, dict):
-            continue  # None and private sentinels mean "not given" under any hint
-        error = next(jsonschema.Draft202012Validator(properties[name]).iter_errors(default), None)
-        if error is not None:
-            raise ToolSchemaError(
-                f"Tool {tool_name!r}: {name}={default!r:.100} contradicts its type hint ({error.message:.200}): "
-                "correct the default or the hint."
-            )
 
 
 def _spell_out_nullable(node: Any) -> Any:
