@@ -8,7 +8,6 @@ a job that took too long is *abandoned*: its thread goes on (Python cannot stop 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import math
@@ -17,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from agent_r1_trl.settings import Count, check_value
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 POKE_S = 1.0
 """Seconds after which a job that waits for a place looks whether the system has threads again."""
-
 
 _preparations: list[Callable[[], Any]] = []
 
@@ -52,43 +51,38 @@ class PoolExhaustedError(RuntimeError):
     """No thread was free: jobs that never returned hold them all, or the wait for one was too long."""
 
 
-class _Job:
-    """One function call in the pool. Its two futures belong to the event loop that submitted it."""
+class Job:
+    """One function call, with the context variables of where it was asked for."""
 
-    def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.started: asyncio.Future[None] = loop.create_future()
-        self.finished: asyncio.Future[Any] = loop.create_future()
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self.started: Future[None] = Future()
+        self.finished: Future[Any] = Future()
+        for future in (self.started, self.finished):
+            future.set_running_or_notify_cancel()  # so that nobody who waits can cancel it
         self.is_abandoned = False
         self.seconds = 0.0
         """How long the function ran."""
-        self._fn: Callable[[], Any] = functools.partial(contextvars.copy_context().run, fn)
-        self._loop = loop
+        self.fn: Callable[[], Any] = functools.partial(contextvars.copy_context().run, fn)
 
     def run(self) -> None:
-        """Run the function; called by the worker thread."""
-        self._notify(_resolve, self.started, None)
+        """Run the function; called by the thread that does the work."""
+        self.started.set_result(None)
         began = time.monotonic()
         try:
-            try:
-                prepare_thread()
-                value = self._fn()
-            finally:
-                self.seconds = time.monotonic() - began
+            prepare_thread()
+            value = self.fn()
         except BaseException as error:  # SystemExit too: it would end the worker and leave the caller waiting
-            self.fail(error)
+            self.seconds = time.monotonic() - began
+            is_accepted = not isinstance(error, StopIteration)  # which no future of asyncio takes
+            self.finished.set_exception(error if is_accepted else RuntimeError("the function raised StopIteration"))
         else:
-            self._notify(_resolve, self.finished, value)
+            self.seconds = time.monotonic() - began
+            self.finished.set_result(value)
 
-    def fail(self, error: BaseException) -> None:
-        """Pass an error to the caller that waits for the job."""
-        if isinstance(error, StopIteration):  # a future does not accept it
-            error = RuntimeError("the function raised StopIteration")
-        self._notify(_reject, self.started, error)
-        self._notify(_reject, self.finished, error)
-
-    def _notify(self, action: Callable[..., None], *args: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed, so nobody waits any more
-            self._loop.call_soon_threadsafe(action, *args)
+    def refuse(self, reason: str) -> None:
+        """Tell the caller that it will never run."""
+        self.finished.set_exception(PoolExhaustedError(reason))
+        self.started.set_result(None)
 
 
 class DaemonThreadPool:
@@ -98,20 +92,18 @@ class DaemonThreadPool:
         max_workers: number of places; further jobs wait in the order of their submission.
         max_abandoned: maximum number of abandoned jobs whose places are given to others (default: 8 times
             `max_workers`). It bounds the number of threads of a process whose tools hang.
-        name: prefix of the threads' names.
 
     Raises:
         ValueError: `max_workers` is not an integer >= 1.
     """
 
-    def __init__(self, max_workers: int, *, max_abandoned: int | None = None, name: str = "tool") -> None:
+    def __init__(self, max_workers: int, *, max_abandoned: int | None = None) -> None:
         check_value("max_workers", max_workers, Count)
         self.max_workers = max_workers
         self.max_abandoned = 8 * max_workers if max_abandoned is None else max_abandoned
-        self._name = name
         self._lock = threading.Lock()
-        self._queue: deque[_Job] = deque()
-        self._running: set[_Job] = set()
+        self._queue: deque[Job] = deque()
+        self._running: set[Job] = set()
         """Jobs that hold a place."""
         self._num_abandoned = 0
         """Others that run."""
@@ -131,50 +123,57 @@ class DaemonThreadPool:
             PoolExhaustedError: no place became free in time, or none ever will.
             BaseException: whatever `fn` raised.
         """
-        job = _Job(fn, asyncio.get_running_loop())
+        job = Job(fn)
         with self._lock:
-            if self._is_exhausted():
-                job.fail(self._exhausted())
-            else:
-                self._queue.append(job)
-                self._start_workers()
+            self._queue.append(job)
+            self._serve()
+        finished = asyncio.wrap_future(job.finished)
         try:
             await self._wait_for_place(job, queue_timeout_s)
-            done, _ = await asyncio.wait({job.finished}, timeout=timeout_s)
+            done, _ = await asyncio.wait({finished}, timeout=timeout_s)
             # A function that keeps the interpreter's lock keeps its own timeout from being noticed.
             if not done or (timeout_s is not None and job.seconds > timeout_s):
                 raise JobTimeoutError
-            value: T = job.finished.result()
+            value: T = finished.result()
             return value
         finally:
             if not job.finished.done():
                 self._abandon(job)
-            for future in (job.started, job.finished):
-                if future.done() and not future.cancelled():
-                    future.exception()  # marks the exception as retrieved
+            if not finished.cancel():
+                finished.exception()  # marks it as retrieved
 
-    async def _wait_for_place(self, job: _Job, queue_timeout_s: float | None) -> None:
+    async def _wait_for_place(self, job: Job, queue_timeout_s: float | None) -> None:
         end = math.inf if queue_timeout_s is None else time.monotonic() + queue_timeout_s
-        while not job.started.done():
-            await asyncio.wait({job.started}, timeout=min(POKE_S, max(0.0, end - time.monotonic())))
-            if not job.started.done() and time.monotonic() >= end:
-                raise PoolExhaustedError(f"no thread was free for {queue_timeout_s:g} s")
-            with self._lock:
-                self._start_workers()
-        job.started.result()
+        started = asyncio.wrap_future(job.started)
+        try:
+            while not job.started.done():
+                await asyncio.wait({started}, timeout=min(POKE_S, max(0.0, end - time.monotonic())))
+                if not job.started.done() and time.monotonic() >= end:
+                    raise PoolExhaustedError(f"no thread was free for {queue_timeout_s:g} s")
+                with self._lock:
+                    self._serve()
+        finally:
+            started.cancel()
 
-    def _start_workers(self) -> None:
-        """Start threads for jobs that wait, while places are free; where the system has no more, the jobs wait on."""
+    def _serve(self) -> None:
+        """Start threads for jobs that wait, while places are free; where the system has no more, the jobs wait on.
+
+        If each place is held by a job that was abandoned, the jobs that wait are refused.
+        """
         while self._queue and len(self._running) < self.max_workers:
             job = self._queue[0]
-            thread = threading.Thread(target=self._work, args=(job,), name=f"{self._name}-worker", daemon=True)
+            thread = threading.Thread(target=self._work, args=(job,), name="tool-worker", daemon=True)
             try:
                 thread.start()
             except (RuntimeError, MemoryError):  # can't start new thread
                 return
             self._running.add(self._queue.popleft())
+        if all(job.is_abandoned for job in self._running):
+            while self._queue:
+                num_hanging = self._num_abandoned + len(self._running)
+                self._queue.popleft().refuse(f"{num_hanging} earlier calls hang and never returned")
 
-    def _work(self, job: _Job) -> None:
+    def _work(self, job: Job) -> None:
         """Run a job, and then those that wait."""
         while True:
             job.run()
@@ -188,7 +187,7 @@ class DaemonThreadPool:
                 job = self._queue.popleft()
                 self._running.add(job)
 
-    def _abandon(self, job: _Job) -> None:
+    def _abandon(self, job: Job) -> None:
         """Stop waiting for a job: a queued job never runs, a running one gives up its place if a spare is left."""
         with self._lock:
             if job in self._queue:
@@ -198,26 +197,7 @@ class DaemonThreadPool:
                 if self._num_abandoned < self.max_abandoned:
                     self._running.discard(job)
                     self._num_abandoned += 1
-                    self._start_workers()
-                elif self._is_exhausted():
-                    while self._queue:
-                        self._queue.popleft().fail(self._exhausted())
-
-    def _is_exhausted(self) -> bool:
-        return len(self._running) >= self.max_workers and all(job.is_abandoned for job in self._running)
-
-    def _exhausted(self) -> PoolExhaustedError:
-        return PoolExhaustedError(f"{self._num_abandoned + len(self._running)} earlier calls hang and never returned")
-
-
-def _resolve(future: asyncio.Future[Any], value: Any) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def _reject(future: asyncio.Future[Any], error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
+                self._serve()
 
 
 _pools: dict[int, DaemonThreadPool] = {}
