@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agent_r1_trl.tools.faults import HandledError
-from agent_r1_trl.tools.schema import Schema, inline_references
+from agent_r1_trl.tools.schema import Schema
 from agent_r1_trl.tools.signature import ToolSchemaError
 
 
@@ -36,7 +36,6 @@ def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
         found = read(obj)
         if found is not None:
             function, described = found
-            described["parameters"] = inline_references(described["parameters"])
             named = {"name": obj.name, "description": obj.description or "", **described}
             return function, {"type": "function", "function": named}
     return None
@@ -45,9 +44,7 @@ def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
 def _langchain(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     if not hasattr(obj, "args_schema") or not callable(getattr(obj, "invoke", None)):
         return None
-    described = importlib.import_module("langchain_core.utils.function_calling").convert_to_openai_tool(obj)[
-        "function"
-    ]
+    convert = importlib.import_module("langchain_core.utils.function_calling").convert_to_openai_tool
 
     def request(arguments: dict[str, Any]) -> dict[str, Any]:
         # Only the answer to a whole call says whether the tool failed.
@@ -64,7 +61,7 @@ def _langchain(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
                 raise
             return call_async(**arguments)
 
-    return (call_async if getattr(obj, "coroutine", None) else call), described
+    return (call_async if getattr(obj, "coroutine", None) else call), convert(obj)["function"]
 
 
 def _text_of_message(result: Any) -> Any:
@@ -83,10 +80,8 @@ def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     inputs = getattr(obj, "inputs", None)
     if not isinstance(inputs, dict) or not callable(getattr(obj, "forward", None)):
         return None
-    properties = {
-        name: {key: value for key, value in item.items() if (key, value) != ("type", "any")}
-        for name, item in inputs.items()
-    }
+    is_any = ("type", "any")
+    shown = {name: dict(part for part in item.items() if part != is_any) for name, item in inputs.items()}
     required = [name for name, item in inputs.items() if not item.get("nullable")]
     lock = threading.Lock()
 
@@ -97,7 +92,7 @@ def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
                 obj.is_initialized = True
         return obj(**arguments)
 
-    return call, {"parameters": {"type": "object", "properties": properties, "required": required}}
+    return call, {"parameters": {"type": "object", "properties": shown, "required": required}}
 
 
 def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:

@@ -8,7 +8,6 @@ mistakes when a tool is made, and makes the objects that the hints name out of w
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -18,27 +17,23 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from agent_r1_trl.tools.signature import (
     REQUIRED,
     STARS,
     Argument,
-    Docstring,
     ToolSchemaError,
     UndefinedHintError,
     check_name,
     doc_text,
     function_parameters,
-    read_arguments,
-    read_docstring,
+    read_function,
+    undescribed,
 )
 
 Schema = dict[str, Any]
-
-OWN_SCHEMA = "Or describe it yourself: Tool(fn, schema={...})."
-"""The remedy that always works; it ends every message about a function."""
 
 _SCALARS = (str, int, float, bool, types.NoneType)
 
@@ -75,17 +70,22 @@ class Interface:
             self._later = fn
 
     def _look_at(self, fn: Callable[..., Any]) -> None:
-        name = self._name
-        with _with_remedy():
-            self._arguments, self._text = read_arguments(fn, name), doc_text(fn)
-            doc = _read_descriptions(name, self._text, self._description, self._arguments)
-            self._own_schema = _as_pydantic_sees(name, doc, self._arguments)
-        bare = [repr(argument) for argument, words in doc.arguments.items() if not words]
+        first_part, self._arguments = read_function(fn, self._name)
+        self._text = doc_text(fn)
+        if not (self._description or first_part):
+            raise undescribed(
+                self._name,
+                'it has no docstring that says what it does: write """What it does.""" as its first line; the model '
+                "reads it.",
+            )
+        described = first_part if self._description is None else self._description
+        self._own_schema = _as_pydantic_sees(self._name, described, self._arguments)
+        bare = [repr(argument.name) for argument in self._arguments if not argument.told]
         gaps = [f"no description of {', '.join(bare)} (add 'name: meaning' to a section 'Args:')"] if bare else []
         parameters = function_parameters(fn).values()
-        stars = [f"no {'*' * (1 + STARS.index(item.kind))}{item.name}" for item in parameters if item.kind in STARS]
-        if gaps + stars:
-            _warn_once(f"Tool {name!r}: a model sees {' and '.join(gaps + stars)}.")
+        gaps += [f"no {'*' * (1 + STARS.index(item.kind))}{item.name}" for item in parameters if item.kind in STARS]
+        if gaps:
+            _warn_once(f"Tool {self._name!r}: a model sees {' and '.join(gaps)}.")
 
     @functools.cached_property
     def schema(self) -> Schema:
@@ -97,10 +97,8 @@ class Interface:
         if self._later is not None:
             self._look_at(self._later)
             self._later = None
-        with _with_remedy():
-            shown = _as_trl_shows(self._name, self._text, self._description, self._arguments) or self._own_schema
-            check_schema(shown)
-        return shown
+        shown = _as_trl_shows(self._name, self._text, self._description, self._arguments) or self._own_schema
+        return complete_schema(shown)
 
     @functools.cached_property
     def _validator(self) -> Any:
@@ -151,14 +149,6 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-@contextlib.contextmanager
-def _with_remedy() -> Iterator[None]:
-    try:
-        yield
-    except ToolSchemaError as error:
-        raise type(error)(f"{error} {OWN_SCHEMA}") from error
-
-
 def _as_trl_shows(name: str, text: str, description: str | None, arguments: Sequence[Argument]) -> Schema | None:
     """The schema that transformers makes; None if it cannot read the function, or would mistake one of its hints.
 
@@ -177,13 +167,9 @@ def _as_trl_shows(name: str, text: str, description: str | None, arguments: Sequ
     # get_json_schema reads exactly these attributes; the shim makes partials, callable objects and methods acceptable.
     shim.__name__, shim.__doc__ = name, text
     shim.__annotations__ = {argument.name: argument.hint for argument in arguments}
+    by_name = inspect.Parameter.KEYWORD_ONLY
     shim.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                argument.name, inspect.Parameter.KEYWORD_ONLY, default=argument.default, annotation=argument.hint
-            )
-            for argument in arguments
-        ]
+        [inspect.Parameter(item.name, by_name, default=item.default, annotation=item.hint) for item in arguments]
     )
     try:
         schema = get_json_schema(shim)
@@ -192,7 +178,7 @@ def _as_trl_shows(name: str, text: str, description: str | None, arguments: Sequ
     return schema if schema["function"]["description"] else None
 
 
-def _as_pydantic_sees(tool_name: str, doc: Docstring, arguments: Sequence[Argument]) -> Schema:
+def _as_pydantic_sees(tool_name: str, description: str, arguments: Sequence[Argument]) -> Schema:
     """The schema of any function; the default stands in those of hints that TRL does not know."""
     properties = {}
     for argument in arguments:
@@ -200,17 +186,17 @@ def _as_pydantic_sees(tool_name: str, doc: Docstring, arguments: Sequence[Argume
             adapter = _adapter(argument.hint)
             item = as_helper_writes(inline_references(adapter.json_schema()))
         except Exception as error:  # pydantic's errors of types share no base class
-            raise ToolSchemaError(
-                f"Tool {tool_name!r}: argument '{argument.name}' has the type {_type_name(argument.hint)}, which JSON "
-                f"cannot express ({_first_line(error)}): use str, int, float, bool, list[...], dict[str, ...], "
-                "Literal[...], a dataclass or an Enum."
+            raise undescribed(
+                tool_name,
+                f"argument {argument.name!r} has the type {_type_name(argument.hint)}, which JSON cannot express "
+                f"({_first_line(error)}): use str, int, float, bool, list[...], dict[str, ...], Literal[...], a "
+                "dataclass or an Enum.",
             ) from error
         default = None if _is_plain(argument.hint) else _json_default(adapter, argument.default)
-        told = doc.arguments[argument.name]
         properties[argument.name] = {
             **{key: value for key, value in item.items() if key != "default"},
             **({} if default is None else {"default": default}),
-            **({"description": told} if told else {}),
+            **({"description": argument.told} if argument.told else {}),
         }
     parameters: Schema = {"type": "object", "properties": properties}
     required = [argument.name for argument in arguments if argument.default is REQUIRED]
@@ -218,26 +204,8 @@ def _as_pydantic_sees(tool_name: str, doc: Docstring, arguments: Sequence[Argume
         parameters["required"] = required
     return {
         "type": "function",
-        "function": {"name": tool_name, "description": doc.description, "parameters": parameters},
+        "function": {"name": tool_name, "description": description, "parameters": parameters},
     }
-
-
-def _read_descriptions(tool_name: str, text: str, description: str | None, arguments: Sequence[Argument]) -> Docstring:
-    """What the docstring and `Annotated` say; an argument of which they say nothing has "".
-
-    Raises:
-        ToolSchemaError: nothing says what the function does.
-    """
-    if not text.strip() and description is None:
-        raise ToolSchemaError(
-            f'Tool {tool_name!r}: it has no docstring: write """What it does.""" as its first line; the model '
-            "reads it."
-        )
-    doc = read_docstring(text)
-    described = {argument.name: doc.arguments.get(argument.name) or argument.note for argument in arguments}
-    if not (description or doc.description):
-        raise ToolSchemaError(f"Tool {tool_name!r}: its docstring does not say what it does before its arguments.")
-    return Docstring(doc.description if description is None else description, described)
 
 
 # -------------------------------------------------------------------- type hints
@@ -288,30 +256,30 @@ def _json_default(adapter: Any, default: Any) -> Any:
     return value
 
 
-def inline_references(schema: Any, definitions: Schema | None = None, inside: tuple[str, ...] = ()) -> Any:
+def inline_references(schema: Schema) -> Any:
     """A JSON schema with every `$ref` replaced by what it refers to, because chat templates cannot follow them.
 
     Raises:
         ToolSchemaError: a type refers to itself, or a reference leads nowhere.
     """
-    if isinstance(schema, list):
-        return [inline_references(item, definitions, inside) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if definitions is None:
-        definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
-        schema = {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
-    reference = schema.get("$ref")
-    if not isinstance(reference, str):
-        return {key: inline_references(value, definitions, inside) for key, value in schema.items()}
-    name = reference.rsplit("/", 1)[-1]
-    if name in inside:
-        raise ToolSchemaError(f"{name} refers to itself, which a prompt cannot show")
-    if name not in definitions:
-        raise ToolSchemaError(f"its schema refers to {reference}, which it does not define")
-    target = inline_references(definitions[name], definitions, (*inside, name))
-    beside = {key: inline_references(value, definitions, inside) for key, value in schema.items() if key != "$ref"}
-    return {**target, **beside}
+    definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
+
+    def fill(node: Any, inside: tuple[str, ...] = ()) -> Any:
+        if isinstance(node, list):
+            return [fill(item, inside) for item in node]
+        if not isinstance(node, dict):
+            return node
+        reference = node.get("$ref")
+        if not isinstance(reference, str):
+            return {key: fill(value, inside) for key, value in node.items()}
+        name = reference.rsplit("/", 1)[-1]
+        if name in inside or name not in definitions:
+            why = "refers to itself, which a prompt cannot show" if name in inside else "is named, but not defined"
+            raise ToolSchemaError(f"{name} {why}")
+        beside = {key: fill(value, inside) for key, value in node.items() if key != "$ref"}
+        return {**fill(definitions[name], (*inside, name)), **beside}
+
+    return fill({key: value for key, value in schema.items() if key not in ("$defs", "definitions")})
 
 
 def as_helper_writes(schema: Any, *, is_properties: bool = False) -> Any:
@@ -370,39 +338,33 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
             f"Tool schema {schema!r:.200}: must be {{'type': 'function', 'function': {{'name', 'description', "
             "'parameters'}}."
         )
-    name = check_name(name or parts.get("name"))
-    try:
-        json.dumps(parameters)
-        if "$ref" in json.dumps(parameters):
-            parameters = inline_references(parameters)
-    except ToolSchemaError as error:
-        raise ToolSchemaError(f"Tool {name!r}: {error}.") from error
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
-    kept: dict[str, Any] = {"name": name, "description": parts.get("description") or "", "parameters": parameters}
+    kept: dict[str, Any] = {"name": check_name(name or parts.get("name"))}
+    kept |= {"description": parts.get("description") or "", "parameters": parameters}
     if parts.get("strict") is not None and function is not schema:
         kept["strict"] = parts["strict"]
-    read = {"type": "function", "function": kept}  # the keys, and their order, that servers hand to a template
-    check_schema(read)
-    return read
+    return complete_schema({"type": "function", "function": kept})  # keys in the order that servers hand to a template
 
 
-def check_schema(schema: Schema) -> None:
-    """Check that the `parameters` of a schema in the OpenAI form are the JSON schema of an object.
+def complete_schema(schema: Schema) -> Schema:
+    """A schema in the OpenAI form, whose references are filled in, and which is checked.
 
     Raises:
-        ToolSchemaError: they are not.
+        ToolSchemaError: its `parameters` are not the JSON schema of an object, or refer to themselves or to nothing.
     """
     import jsonschema
 
-    name = schema["function"]["name"]
+    function = schema["function"]
     try:
-        json.dumps(schema)
+        if "$ref" in json.dumps(function["parameters"]):
+            function["parameters"] = inline_references(function["parameters"])
         jsonschema.Draft202012Validator.check_schema(argument_schema(schema))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ToolSchemaError(f"Tool {name!r}: its schema is not JSON ({error}).") from error
-    except jsonschema.exceptions.SchemaError as error:
-        raise ToolSchemaError(f"Tool {name!r}: its parameters are not a JSON schema: {error.message}.") from error
+    except (TypeError, ValueError, RecursionError, jsonschema.exceptions.SchemaError) as error:
+        why = getattr(error, "message", error)
+        raise ToolSchemaError(
+            f"Tool {function['name']!r}: its parameters must be a JSON schema that stands for itself ({why}). Correct "
+            "the schema."
+        ) from error
+    return schema
 
 
 def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
@@ -411,21 +373,18 @@ def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
     Raises:
         ToolSchemaError: one of them lacks an argument that the other has.
     """
-    name = schema["function"]["name"]
+    promised = sorted(schema["function"]["parameters"].get("properties", {}))
     try:
-        parameters = function_parameters(fn).values()
+        signature = inspect.Signature(list(function_parameters(fn).values()))
     except ToolSchemaError:  # a builtin whose signature cannot be read
         return
-    promised = set(schema["function"]["parameters"].get("properties", {}))
-    by_name = {item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)}
-    takes_any = any(item.kind is item.VAR_KEYWORD for item in parameters)
-    needed = {item.name for item in parameters if item.default is REQUIRED and item.kind not in STARS}
-    unknown, missing = sorted(promised - by_name) if not takes_any else [], sorted(needed - promised)
-    if unknown or missing:
+    try:
+        signature.bind(**dict.fromkeys(promised))
+    except TypeError as error:
         raise ToolSchemaError(
-            f"Tool {name!r}: its schema has the arguments {sorted(promised)}, and its function "
-            f"{f'does not take {unknown}' if unknown else f'needs {missing}'}: give both the same arguments."
-        )
+            f"Tool {schema['function']['name']!r}: its schema has the arguments {promised}, its function others "
+            f"({error}). Give both the same arguments."
+        ) from error
 
 
 def argument_schema(schema: Schema) -> Schema:
@@ -447,9 +406,6 @@ def describe_signature(schema: Schema) -> str:
         for name, value in parameters.get("properties", {}).items()
     ]
     return f"{function['name']}({', '.join(described)})"
-
-
-# -------------------------------------------------------------------- internal
 
 
 def _spell_out_nullable(node: Any) -> Any:

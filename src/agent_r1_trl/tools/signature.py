@@ -38,9 +38,9 @@ class Argument:
     hint: Any
     default: Any
     """`REQUIRED` if there is none."""
-    note: str = ""
-    """A description from `Annotated[int, "How many."]` or `Field(description=...)`; the docstring's comes first."""
-    field: Any = None
+    told: str
+    """What the docstring says of it, else `Annotated[int, "How many."]` or `Field(description=...)`; else ""."""
+    field: Any
     """Pydantic's `Field(...)` if it stands in place of the default."""
 
 
@@ -71,86 +71,76 @@ def check_name(name: Any) -> str:
     return name
 
 
+def undescribed(tool_name: str, why: str, kind: type[ToolSchemaError] = ToolSchemaError) -> ToolSchemaError:
+    """The error about a function, with the remedy that always works."""
+    return kind(f"Tool {tool_name!r}: {why} Or describe it yourself: Tool(fn, schema={{...}}).")
+
+
 def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """The parameters for the model to fill in: all but `self` or `cls` and those that a `functools.partial` binds."""
     try:
         parameters = dict(inspect.signature(fn).parameters)
     except (TypeError, ValueError) as error:
-        raise ToolSchemaError(f"Tool {function_name(fn)!r}: its signature cannot be read ({error}).") from error
+        raise undescribed(function_name(fn), f"its signature cannot be read ({error}).") from error
     first = next(iter(parameters), None)
     if first in ("self", "cls") and parameters[first].annotation is inspect.Parameter.empty:
         del parameters[first]
-    if isinstance(fn, functools.partial):
-        for name in fn.keywords:
-            parameters.pop(name, None)
-    return parameters
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    return {name: parameter for name, parameter in parameters.items() if name not in bound}
 
 
-def read_arguments(fn: Callable[..., Any], tool_name: str) -> list[Argument]:
-    """The arguments of a function, in their order, without `*args` and `**kwargs` where there are others.
+def read_function(fn: Callable[..., Any], tool_name: str) -> tuple[str, list[Argument]]:
+    """What a function does, in the words of its docstring, and its arguments in their order.
 
-    An argument without a hint has the type that the docstring gives it, else that of its default.
+    `*args` and `**kwargs` are left out where there are others. An argument without a hint has the type that the
+    docstring gives it, else that of its default.
 
     Raises:
-        ToolSchemaError: one of them cannot be passed by name, or has no type.
+        ToolSchemaError: an argument cannot be passed by name, or has no type; a hint cannot be read.
     """
-    hints = read_hints(fn, tool_name)
+    hints, doc = _read_hints(fn, tool_name), _read_docstring(doc_text(fn))
     parameters = list(function_parameters(fn).values())
-    named = [parameter for parameter in parameters if parameter.kind not in STARS]
-    unhinted = [parameter for parameter in named if parameter.name not in hints]
-    worded = read_docstring(doc_text(fn)).types if unhinted else {}
-    for parameter in unhinted:
-        hint = read_type(worded.get(parameter.name, ""))
-        if hint is None and type(parameter.default) in (str, int, float, bool):
-            hint = type(parameter.default)
-        if hint is not None:
-            hints[parameter.name] = hint
-    return [_argument(parameter, hints, tool_name) for parameter in named or parameters]
+    described = [item for item in parameters if item.kind not in STARS] or parameters
+    return doc.description, [_argument(item, hints, doc, tool_name) for item in described]
 
 
-def read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
-    """The type hints of a function, with what `Annotated` adds to them.
-
-    Raises:
-        UndefinedHintError: a hint names something that is not defined.
-        ToolSchemaError: the hints cannot be read.
-    """
+def _read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
     target: Any = inspect.unwrap(unwrap_partial(fn))
     if not (inspect.isfunction(target) or inspect.ismethod(target) or inspect.isbuiltin(target)):
         target = type(target).__call__  # a callable object
     try:
         return typing.get_type_hints(target, include_extras=True)
-    except NameError as error:
-        raise UndefinedHintError(
-            f"Tool {tool_name!r}: a type hint names something that is not defined at module level ({error}). "
-            "Import it at the top of the module, or use plain types."
-        ) from error
     except Exception as error:
-        raise ToolSchemaError(f"Tool {tool_name!r}: its type hints cannot be read ({error}).") from error
+        kind = UndefinedHintError if isinstance(error, NameError) else ToolSchemaError
+        why = f"its type hints cannot be read ({error}). Import what they name at the top of the module."
+        raise undescribed(tool_name, why, kind) from error
 
 
-def _argument(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: str) -> Argument:
-    if parameter.kind in STARS:
-        stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: {stars}{parameter.name} cannot be described to a model: give every argument a name."
-        )
-    if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: argument '{parameter.name}' is positional-only, but tools are called by argument "
-            "name: remove the '/' from the signature."
-        )
-    if parameter.name not in hints:
-        raise ToolSchemaError(
-            f"Tool {tool_name!r}: argument '{parameter.name}' has no type hint: write '{parameter.name}: str' (or "
-            "int, float, bool, list[...], dict[str, ...], Literal[...]), or name such a type in the docstring."
-        )
-    hint, default = hints[parameter.name], parameter.default
+_UNUSABLE = {
+    inspect.Parameter.VAR_POSITIONAL: "*{} cannot be described to a model: give every argument a name.",
+    inspect.Parameter.VAR_KEYWORD: "**{} cannot be described to a model: give every argument a name.",
+    inspect.Parameter.POSITIONAL_ONLY: "argument {!r} is positional-only, but tools are called by argument name: "
+    "remove the '/' from the signature.",
+}
+_NO_TYPE = (
+    "argument {0!r} has no type hint: write '{0}: str' (or int, float, bool, list[...], dict[str, ...], "
+    "Literal[...]), or name such a type in the docstring."
+)
+
+
+def _argument(parameter: inspect.Parameter, hints: dict[str, Any], doc: _Docstring, tool_name: str) -> Argument:
+    name, default = parameter.name, parameter.default
+    hint = hints[name] if name in hints else read_type(doc.types.get(name, ""))
+    if hint is None and name not in hints and type(default) in (str, int, float, bool):
+        hint = type(default)
+    has_type = name in hints or hint is not None
+    if parameter.kind in _UNUSABLE or not has_type:
+        raise undescribed(tool_name, _UNUSABLE.get(parameter.kind, _NO_TYPE).format(name))
     field = default if _is_field(default) else None
     if field is not None:  # pydantic's other way to write Annotated[int, Field(...)]
         hint = typing.Annotated[hint, field]
         default = REQUIRED if field.is_required() else field.get_default(call_default_factory=True)
-    return Argument(name=parameter.name, hint=hint, default=default, note=_note(hint), field=field)
+    return Argument(name, hint, default, doc.arguments.get(name) or _note(hint), field)
 
 
 def _note(hint: Any) -> str:
@@ -173,9 +163,7 @@ def _is_field(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Docstring:
-    """The parts of a docstring that a model reads."""
-
+class _Docstring:
     description: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
     """Descriptions by argument; an argument without one is absent."""
@@ -191,15 +179,15 @@ def doc_text(fn: Callable[..., Any]) -> str:
     return inspect.getdoc(type(target).__call__) or inspect.getdoc(target) or ""
 
 
-def read_docstring(text: str) -> Docstring:
+def _read_docstring(text: str) -> _Docstring:
     """Read a docstring in Google, NumPy or Sphinx style; text that no style fits is all description."""
     from docstring_parser import ParseError, parse
 
     try:
         parsed = parse(text)
     except ParseError:
-        return Docstring(description=text.strip())
-    doc = Docstring(description=(parsed.description or "").strip())
+        return _Docstring(description=text.strip())
+    doc = _Docstring(description=(parsed.description or "").strip())
     for item in parsed.params:
         described = " ".join((item.description or "").split())
         for name in item.arg_name.split(","):  # NumPy: "x, y : float"
