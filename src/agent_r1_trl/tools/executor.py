@@ -6,20 +6,22 @@ Every failure becomes a `ToolResult` whose text tells the model what was wrong a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
+import functools
 import inspect
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.settings import Seconds, check_value
-from agent_r1_trl.tools import directory
 from agent_r1_trl.tools.base import Tool, as_tool
 from agent_r1_trl.tools.calls import read_arguments, read_call
+from agent_r1_trl.tools.directory import back_home
 from agent_r1_trl.tools.faults import (
     HandledError,
     InfrastructureError,
@@ -132,23 +134,16 @@ class ToolExecutor:
         return self.tools.get(name) or self.tools.get(name.strip())
 
     async def _run(self, call: ToolCall) -> ToolResult:
-        spent = _SpentTime()
+        result = ToolResult(call=call, content="", attempts=0)
         try:
             found, arguments = self._check(call)
-            with directory.guard.around(found.name):
-                text = await self._invoke(found, arguments, spent)
-            content, is_cut = self._limit(found, _clean(text))
+            with back_home(found.name):
+                text = await self._invoke(found, arguments, result)
+            result.content, result.is_truncated = self._limit(found, _clean(text))
         except _CallError as failure:
-            content, is_cut = self._describe(failure)
-            return ToolResult(
-                call=call,
-                content=content,
-                error=failure.kind,
-                is_models_mistake=failure.is_models_mistake,
-                is_truncated=is_cut,
-                **asdict(spent),
-            )
-        return ToolResult(call=call, content=content, is_truncated=is_cut, **asdict(spent))
+            result.content, result.is_truncated = self._describe(failure)
+            result.error, result.is_models_mistake = failure.kind, failure.is_models_mistake
+        return result
 
     def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
         """The tool and the checked arguments of a call.
@@ -165,27 +160,28 @@ class ToolExecutor:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise _CallError(ToolErrorKind.UNKNOWN_TOOL, f"there is no tool {_cut(call.name, 100)!r}.{hint}")
         arguments = read_arguments(call.arguments)
-        if isinstance(arguments, str):
-            detail = f"the arguments of {found.name!r} are not valid JSON: {_cut(arguments, 200)}"
-            raise _CallError(ToolErrorKind.MALFORMED, detail, found)
         try:
+            _ = found.schema
             checked, problems = found.check_arguments(arguments)
         except Exception as error:  # the tool's own schema is broken
             detail = f"tool {call.name!r} cannot be used: {_describe_error(error)}"
             raise _CallError(ToolErrorKind.EXCEPTION, detail) from error
+        if isinstance(arguments, str):
+            detail = f"the arguments of {found.name!r} are not valid JSON: {_cut(arguments, 200)}"
+            raise _CallError(ToolErrorKind.MALFORMED, detail, found)
         if problems:
             detail = f"wrong arguments for {found.name!r}: {'; '.join(problems)}."
             raise _CallError(ToolErrorKind.INVALID_ARGUMENTS, detail, found)
         return found, checked
 
-    async def _invoke(self, found: Tool, arguments: dict[str, Any], spent: _SpentTime) -> str:
+    async def _invoke(self, found: Tool, arguments: dict[str, Any], result: ToolResult) -> str:
         """The rendered result of a tool, which is called again if its infrastructure failed.
 
         Raises:
             _CallError: the tool raised, took too long, or could not be started.
         """
         if found.max_attempts == 1:
-            return await self._attempt(found, arguments, spent)
+            return await self._attempt(found, arguments, result)
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
         wait_s = found.retry_wait_s
@@ -195,52 +191,48 @@ class ToolExecutor:
             wait=wait_exponential(wait_s, max=MAX_RETRY_WAIT_S) + wait_random(0, wait_s / 2),
             reraise=True,
         )
-        return await retrying(self._attempt, found, arguments, spent)
+        return await retrying(self._attempt, found, arguments, result)
 
-    async def _attempt(self, found: Tool, arguments: dict[str, Any], spent: _SpentTime) -> str:
+    async def _attempt(self, found: Tool, arguments: dict[str, Any], result: ToolResult) -> str:
         timeout_s = found.timeout_s if found.timeout_s is not None else self.timeout_s
         submitted = began = time.perf_counter()
-        spent.attempts += 1
+        result.attempts += 1
 
-        def work() -> _Outcome:
+        def work() -> Any:
+            """Return the text, the failure, or what has to be awaited."""
             nonlocal began
             began = time.perf_counter()
             try:
                 value = found.fn(**arguments)
-                if inspect.isawaitable(value):
-                    return _Outcome(value=value)
-                return _Outcome(text=found.render(text_of_mcp(value)))
+                return value if inspect.isawaitable(value) else str(found.render(text_of_mcp(value)))
             except BaseException as error:  # SystemExit too; the user's Ctrl-C never arrives on a worker thread
-                return _Outcome(error=error)
+                return _failed_call(found, error, arguments)
 
         try:
             if found.is_async:
-                outcome = await _await_tool(found, work(), timeout_s)
+                outcome = work()
             else:
-                limits = {"timeout_s": timeout_s, "queue_timeout_s": self.queue_timeout_s}
-                if found.sequential:
-                    outcome = await run_on_own_thread(work, pool=self._pool, **limits)
-                else:
-                    outcome = await self._pool.run(work, **limits)
-                if outcome.value is not None:  # a plain function that returned a coroutine
-                    outcome = await _await_tool(found, outcome, timeout_s)
+                own = functools.partial(run_on_own_thread, pool=self._pool)
+                run = own if found.sequential else self._pool.run
+                outcome = await run(work, timeout_s=timeout_s, queue_timeout_s=self.queue_timeout_s)
+            if inspect.isawaitable(outcome):
+                outcome = await _await_tool(found, outcome, arguments, timeout_s)
         except JobTimeoutError as error:
             detail = f"{found.name!r} took longer than {timeout_s:g} s and was given up."
             kind = ToolErrorKind.INFRASTRUCTURE if found.backend else ToolErrorKind.TIMEOUT
             raise _CallError(kind, detail, found) from error
         except PoolExhaustedError as error:
-            spent.queue_s += time.perf_counter() - submitted
+            result.queue_s += time.perf_counter() - submitted
             began = math.inf
-            raise _CallError(
-                ToolErrorKind.INFRASTRUCTURE, f"{found.name!r} could not start: {error}.", found
-            ) from error
+            detail = f"{found.name!r} could not start: {error}."
+            raise _CallError(ToolErrorKind.INFRASTRUCTURE, detail, found) from error
         finally:
             if began < math.inf:
-                spent.queue_s += began - submitted
-                spent.latency_s += time.perf_counter() - began
-        if outcome.error is not None:
-            raise _failed_call(found, outcome.error, arguments)
-        return str(outcome.text)
+                result.queue_s += began - submitted
+                result.latency_s += time.perf_counter() - began
+        if isinstance(outcome, _CallError):
+            raise outcome
+        return str(outcome)
 
     # ---------------------------------------------------------------- texts
 
@@ -253,13 +245,10 @@ class ToolExecutor:
     def _advise(self, failure: _CallError) -> str:
         if failure.tool is None:
             return self._how_to_call()
-        try:
-            advice = f"Call it as {failure.tool.signature}."
-            if failure.kind in (ToolErrorKind.MALFORMED, ToolErrorKind.INVALID_ARGUMENTS):
-                schema = _without_descriptions(failure.tool.schema["function"]["parameters"])
-                advice += f" Schema of its arguments: {_cut(_dump(schema), MAX_SCHEMA_CHARS)}"
-        except ValueError:  # its schema is broken, which the user was told when the prompt was made
-            return self._how_to_call()
+        advice = f"Call it as {failure.tool.signature}."
+        if failure.kind in (ToolErrorKind.MALFORMED, ToolErrorKind.INVALID_ARGUMENTS):
+            schema = _without_descriptions(failure.tool.schema["function"]["parameters"])
+            advice += f" Schema of its arguments: {_cut(_dump(schema), MAX_SCHEMA_CHARS)}"
         return advice
 
     def _how_to_call(self) -> str:
@@ -274,39 +263,33 @@ class ToolExecutor:
         return _cut(f"Call a tool by its name, with a JSON object of arguments. Tools: {'; '.join(listed)}", 2000)
 
     def _limit(self, found: Tool, text: str) -> tuple[str, bool]:
-        cut = text
-        if found.max_result_chars is not None:
-            cut = cut[: found.max_result_chars]
-        if found.max_result_tokens is not None:
-            if self.truncate is not None:
-                # No token is as long as 64 characters in practice; the bound keeps a tokenizer from reading megabytes.
-                cut = self.truncate(cut[: 64 * found.max_result_tokens], found.max_result_tokens)
-            else:
-                cut = cut[: CHARS_PER_TOKEN * found.max_result_tokens]
+        cut, limit = text[: found.max_result_chars], found.max_result_tokens
+        if limit is not None and self.truncate is not None:
+            # No token is as long as 64 characters in practice; the bound keeps a tokenizer from reading megabytes.
+            cut = self.truncate(cut[: 64 * limit], limit)
+        elif limit is not None:
+            cut = cut[: CHARS_PER_TOKEN * limit]
         if len(cut) >= len(text):
             return text, False
         return f"{cut}\n[truncated: the first {len(cut)} of {len(text)} characters are shown]", True
 
 
+@dataclass(eq=False)
 class _CallError(Exception):
     """A call failed: how, what to tell the model, and the tool, if there is one whose signature helps."""
 
-    def __init__(self, kind: ToolErrorKind, detail: str, tool: Tool | None = None) -> None:
-        super().__init__(detail)
-        self.kind = kind
-        self.detail = detail
-        self.tool = tool
-        self.is_models_mistake: bool | None = None
-        self.is_repeatable = False
-        self.is_reported = False
+    kind: ToolErrorKind
+    detail: str
+    tool: Tool | None = None
+    is_models_mistake: bool | None = None
+    is_repeatable: bool = False
+    is_reported: bool = False
 
 
 def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -> _CallError:
     """The failure of a call whose tool raised."""
     if isinstance(error, ReportedError):
-        failure = _CallError(ToolErrorKind.EXCEPTION, str(error), found)
-        failure.is_models_mistake = failure.is_reported = True
-        return failure
+        return _CallError(ToolErrorKind.EXCEPTION, str(error), found, is_models_mistake=True, is_reported=True)
     is_handled = isinstance(error, HandledError)
     text = str(error) if is_handled else f"{found.name!r} failed: {_describe_error(error)}"
     error = error.__cause__ or error if is_handled else error
@@ -316,67 +299,41 @@ def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -
     if is_mistake and not is_thread and not isinstance(error, InfrastructureError):
         is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
     kind = ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION
-    failure = _CallError(kind, f"{text}{THREAD_HINT * is_thread}", found)
-    failure.is_reported = is_handled
-    failure.is_models_mistake = None if is_infrastructure else is_mistake
-    failure.is_repeatable = is_infrastructure and not is_thread
-    return failure
+    return _CallError(
+        kind,
+        f"{text}{THREAD_HINT * is_thread}",
+        found,
+        is_models_mistake=None if is_infrastructure else is_mistake,
+        is_repeatable=is_infrastructure and not is_thread,
+        is_reported=is_handled,
+    )
 
 
-@dataclass
-class _SpentTime:
-    """What a call has taken so far; the names are those of `ToolResult`."""
-
-    latency_s: float = 0.0
-    queue_s: float = 0.0
-    attempts: int = 0
-
-
-@dataclass
-class _Outcome:
-    """Outcome of a function call; `value` is set only if it still has to be awaited."""
-
-    text: str = ""
-    value: Any = None
-    error: BaseException | None = None
-
-
-async def _await_tool(found: Tool, outcome: _Outcome, timeout_s: float | None) -> _Outcome:
-    if outcome.value is None:
-        return outcome
-
-    async def guarded() -> _Outcome:
+async def _await_tool(found: Tool, value: Awaitable[Any], arguments: dict[str, Any], timeout_s: float | None) -> Any:
+    async def guarded() -> Any:
         try:
-            return _Outcome(text=found.render(text_of_mcp(await outcome.value)))
-        except asyncio.CancelledError as error:
-            return _Outcome(error=error)
-        except KeyboardInterrupt as error:
-            if threading.current_thread() is threading.main_thread():
-                raise  # the user's; on any other thread the tool raised it itself
-            return _Outcome(error=error)
+            return str(found.render(text_of_mcp(await value)))
         except BaseException as error:  # SystemExit too: a tool must not end the training
-            return _Outcome(error=error)
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                raise  # the user's; on any other thread the tool raised it itself
+            return _failed_call(found, error, arguments)
 
     task = asyncio.ensure_future(guarded())
     try:
         # asyncio.wait_for would wait until the cancelled tool agrees to stop, and a tool may swallow cancellation.
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
-    except BaseException:
+    finally:
         task.cancel()
-        raise
     if not done:
-        task.cancel()
         raise JobTimeoutError
     return task.result()
 
 
 def _describe_error(error: BaseException) -> str:
-    name = type(error).__name__
-    try:
+    text = ""
+    with contextlib.suppress(Exception):
         text = str(error)
-    except Exception:
-        text = ""
-    return f"{name}: {text}" if text else name
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _without_descriptions(node: Any, *, is_properties: bool = False) -> Any:
