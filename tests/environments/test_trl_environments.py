@@ -10,8 +10,7 @@ import pytest
 
 from agent_r1_trl.environments import FunctionToolsEnv, ToolEnv, TRLEnvAdapter
 from agent_r1_trl.environments.factory import read_form, resolve_env_factory, users_environments
-from agent_r1_trl.tools import Tool, calculator, tool
-from agent_r1_trl.tools.base import ToolSchemaError
+from agent_r1_trl.tools import Tool, ToolSchemaError, calculator, tool
 from agent_r1_trl.trajectory import ToolErrorKind
 from tests.environments.helpers import finished, message
 

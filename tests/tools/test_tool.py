@@ -39,13 +39,13 @@ def test_the_decorator_takes_settings():
 def test_as_tool_passes_tools_through_and_wraps_functions():
     assert as_tool(shout) is shout
     assert as_tool(shout.fn).name == "shout"
-    for wrong, named in ((5, "tools: 5"), (dict, "Tool of <class 'dict'>")):
+    for wrong, named in ((5, "tools: 5"), (dict, "tools: <class 'dict'>")):
         with pytest.raises(ValueError, match=named):
             as_tool(wrong)
 
 
 def test_decorating_twice_or_with_a_value_is_refused():
-    for wrong, named in ((shout, "'shout'.*@tool"), (5, r"@tool\(5\)")):
+    for wrong, named in ((shout, "'shout'.*@tool"), (5, "tools: 5")):
         with pytest.raises(ValueError, match=named):
             tool(wrong)
 

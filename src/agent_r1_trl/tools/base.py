@@ -19,16 +19,20 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from agent_r1_trl.settings import Count, NotNegative, Seconds, check_value
+from agent_r1_trl.settings import Count, NotNegative, Rule, Seconds, check_value
 from agent_r1_trl.tools.foreign import read_foreign
 from agent_r1_trl.tools.render import render_result
 from agent_r1_trl.tools.schema import Interface, Schema, check_fit, describe_signature, read_schema
-from agent_r1_trl.tools.signature import ToolSchemaError, check_name, function_name, unwrap_partial
+from agent_r1_trl.tools.signature import check_name, function_name, unwrap_partial
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
 DEFAULT_ATTEMPTS = 3
+_ERRORS = Rule(
+    "exception classes, as in (KeyError,)",
+    lambda value: all(isinstance(item, type) and issubclass(item, BaseException) for item in value),
+)
 
 
 class Tool:
@@ -61,7 +65,7 @@ class Tool:
     Raises:
         ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
             has no usable name; the message names the fix.
-        ValueError: an argument is out of range.
+        ValueError: `fn` is no function, or an argument is out of range.
     """
 
     def __init__(
@@ -89,18 +93,25 @@ class Tool:
             timeout_s = getattr(fn, "timeout_seconds", None) if timeout_s is None else timeout_s
             fn, schema = found[0], schema or found[1]
         if not callable(fn) or inspect.isclass(fn):
-            raise ValueError(f"Tool of {fn!r}: a tool is a function, a method or a callable object.")
+            raise ValueError(
+                f"tools: {fn!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
+            )
         if inspect.isgeneratorfunction(unwrap_partial(fn)) or inspect.isasyncgenfunction(unwrap_partial(fn)):
             raise ValueError(f"Tool {function_name(fn)!r} yields: return the whole result, for example as a list.")
         if schema is not None:
             schema = read_schema(schema, name)
             check_fit(fn, schema)
             name = schema["function"]["name"]
-        check_value("max_result_chars", max_result_chars, Count | None)
-        check_value("max_result_tokens", max_result_tokens, Count | None)
-        check_value("attempts", attempts, Count | None)
-        check_value("timeout_s", timeout_s, Seconds | None)
-        check_value("retry_wait_s", retry_wait_s, NotNegative)
+        errors: Any = (user_errors,) if isinstance(user_errors, type) else tuple(user_errors)
+        for setting, value, rule in (
+            ("max_result_chars", max_result_chars, Count | None),
+            ("max_result_tokens", max_result_tokens, Count | None),
+            ("attempts", attempts, Count | None),
+            ("timeout_s", timeout_s, Seconds | None),
+            ("retry_wait_s", retry_wait_s, NotNegative),
+            ("user_errors", errors, Annotated[tuple, _ERRORS]),
+        ):
+            check_value(setting, value, rule)
         functools.update_wrapper(self, fn)
         self.fn = fn
         self.name = check_name(name or function_name(fn))
@@ -112,10 +123,7 @@ class Tool:
         self.backend = backend or _declares_backend(fn)
         self.attempts = attempts
         self.retry_wait_s = retry_wait_s
-        listed: Any = (user_errors,) if isinstance(user_errors, type) else user_errors
-        self.user_errors: tuple[type[BaseException], ...] = tuple(listed)
-        if not all(isinstance(item, type) and issubclass(item, BaseException) for item in self.user_errors):
-            raise ValueError(f"user_errors={user_errors!r}: must be exception classes, as in (KeyError,).")
+        self.user_errors: tuple[type[BaseException], ...] = errors
         self._interface = _interface_of(fn, self.name, description, schema)
 
     # ---------------------------------------------------------------- as a function
@@ -167,11 +175,7 @@ class Tool:
 
     @property
     def schema(self) -> Schema:
-        """`{"type": "function", "function": {"name", "description", "parameters"}}`, made on first use.
-
-        Raises:
-            ToolSchemaError: the function's hints or docstring are incomplete; the message names the fix.
-        """
+        """`{"type": "function", "function": {"name", "description", "parameters"}}`, made on first use."""
         return self._interface.schema
 
     @property
@@ -201,8 +205,6 @@ def tool(fn: Any = None, **settings: Any) -> Any:
         return functools.partial(tool, **settings)
     if isinstance(fn, Tool):
         raise ValueError(f"Tool {fn.name!r} is decorated twice: keep one @tool.")
-    if not read_foreign(fn) and not callable(fn):
-        raise ValueError(f"@tool({fn!r}): pass settings by name, as in @tool(timeout_s=5).")
     return Tool(fn, **settings)
 
 
@@ -212,30 +214,19 @@ def as_tool(obj: Any) -> Tool:
     Raises:
         ValueError: `obj` is none of them.
     """
-    if isinstance(obj, Tool):
-        return obj
-    if read_foreign(obj) or callable(obj):
-        return Tool(obj)
-    raise ValueError(
-        f"tools: {obj!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
-    )
+    return obj if isinstance(obj, Tool) else Tool(obj)
 
 
 def _declares_backend(fn: Any) -> bool:
     """Whether a function, its class or the object that it belongs to has `backend = True`."""
-    owners = (
-        unwrap_partial(fn),
-        getattr(fn, "__self__", None),
-        *(fn.args if isinstance(fn, functools.partial) else ()),
-    )
+    bound = fn.args if isinstance(fn, functools.partial) else ()
+    owners = (unwrap_partial(fn), getattr(fn, "__self__", None), *bound)
     return any(getattr(owner, "backend", None) is True for owner in owners)
 
 
 def takes_self(fn: Callable[..., Any]) -> bool:
     """Whether the first parameter of a function is `self`."""
-    if not inspect.isfunction(fn):
-        return False
-    return next(iter(inspect.signature(fn).parameters), None) == "self"
+    return inspect.isfunction(fn) and next(iter(inspect.signature(fn).parameters), None) == "self"
 
 
 def is_async_callable(fn: Any) -> bool:
@@ -256,6 +247,3 @@ def _interface_of(fn: Any, name: str, description: str | None, schema: Schema | 
     if (name, description) not in known:
         known[name, description] = Interface(fn, name, description)
     return known[name, description]
-
-
-__all__ = ["Tool", "ToolSchemaError", "as_tool", "render_result", "tool"]
