@@ -29,23 +29,13 @@ _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Pow: operator.pow,
 }
 _CONSTANTS = {"pi": math.pi, "e": math.e}
-_FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {  # function, minimum and maximum number of arguments
-    "abs": (abs, 1, 1),
-    "round": (round, 1, 2),
-    "min": (min, 1, 20),
-    "max": (max, 1, 20),
-    "sqrt": (math.sqrt, 1, 1),
-    "floor": (math.floor, 1, 1),
-    "ceil": (math.ceil, 1, 1),
-    "exp": (math.exp, 1, 1),
-    "log": (math.log, 1, 2),
-    "log2": (math.log2, 1, 1),
-    "log10": (math.log10, 1, 1),
-    "sin": (math.sin, 1, 1),
-    "cos": (math.cos, 1, 1),
-    "tan": (math.tan, 1, 1),
-    "gcd": (math.gcd, 2, 2),
-}
+_FUNCTIONS: dict[str, Callable[..., Number]] = {
+    function.__name__: function
+    for function in (
+        abs, round, min, max, math.sqrt, math.floor, math.ceil, math.exp, math.log, math.log2, math.log10, math.sin,
+        math.cos, math.tan, math.gcd,
+    )
+}  # fmt: skip
 # Operators as models write them: multiplication sign and dot, division sign, minus sign, dash.
 _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-"})
 
@@ -123,16 +113,10 @@ def _evaluate(node: ast.AST, depth: int) -> Number:
 def _call(name: str, arguments: list[Number]) -> Number:
     if name not in _FUNCTIONS:
         raise ValueError(f"unknown function {name!r}; there are {', '.join(_FUNCTIONS)}")
-    function, fewest, most = _FUNCTIONS[name]
-    if not fewest <= len(arguments) <= most:
-        raise ValueError(f"{name} takes {fewest if fewest == most else f'{fewest} to {most}'} numbers")
-    if name in ("min", "max"):
-        return function(arguments)
-    is_rounding_to = name == "round" and len(arguments) == 2
-    if is_rounding_to and (not isinstance(arguments[1], int) or abs(arguments[1]) > 1000):
+    if name == "round" and not all(isinstance(digits, int) and abs(digits) <= 1000 for digits in arguments[1:]):
         raise ValueError("round takes a whole number of digits between -1000 and 1000")
     try:
-        return _check_size(function(*arguments))
+        return _check_size(_FUNCTIONS[name](*arguments))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{name}({', '.join(map(format_number, arguments))}) is not defined") from error
 
