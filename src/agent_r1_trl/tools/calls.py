@@ -18,9 +18,7 @@ def read_calls(message: Message, *, id_prefix: str = "call") -> list[ToolCall]:
     entries = message.get("tool_calls")
     if entries is None or entries == "":
         return []
-    if not isinstance(entries, (list, tuple)):
-        entries = [entries]
-    calls = [read_call(entry) for entry in entries]
+    calls = [read_call(entry) for entry in (entries if isinstance(entries, (list, tuple)) else [entries])]
     seen: set[str] = set()
     for index, call in enumerate(calls):
         if not call.id or call.id in seen:
@@ -35,27 +33,20 @@ def read_call(entry: Any) -> ToolCall:
         return entry
     if not isinstance(entry, dict):
         return ToolCall(name="", arguments=entry)
-    inner = entry.get("function")
-    source = inner if isinstance(inner, dict) else entry
-    name, identifier = source.get("name"), entry.get("id")
-    arguments = source.get("arguments", source.get("parameters"))
-    return ToolCall(
-        name=name if isinstance(name, str) else "",
-        arguments=read_arguments(arguments) if isinstance(name, str) and name else entry,
-        id=identifier if isinstance(identifier, str) else "",
-    )
+    source = entry["function"] if isinstance(entry.get("function"), dict) else entry
+    name = source["name"] if isinstance(source.get("name"), str) else ""
+    arguments = read_arguments(source.get("arguments", source.get("parameters"))) if name else entry
+    return ToolCall(name=name, arguments=arguments, id=entry["id"] if isinstance(entry.get("id"), str) else "")
 
 
 def read_arguments(arguments: Any) -> Any:
     """Arguments with a JSON string parsed; text that is not JSON is returned as it is, and nothing becomes `{}`."""
-    if arguments is None:
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         return {}
     if not isinstance(arguments, str):
         return arguments
-    if not arguments.strip():
-        return {}
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return parsed if isinstance(parsed, (dict, list, int, float)) or parsed is None else arguments
+    return arguments if isinstance(parsed, str) else parsed

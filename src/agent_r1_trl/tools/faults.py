@@ -80,9 +80,9 @@ def is_infrastructure_error(error: BaseException, *, has_backend: bool) -> bool:
         error: what the tool raised, with the errors that led to it.
         has_backend: whether the tool declares that it needs a back end; lost connections and timeouts then count.
     """
-    errors = list(_with_causes(error))
     return is_thread_error(error) or any(
-        isinstance(item, InfrastructureError) or (has_backend and is_lost_connection(item)) for item in errors
+        isinstance(item, InfrastructureError) or (has_backend and is_lost_connection(item))
+        for item in _with_causes(error)
     )
 
 
@@ -162,8 +162,7 @@ def _is_from_evaluated_code(error: BaseException) -> bool:
 
 def _status(error: BaseException) -> Any:
     """Status code of HTTP, or the name of gRPC's; None if the error carries none."""
-    response = _read(error, "response")
-    for owner in (error, response):
+    for owner in (error, _read(error, "response")):
         for name in ("status_code", "status", "code"):
             value = _read(owner, name)
             if callable(value):  # gRPC's
@@ -175,10 +174,9 @@ def _status(error: BaseException) -> Any:
 
 
 def _read(owner: Any, name: str) -> Any:
-    try:
+    with contextlib.suppress(Exception):  # a property of a foreign class
         return getattr(owner, name, None)
-    except Exception:  # a property of a foreign class
-        return None
+    return None
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
