@@ -7,9 +7,9 @@ row = {"question": "...", "answer": ["Oslo"], "evidence": ["no-capital", "no-hig
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NamedTuple
 
-from agent_r1_trl.environments.evidence import read_evidence
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.rewards import (
     check_golds,
@@ -17,6 +17,7 @@ from agent_r1_trl.rewards import (
     extract_answer,
     f1_score,
     format_reward,
+    normalize_answer,
     strip_reasoning,
 )
 from agent_r1_trl.settings import Count, Finite, Flag, OneOf
@@ -141,18 +142,14 @@ class SearchQAEnv(ToolEnv):
     def score_answer(self, trajectory: Trajectory) -> dict[str, Any]:
         """Prediction ("" if there is no final answer), em, f1, valid_answer (1.0 or 0.0) and the gold answers."""
         text = trajectory.final_text if trajectory.stop_reason is StopReason.DONE else ""
-        prediction = self.read_answer(text)
+        prediction = (extract_answer(text) if self.answer_tag else strip_reasoning(text)) or ""
         return {
-            "prediction": prediction or "",
+            "prediction": prediction,
             "gold": self.golds,
             "em": exact_match(prediction, self.golds) if prediction else 0.0,
             "f1": f1_score(prediction, self.golds) if prediction else 0.0,
             "valid_answer": format_reward(text, tag="answer" if self.answer_tag else None),
         }
-
-    def read_answer(self, text: str) -> str | None:
-        """The answer in a final text, or None."""
-        return extract_answer(text) if self.answer_tag else strip_reasoning(text) or None
 
     def _relevant(self, passages: list[Passage]) -> set[Any]:
         """What these passages bring: items of the evidence, or ids where the row has no evidence."""
@@ -175,3 +172,50 @@ def read_golds(example: dict[str, Any]) -> list[str]:
         f"SearchQAEnv.reset: the example has the columns {sorted(example)}, but no gold answer: name its column "
         f"{' or '.join(map(repr, GOLD_COLUMNS))}."
     )
+
+
+# -------------------------------------------------------------------- evidence
+
+
+class Evidence(NamedTuple):
+    """A passage that a correct line of reasoning needs; what is "" does not matter."""
+
+    id: str = ""
+    title: str = ""
+    text: str = ""
+
+    def is_found_in(self, passage: Passage, max_chars: int) -> bool:
+        """Whether it is this passage, and what has to be read is within its first `max_chars` characters."""
+        if self.id and self.id != passage.id:
+            return False
+        if self.title and normalize_answer(self.title) != normalize_answer(passage.title):
+            return False
+        wanted, read = map(normalize_answer, (self.text, f"{passage.title} {passage.text[:max_chars]}"))
+        return not self.text or (bool(wanted) and f" {wanted} " in f" {read} ")
+
+
+def read_evidence(value: Any, get: Callable[[str], Passage | None] | None) -> frozenset[Evidence]:
+    """The items of a row's `evidence`.
+
+    Args:
+        value: None, an item or a list of items. An item is a mapping with `id`, `title` or `text`, or a string: the id
+            of a passage or a text that a passage contains.
+        get: finds a passage by its id. Without it (a retriever elsewhere), a string without a space is an id.
+
+    Raises:
+        ValueError: a mapping has none of them.
+    """
+    if value is None:
+        return frozenset()
+    items = [value] if isinstance(value, str | Mapping) or not hasattr(value, "__iter__") else value
+    found = set()
+    for item in items:
+        if isinstance(item, Mapping):
+            named = {name: str(item[name]).strip() for name in Evidence._fields if item.get(name) is not None}
+            if not any(named.values()):
+                raise ValueError(f"evidence: {item!r:.200} has no 'id', 'title' or 'text'. Give it one of them.")
+        else:
+            is_id = get(str(item)) is not None if get is not None else " " not in str(item).strip()
+            named = {"id" if is_id else "text": str(item)}
+        found.add(Evidence(**named))
+    return frozenset(found)
