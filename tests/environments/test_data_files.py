@@ -62,9 +62,9 @@ def test_a_file_without_rows_says_so(tmp_path, name, content):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.parquet", b"nonsense", "cannot be read as parquet.*Correct the file"),
+        ("a.parquet", b"nonsense", "cannot be read as parquet.*Pass a data file"),
         ("a.csv", "id,answer\n1,\u00e9\n".encode("latin-1"), "cannot be read as csv.*UTF-8"),
-        ("a.jsonl", b'{"id": "\xe9"}\n', "line 1: not valid JSON in UTF-8"),
+        ("a.jsonl", b'{"id": "\xe9"}\n', "line 1: must be a JSON object in UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, content, said):

@@ -65,19 +65,18 @@ def _read_jsonl(setting: str, path: Path) -> Any:
     except OSError as error:
         raise DataFileError(f"{setting}: cannot be read ({error}). Pass a file that you may read.") from error
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line) if line.strip() else None
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{type(row).__name__} found")
+            rows.append(row)
         except ValueError as error:  # UnicodeDecodeError is one
             raise DataFileError(
-                f"{setting}, line {number}: not valid JSON in UTF-8 ({error}). Correct the line."
-            ) from error
-        if isinstance(row, dict):
-            rows.append(row)
-        elif line.strip():
-            raise DataFileError(
-                f"{setting}, line {number}: must be an object with the columns of the row, not {type(row).__name__}. "
+                f"{setting}, line {number}: must be a JSON object in UTF-8, with the columns of the row ({error}). "
                 "Correct the line."
-            )
+            ) from error
     columns = dict.fromkeys(name for row in rows for name in row)  # `datasets` would take those of the first row
     rows = [{name: row.get(name) for name in columns} for row in rows]
     try:  # dicts with different keys stay as they are, instead of all of them having all keys
@@ -109,13 +108,9 @@ def _load_dataset(setting: str, name: str, config: str | None, split: str, **opt
             return []
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:1]).rstrip('.')}."
-        if options:
-            raise DataFileError(
-                f"{setting}: cannot be read as {name}. {reason} Correct the file (text in UTF-8, a row for each "
-                "example), or pass another one."
-            ) from error
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not is_local else ""
+        what = f": cannot be read as {name}" if options else f", split {split!r}: cannot be loaded{offline}"
         raise DataFileError(
-            f"{setting}, split {split!r}: cannot be loaded{offline}. {reason} "
-            "Pass a data file, a directory, or the id of a data set on the Hub, and one of its splits."
+            f"{setting}{what}. {reason} Pass a data file (text in UTF-8, a row for each example), a directory, or the "
+            "id of a data set on the Hub, and one of its splits."
         ) from error
