@@ -24,10 +24,8 @@ def finite_number(value: Any) -> float | None:
     >>> finite_number(True), finite_number("1"), finite_number(1e39)
     (1.0, None, None)
     """
-    if value is None or isinstance(value, (str, bytes)):
-        return None
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's, for a tensor of several
         return None
     return number if abs(number) <= FLOAT32_MAX else None  # False for NaN
@@ -39,9 +37,9 @@ def read_number(value: Any, source: str) -> float:
     Raises:
         RewardError: the value is anything else; `source` names the method that returned it.
     """
-    hint = " Does every path through it end in a return?" if value is None else ""
     number = finite_number(value)
     if number is None:
+        hint = " Does every path through it end in a return?" if value is None else ""
         raise RewardError(f"{source} returned {value!r:.200}: must be a finite number.{hint}")
     return number
 
@@ -58,18 +56,13 @@ def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_r
     Raises:
         RewardError: the value is not a finite number, or its parts do not add up to it.
     """
-    if is_bool(value):
-        return success_reward if value else failure_reward
-    if not isinstance(value, tuple):
-        return read_number(value, source)
-    if len(value) != 2 or not isinstance(value[1], Mapping):
-        raise RewardError(f"{source} returned {value!r:.200}: must be a number or (number, dict of its parts).")
-    first = value[0]
+    has_parts = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+    first, given = value if has_parts else (value, {})
     total = (success_reward if first else failure_reward) if is_bool(first) else read_number(first, source)
-    parts = {str(name): read_number(part, f"{source}, part {name!r},") for name, part in value[1].items()}
+    parts = {str(name): read_number(part, f"{source}, part {name!r},") for name, part in given.items()}
     if parts and not math.isclose(math.fsum(parts.values()), total, rel_tol=1e-6, abs_tol=1e-6):
         raise RewardError(f"{source} returned {total} with the parts {parts}: the parts must add up to it.")
-    return total, parts
+    return (total, parts) if has_parts else total
 
 
 def is_bool(value: Any) -> bool:

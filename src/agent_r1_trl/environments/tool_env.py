@@ -32,7 +32,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.environments.tool_list import ToolList
 from agent_r1_trl.objects import did_you_mean, locate_error
-from agent_r1_trl.settings import Count, Finite, Number, Rule, Text, check_rules, rules_of
+from agent_r1_trl.settings import Count, Finite, Number, Rule, Text, check_rules, check_value, rules_of
 from agent_r1_trl.tools import InfrastructureError, ToolExecutor, read_calls, shared_pool
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.threads import run_on_own_thread
@@ -56,37 +56,34 @@ class ToolEnv:
     `process_reward`, `outcome_reward`, `reset`, `next_user_message`, `system_message`, `is_done`; each may be async,
     except `is_done` and `system_message`.
 
-    Args:
-        tools: functions, `Tool`s, or names of methods. Methods decorated with `@tool` are tools without being listed.
-        system_prompt: system message of prompts that have none of their own.
-        tool_call_reward: process reward of a call that succeeded and was not made before.
-        tool_error_reward: reward of a call that failed, instead of its process reward.
-        max_process_reward: maximum sum of positive process rewards in one trajectory, so that calling tools is never
-            worth more than solving the task; `math.inf` for no limit. Penalties are not capped.
-        success_reward: the number that `True` from `outcome_reward` stands for.
-        failure_reward: the number that `False` from `outcome_reward` stands for.
-        tool_timeout_s: maximum seconds per call of a tool that sets no limit itself; `math.inf` for no limit.
-        max_tool_workers: maximum number of plain tools that run at once in the whole process.
-        tool_queue_timeout_s: maximum seconds that a plain tool waits for a free thread, which is not its own time;
-            `math.inf` for no limit. Then the trajectory ends with `tool_failure`.
-        max_calls_per_turn: how many calls of one turn are made. One error answers all that are above it.
-
     Raises:
         TypeError: there is no such setting.
         ValueError: a setting is out of range, or two tools have the same name.
     """
 
     tools: Any = ToolList(())
+    """Functions, `Tool`s, or names of methods. Methods decorated with `@tool` are tools without being listed."""
     system_prompt: Annotated[str, Text(may_be_empty=True)] | None = None
+    """System message of prompts that have none of their own."""
     tool_call_reward: Finite = 0.5
+    """Process reward of a call that succeeded and was not made before."""
     tool_error_reward: Finite = -0.1
+    """Reward of a call that failed, instead of its process reward."""
     max_process_reward: Annotated[float, Number(minimum=0, may_be_infinite=True)] | None = 1.0
+    """Maximum sum of positive process rewards in one trajectory, so that calling tools is never worth more than
+    solving the task; `math.inf` for no limit. Penalties are not capped."""
     success_reward: Finite = 1.0
     failure_reward: Finite = -1.0
+    """The numbers that `True` and `False` from `outcome_reward` stand for."""
     tool_timeout_s: SecondsOrNoLimit | None = 30.0
+    """Maximum seconds per call of a tool that sets no limit itself; `math.inf` for no limit."""
     max_tool_workers: Count = 128
+    """Maximum number of plain tools that run at once in the whole process."""
     tool_queue_timeout_s: SecondsOrNoLimit | None = 600.0
+    """Maximum seconds that a plain tool waits for a free thread, which is not its own time; `math.inf` for no limit.
+    Then the trajectory ends with `tool_failure`."""
     max_calls_per_turn: Count = 32
+    """How many calls of one turn are made. One error answers all that are above it."""
     has_reward = True
     on_resume: str | None = None
     """How the environment of a killed run comes back: "replay" or "restart"; None: as suits its tools."""
@@ -180,10 +177,8 @@ class ToolEnv:
     async def step(self, message: Message) -> StepResult:
         """Run the calls of an assistant message.
 
-        Returns:
-            Observations (one message of role `tool` per call, in their order, and one for all above the limit;
-            or one of role `user`: what `next_user_message` says, or how to go on if no call could be read), the sum of
-            the calls' rewards, whether the episode is over, and info (`tool_results`, `reward_parts`, `is_invalid`).
+        Observations are one message of role `tool` per call, in their order, and one for all above the limit; or one
+        of role `user`: what `next_user_message` says, or how to go on if no call could be read.
         """
         executor = self.executor
         executor.truncate = self.truncate_text
@@ -206,7 +201,9 @@ class ToolEnv:
                 observations.append({"role": "user", "content": feedback})
         reward_parts = await self._reward_calls(results)
         is_answer = not message.get("tool_calls") and not malformed and not message.get("cut_off")
-        said = await self._next_user_message(message) if is_answer else None
+        said = await self._call_method("next_user_message", message) if is_answer else None
+        if said is not None and not isinstance(said, str):
+            raise ValueError(f"{type(self).__name__}.next_user_message returned {said!r:.200}: must be text, or None.")
         done = said is None and bool(await self._call_method("is_done", message))
         if not done and not observations:
             told = executor.explain_no_call(message.get("cut_off")) if said is None else said
@@ -220,11 +217,9 @@ class ToolEnv:
         """The executor that runs the calls; created on first use."""
         if self._executor is None:
             self._check_settings()
+            timeouts = [None if s == math.inf else s for s in (self.tool_timeout_s, self.tool_queue_timeout_s)]
             self._executor = ToolExecutor(
-                self.tools,
-                timeout_s=None if self.tool_timeout_s == math.inf else self.tool_timeout_s,
-                max_workers=self.max_tool_workers,
-                queue_timeout_s=None if self.tool_queue_timeout_s == math.inf else self.tool_queue_timeout_s,
+                self.tools, timeout_s=timeouts[0], max_workers=self.max_tool_workers, queue_timeout_s=timeouts[1]
             )
         return self._executor
 
@@ -261,14 +256,6 @@ class ToolEnv:
             return self.tool_call_reward if value else 0.0
         return read_number(value, source)
 
-    async def _next_user_message(self, message: Message) -> str | None:
-        said = await self._call_method("next_user_message", message)
-        if said is not None and not isinstance(said, str):
-            raise ValueError(
-                f"{type(self).__name__}.next_user_message returned {said!r:.200}: it must return text, or None."
-            )
-        return said
-
     async def _call_method(self, name: str, *arguments: Any) -> Any:
         method = getattr(self, name)
         if inspect.iscoroutinefunction(method):
@@ -282,11 +269,8 @@ class ToolEnv:
         owner = type(self).__name__
         kind: Any = type(self)  # a class is hashable, which the type checker doubts
         check_rules(self, declared_rules(kind), f"{owner}.")
-        if self.success_reward < self.failure_reward:
-            raise ValueError(
-                f"{owner}.success_reward={self.success_reward} is below failure_reward={self.failure_reward}: "
-                "solving must not be worth less than failing."
-            )
+        best = Annotated[float, Number(minimum=self.failure_reward)]  # solving is not worth less than failing
+        check_value(f"{owner}.success_reward", self.success_reward, best)
 
 
 @functools.cache
@@ -307,23 +291,16 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
     Raises:
         ValueError: the row has neither column, or the column has another form.
     """
-    if not isinstance(example, Mapping):
-        raise ValueError(f"{env_name}.reset({example!r:.200}): an example must be a dict, one row of the data set.")
-    prompt = example.get("prompt")
-    if prompt is None:
-        prompt = example.get("question")
+    columns = example if isinstance(example, Mapping) else {}
+    prompt = columns.get("question") if columns.get("prompt") is None else columns["prompt"]
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    if prompt is None:
-        raise ValueError(
-            f"{env_name}.reset: the example has the columns {sorted(map(str, example))}, but neither 'prompt' nor "
-            "'question'. Rename a column, or override reset()."
-        )
     is_chat = isinstance(prompt, (list, tuple)) and prompt
     if not is_chat or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
         raise ValueError(
-            f"{env_name}.reset: prompt={prompt!r:.200} must be a string or a non-empty list of messages like "
-            "{'role': 'user', 'content': '...'}."
+            f"{env_name}.reset({example!r:.300}): must be a row of the data set whose 'prompt' or 'question' is a "
+            "string or a non-empty list of messages like {'role': 'user', 'content': '...'}. Rename a column, or "
+            "override reset()."
         )
     # `datasets` gives every message the keys of all messages; a template may ask whether 'tool_calls' is there.
     return [
@@ -333,22 +310,14 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
 
 
 def _tool_message(result: ToolResult) -> Message:
-    return {
-        "role": "tool",
-        "name": _printable(result.call.name) or "unknown",
-        "tool_call_id": _printable(result.call.id),
-        "content": result.content,
-    }
-
-
-def _printable(text: str, limit: int = 64) -> str:
-    """Shorten a text that the model wrote and replace lone surrogates, which no tokenizer can encode."""
-    return text[:limit].encode("utf-8", errors="replace").decode("utf-8")
+    # What the model wrote may be long, and have lone surrogates, which no tokenizer can encode.
+    name, call_id = (
+        text[:64].encode("utf-8", errors="replace").decode("utf-8") for text in (result.call.name, result.call.id)
+    )
+    return {"role": "tool", "name": name or "unknown", "tool_call_id": call_id, "content": result.content}
 
 
 def _fingerprint(call: ToolCall) -> str:
-    try:
-        arguments = json.dumps(call.arguments, sort_keys=True, default=repr)
-    except (TypeError, ValueError, RecursionError):
-        arguments = ""
-    return f"{call.name} {arguments}"
+    with contextlib.suppress(TypeError, ValueError, RecursionError):
+        return f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=repr)}"
+    return call.name
