@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 import sysconfig
 import threading
@@ -19,7 +18,6 @@ from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnE
 from agent_r1_trl.tools import as_tool
 
 EnvFactory = Callable[[], Any]
-logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
 
@@ -57,27 +55,21 @@ def resolve_env_factory(
 
 
 def _checked_env_factory(env: Any) -> EnvFactory:
-    if not callable(env) or (hasattr(env, "step") and not inspect.isclass(env)):
-        name = type(env).__name__
-        raise ValueError(
-            f"env={name} instance: every trajectory needs its own environment, so env takes the class or a function "
-            f"that makes one. Pass env={name}, or env=functools.partial({name}, ...) for arguments."
-        )
-    problem = makes_environments(env)
+    is_instance = not callable(env) or (hasattr(env, "step") and not inspect.isclass(env))
+    problem = "is an instance, and every trajectory needs its own" if is_instance else makes_environments(env)
+    if problem is None:
+        try:
+            inspect.signature(env).bind()
+        except TypeError as error:
+            problem = f"cannot be made without arguments ({error})"
+        except ValueError:  # a builtin has no signature; calling it will show whether it needs arguments
+            pass
     if problem is not None:
         raise ValueError(
-            f"env={env!r:.100} {problem}. Pass a class with reset and step (subclass agent_r1_trl.ToolEnv), or a "
-            "function of your own that makes one."
+            f"env={getattr(env, '__name__', repr(env)):.100} {problem}. Pass a class with reset and step (subclass "
+            "agent_r1_trl.ToolEnv), or a function of your own that makes one; for arguments "
+            "env=functools.partial(MyEnv, ...)."
         )
-    try:
-        inspect.signature(env).bind()
-    except TypeError as error:
-        name = getattr(env, "__name__", repr(env))
-        raise ValueError(
-            f"env={name} cannot be made without arguments ({error}). Pass env=functools.partial({name}, ...)."
-        ) from error
-    except ValueError:  # a builtin has no signature; calling it will show whether it needs arguments
-        pass
     return env
 
 
@@ -107,27 +99,22 @@ def read_form(factory: EnvFactory) -> EnvForm:
         ValueError: an environment of TRL's forms has no `reset`, or two tools of one name.
     """
     made_by = _class_or_function(factory)
-    if made_by is TRLEnvAdapter:
-        with made_and_closed(factory) as adapter:
-            _check_schemas(adapter.tools)
-            classes = dict.fromkeys(type(item) for item in adapter.instances if has_get_reward(item))
-            return EnvForm(
-                has_reward=bool(classes),
-                pays_calls=_pays_calls(adapter),
-                reward_classes=list(classes),
-                tools=adapter.functions,
-                names=adapter.names,
-            )
-    if made_by is FunctionToolsEnv:
-        with made_and_closed(factory) as env:
-            _check_schemas(env.tools)
-            tools = [item.fn for item in env.tools]
-            return EnvForm(has_reward=False, pays_calls=_pays_calls(env), tools=tools, hands_over_environments=False)
-    return EnvForm(
-        has_reward=bool(getattr(made_by, "has_reward", True)),
-        pays_calls=_pays_calls(made_by),
-        hands_over_environments=made_by is not SingleTurnEnv,
-    )
+    if made_by not in (TRLEnvAdapter, FunctionToolsEnv):
+        return EnvForm(
+            has_reward=bool(getattr(made_by, "has_reward", True)),
+            pays_calls=_pays_calls(made_by),
+            hands_over_environments=made_by is not SingleTurnEnv,
+        )
+    with made_and_closed(factory) as env:
+        for item in env.tools:
+            _ = item.schema  # made on first use: in the first rollout, if not here
+        form = EnvForm(has_reward=env.has_reward, pays_calls=_pays_calls(env), tools=[item.fn for item in env.tools])
+        if made_by is FunctionToolsEnv:
+            form.hands_over_environments = False
+        else:
+            form.reward_classes = [*dict.fromkeys(type(item) for item in env.instances if has_get_reward(item))]
+            form.tools, form.names = env.functions, env.names
+        return form
 
 
 @contextlib.contextmanager
@@ -137,31 +124,22 @@ def made_and_closed(factory: EnvFactory) -> Iterator[Any]:
     try:
         yield env
     finally:
-        try:
+        with contextlib.suppress(Exception):
             closing = env.close() if callable(getattr(env, "close", None)) else None
             if inspect.isawaitable(closing):
-                _run_beside(closing, type(env).__name__)
-        except Exception as error:
-            logger.debug("%s.close raised %r before any reset", type(env).__name__, error)
+                _run_beside(closing)
 
 
-def _run_beside(closing: Awaitable[Any], name: str) -> None:
+def _run_beside(closing: Awaitable[Any]) -> None:
     """Await it on a thread of its own, since a loop may be running in this one (notebooks)."""
 
     async def run() -> None:
-        try:
+        with contextlib.suppress(Exception):
             await closing
-        except Exception as error:
-            logger.debug("%s.close raised %r before any reset", name, error)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     thread.join(CLOSE_TIMEOUT_S)
-
-
-def _check_schemas(tools: Sequence[Any]) -> None:
-    for item in tools:
-        _ = item.schema  # made on first use: in the first rollout, if not here
 
 
 def _pays_calls(env: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from agent_r1_trl.tools import Tool, as_tool
@@ -53,19 +53,18 @@ def resolve_tools(declared: Any, instance: Any) -> list[Tool]:
         raise ValueError(
             f"{type(instance).__name__}.tools={declared!r:.200}: must be a list of functions, Tools or method names."
         )
+    decorated = {
+        name: None
+        for base in reversed(type(instance).__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, Tool)
+    }
     found: list[Tool] = []
-    for item in [*declared, *_decorated_methods(type(instance))]:
+    for item in [*declared, *decorated]:
         candidate = _bind(item, instance)
         if candidate is not None and all(_function(candidate) is not _function(other) for other in found):
             found.append(candidate)
     return found
-
-
-def _decorated_methods(cls: type) -> Sequence[str]:
-    names: dict[str, None] = {}
-    for base in reversed(cls.__mro__):
-        names.update({name: None for name, value in vars(base).items() if isinstance(value, Tool)})
-    return list(names)
 
 
 def _bind(item: Any, instance: Any) -> Tool | None:

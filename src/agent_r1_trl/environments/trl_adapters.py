@@ -24,8 +24,6 @@ from agent_r1_trl.tools import Tool, as_tool, shared_pool
 from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
-_NOT_TOOLS = ("reset", "get_reward")
-
 
 class FunctionToolsEnv(ToolEnv):
     """Plain functions as tools, without a reward of its own: the reward comes from `reward_funcs`.
@@ -85,21 +83,17 @@ class TRLEnvAdapter(ToolEnv):
         tools: Iterable[Any] = (),
         **settings: Any,
     ) -> None:
-        factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
-        for name, candidate in factories.items():
-            if not callable(candidate):
-                raise ValueError(
-                    f"environment_factory{'' if name is None else f'[{name!r}]'}={candidate!r:.200}: must be a class "
-                    "or a function that makes an instance."
-                )
-        if not factories:
-            raise ValueError("environment_factory={}: name at least one environment.")
-        self._factories = factories
         self._is_multi = isinstance(factory, Mapping)
+        self._factories: dict[Any, Any] = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+        if not self._factories or not all(map(callable, self._factories.values())):
+            raise ValueError(
+                f"environment_factory={factory!r:.200}: must be a class, a function that makes an instance, or a "
+                "dictionary of such by name."
+            )
         self._standalone = [_as_trl_tool(item) for item in tools]
         self._probed: list[Any] | None = None
-        self.environment: Any = None if self._is_multi else self._make(None)
         self._offered: list[Tool] | None = None
+        self.environment: Any = None if self._is_multi else self._make(None)
         super().__init__(**settings)
         if not self._is_multi:
             _ = self.executor  # reports two tools of the same name here instead of in the first rollout
@@ -107,10 +101,11 @@ class TRLEnvAdapter(ToolEnv):
     @property
     def tools(self) -> list[Tool]:  # type: ignore[override]
         """The tools of the chosen environment; before one is chosen, the tools of all environments."""
-        if self.environment is None:
-            return self._offer(self.instances)
         if self._offered is None:
-            self._offered = self._offer([self.environment])
+            self._offered = list(self._standalone)
+            for method in map(_as_trl_tool, self._methods):
+                if self.environment is not None or method.name not in {other.name for other in self._offered}:
+                    self._offered.append(method)
         return self._offered
 
     def reset(self, example: dict[str, Any]) -> list[Message]:
@@ -130,25 +125,20 @@ class TRLEnvAdapter(ToolEnv):
             self.environment = self._make(name)
             self._offered = self._executor = None
         self.example = row
-        if example.get("prompt") is None:
-            messages: list[Message] = [{"role": "user", "content": ""}]
-        else:
-            messages = prompt_messages({"prompt": example["prompt"]}, type(self.environment).__name__)
+        prompt = "" if example.get("prompt") is None else example["prompt"]
+        messages = prompt_messages({"prompt": prompt}, type(self.environment).__name__)
         observation = self.environment.reset(**row)
-        if observation is None:
-            return messages
-        messages[-1] = {**messages[-1], "content": self._append(messages[-1].get("content"), observation)}
+        if observation is not None:
+            messages[-1]["content"] = _append(messages[-1].get("content"), observation)
         return messages
 
     async def outcome_reward(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:  # type: ignore[override]
         """The value of `get_reward`; the trajectory is not scored if there is no such method or it returns None."""
-        if not has_get_reward(self.environment):
-            trajectory.is_scored = False
-            return 0.0, {}
-        # A plain method may be slow and must not hold up other trajectories.
-        value = await run_on_own_thread(self.environment.get_reward, pool=shared_pool(self.max_tool_workers))
-        if inspect.isawaitable(value):
-            value = await value
+        value = None
+        if has_get_reward(self.environment):
+            # A plain method may be slow and must not hold up other trajectories.
+            value = await run_on_own_thread(self.environment.get_reward, pool=shared_pool(self.max_tool_workers))
+            value = await value if inspect.isawaitable(value) else value
         if value is None:
             trajectory.is_scored = False
             return 0.0, {}
@@ -175,44 +165,40 @@ class TRLEnvAdapter(ToolEnv):
         """What the column `environment` may hold; None for a single factory, which reads no such column."""
         return list(self._factories) if self._is_multi else None
 
-    # ---------------------------------------------------------------- inside
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The functions of `tools=`, then the methods that each of `instances` offers: TRL's `trainer.tools`."""
+        return [*(item.fn for item in self._standalone), *self._methods]
+
+    @property
+    def _methods(self) -> list[Callable[..., Any]]:
+        return [
+            getattr(instance, name)
+            for instance in self.instances
+            for name in _method_names(instance)
+            if name not in ("reset", "get_reward") and not name.startswith("_")
+        ]
 
     def _make(self, name: str | None) -> Any:
-        instance = self._factories[name]()  # type: ignore[index]
-        if not any(member == "reset" for member, _ in _methods(instance)):
+        instance = self._factories[name]()
+        if "reset" not in _method_names(instance):
             raise ValueError(
                 f"environment_factory: {type(instance).__name__} has no method reset(self, **row); TRL environments "
                 "must define it."
             )
         return instance
 
-    @property
-    def functions(self) -> list[Callable[..., Any]]:
-        """The functions of `tools=`, then the methods that each of `instances` offers: TRL's `trainer.tools`."""
-        standalone = [item.fn for item in self._standalone]
-        return [*standalone, *[method for instance in self.instances for method in _tool_methods(instance)]]
 
-    def _offer(self, instances: list[Any]) -> list[Tool]:
-        offered = list(self._standalone)
-        for instance in instances:
-            for method in map(_as_trl_tool, _tool_methods(instance)):
-                if self.environment is not None or all(method.name != other.name for other in offered):
-                    offered.append(method)
-        return offered
-
-    @staticmethod
-    def _append(content: Any, observation: Any) -> Any:
-        observation = copy.deepcopy(observation)
-        if isinstance(content, str) and isinstance(observation, list):
-            content = [{"type": "text", "text": content}]
-        if isinstance(content, list) and isinstance(observation, str):
-            observation = [{"type": "text", "text": observation}]
-        if type(content) is not type(observation) or not isinstance(content, (str, list)):
-            raise ValueError(
-                f"environment_factory: reset returned {observation!r:.200}: must be a string that is appended to the "
-                "prompt, a list of content blocks, or None."
-            )
+def _append(content: Any, observation: Any) -> Any:
+    if isinstance(content, str) and isinstance(observation, str):
         return content + observation
+    parts = [[{"type": "text", "text": part}] if isinstance(part, str) else part for part in (content, observation)]
+    if not all(isinstance(part, list) for part in parts):
+        raise ValueError(
+            f"environment_factory: reset returned {observation!r:.200}: must be a string that is appended to the "
+            "prompt, a list of content blocks, or None."
+        )
+    return [*parts[0], *copy.deepcopy(parts[1])]
 
 
 def _as_trl_tool(item: Any) -> Tool:
@@ -233,14 +219,9 @@ def _render_as_trl(value: Any) -> str:
 
 def has_get_reward(instance: Any) -> bool:
     """Whether the class has a method `get_reward`, as TRL looks for it: a property or an attribute is none."""
-    return any(name == "get_reward" for name, _ in _methods(instance))
+    return "get_reward" in _method_names(instance)
 
 
-def _tool_methods(instance: Any) -> list[Callable[..., Any]]:
-    names = [name for name, _ in _methods(instance) if name not in _NOT_TOOLS and not name.startswith("_")]
-    return [getattr(instance, name) for name in names]
-
-
-def _methods(instance: Any) -> list[tuple[str, Any]]:
-    """Names and functions of the class; looking at the instance would evaluate its properties."""
-    return inspect.getmembers(type(instance), predicate=inspect.isfunction)
+def _method_names(instance: Any) -> list[str]:
+    """Functions of the class; looking at the instance would evaluate its properties."""
+    return [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
