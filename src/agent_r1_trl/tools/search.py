@@ -30,7 +30,7 @@ from agent_r1_trl.features import feature
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.tools.base import Tool
-from agent_r1_trl.tools.search_corpus import Row, read_file, read_rows
+from agent_r1_trl.tools.search_corpus import Row, read_jsonl, read_rows
 
 FORMAT_VERSION = 3
 TOKENIZER = "porter unicode61 remove_diacritics 2"
@@ -84,11 +84,14 @@ class SearchIndex:
     ) -> None:
         rows: Iterable[Row]
         if isinstance(corpus, str | os.PathLike):
-            rows = read_rows(read_file(Path(corpus)), str(corpus))
-            digest = _hash_file(Path(corpus))
+            if not Path(corpus).is_file():
+                raise ValueError(f"corpus={str(corpus)!r}: no such file; pass the path of a JSONL file.")
+            rows = read_rows(read_jsonl(Path(corpus)), str(corpus))
+            with Path(corpus).open("rb") as stream:
+                digest = hashlib.file_digest(stream, lambda: _hash("file")).hexdigest()
         else:
             rows = list(read_rows(corpus, "corpus"))
-            digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16, person=b"rows").hexdigest()
+            digest = _hash("rows", json.dumps(rows).encode()).hexdigest()
         path = _cache_folder(cache_dir) / f"{digest}-v{FORMAT_VERSION}.sqlite"
         try:
             self._open(path)
@@ -104,11 +107,7 @@ class SearchIndex:
         self.search("a", 1)
 
     def search(self, query: str, k: int = 3) -> list[Passage]:
-        """The best `k` passages, best first (ties in the order of the corpus); none if no word of the query occurs.
-
-        Raises:
-            ValueError: `k` is not an integer >= 1, or `query` is not a string.
-        """
+        """The best `k` passages, best first (ties in the order of the corpus); none if no word of the query occurs."""
         check_search(query, k)
         terms = query_terms(query)
         if not terms:
@@ -157,11 +156,7 @@ class SearchIndex:
 
 
 def write_index(path: Path, rows: Iterable[Row]) -> None:
-    """Write the file of an index, in memory that does not grow with the passages.
-
-    Raises:
-        ValueError: an id occurs twice.
-    """
+    """Write the file of an index, in memory that does not grow with the passages."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     connection = sqlite3.connect(temporary, isolation_level=None)
     try:
@@ -186,11 +181,7 @@ def write_index(path: Path, rows: Iterable[Row]) -> None:
 
 
 def check_search(query: str, k: int) -> None:
-    """Refuse what no search can be made of.
-
-    Raises:
-        ValueError: `k` is not an integer >= 1, or `query` is not a string.
-    """
+    """Refuse a `k` that is not an integer >= 1, and a query that is not a string."""
     check_value("k", k, Count)
     if not isinstance(query, str):
         raise ValueError(f"query={query!r}: must be a string.")
@@ -207,9 +198,8 @@ def query_terms(query: str) -> list[str]:
     return list(dict.fromkeys(kept))[:MAX_QUERY_TERMS]
 
 
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16, person=b"file")).hexdigest()
+def _hash(kind: str, data: bytes = b"") -> Any:
+    return hashlib.blake2b(data, digest_size=16, person=kind.encode())
 
 
 def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
@@ -315,13 +305,10 @@ def make_search_tool(
 
     Args:
         retriever: what is searched: a `SearchIndex`, or anything that `open_retriever` takes.
-        top_k: passages per search.
+        top_k: passages per search, at least 1.
         max_passage_chars: maximum length of a passage's text; the rest is replaced by "[truncated]".
         name: name of the tool.
         **settings: further arguments of `Tool` (`timeout_s`, `max_result_tokens`, ...).
-
-    Raises:
-        ValueError: `top_k` or `max_passage_chars` is not an integer >= 1, or there is no such retriever.
     """
     check_value("top_k", top_k, Count)
     check_value("max_passage_chars", max_passage_chars, Count)

@@ -33,18 +33,12 @@ def join_contents(title: str, text: str) -> str:
     return f'"{title}"\n{text}' if title else text
 
 
-def read_file(path: Path) -> Iterator[Any]:
+def read_jsonl(path: Path) -> Iterator[Any]:
     """The records of a JSONL file, one at a time.
 
     Raises:
-        ValueError: there is no such file (at once), or a line is not JSON.
+        ValueError: a line is not JSON.
     """
-    if not path.is_file():
-        raise ValueError(f"corpus={str(path)!r}: no such file; pass the path of a JSONL file.")
-    return _read_jsonl(path)
-
-
-def _read_jsonl(path: Path) -> Iterator[Any]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -63,16 +57,13 @@ def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
     """
     number = -1
     for number, record in enumerate(records):
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{source}, row {number}: must be a dict with 'id', 'title' and 'text', not {record!r:.80}."
-            )
-        text, title, identifier = record.get("text"), record.get("title"), record.get("id")
-        if text is None and isinstance(record.get("contents"), str):
-            title, text = split_contents(record["contents"])
+        columns = record if isinstance(record, dict) else {}
+        text, title, identifier = columns.get("text"), columns.get("title"), columns.get("id")
+        if text is None and isinstance(columns.get("contents"), str):
+            title, text = split_contents(columns["contents"])
         if not isinstance(text, str) or not text.strip():
             raise ValueError(
-                f"{source}, row {number}: 'text' must be a non-empty string; the row has {sorted(map(str, record))}. "
+                f"{source}, row {number}: must be a dict whose 'text' is a non-empty string, not {record!r:.200}. "
                 "Rename the column that holds the passage to 'text', or to 'contents' if its first line is the title."
             )
         title, identifier = "" if title is None else str(title), str(number if identifier is None else identifier)
