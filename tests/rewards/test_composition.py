@@ -36,16 +36,9 @@ def test_a_tensor_of_one_number_is_a_number():
     assert compose({"a": (lambda: torch.tensor(0.5), 2)})() == (1.0, {"a": 1.0})
 
 
-def test_a_weighted_reward_or_a_sum_that_is_too_large_is_named():
+def test_a_weighted_reward_that_is_too_large_is_named():
     with pytest.raises(ValueError, match=r"reward 'a' returned 10\.0, times its weight 1e\+308: must be a finite"):
         compose({"a": (lambda: 10.0, 1e308)})()
-    with pytest.raises(ValueError, match=r"sum of the rewards .*'b'.*must be a finite"):
-        compose({"a": lambda: 1.7e308, "b": lambda: 1.7e308})()
-
-
-def test_two_parts_of_one_name_are_refused():
-    with pytest.raises(ValueError, match=r"compose: two parts have the name '1'"):
-        compose({1: exact_match, "1": f1_score})
 
 
 def test_an_exception_in_a_reward_function_is_not_swallowed():
@@ -70,7 +63,6 @@ def test_bad_parts_are_refused():
         (asynchronous, 1.0),
         (exact_match, math.nan),
         (exact_match, "2"),
-        (exact_match, 10**400),
     ):
         with pytest.raises(ValueError, match=r"compose: .*'a'"):
             compose({"a": part})

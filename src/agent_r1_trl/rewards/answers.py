@@ -1,7 +1,8 @@
 """Scores of a short answer against gold answers, as SQuAD defines them.
 
 With several gold answers, the best score counts. Texts are normalised first: lower case, without ASCII punctuation and
-the articles a, an and the, white space collapsed (Rajpurkar et al. 2016, arXiv 1606.05250).
+the articles a, an and the, white space collapsed (Rajpurkar et al. 2016, arXiv 1606.05250). The scores raise
+`ValueError` for a prediction that is not a string, and for golds that `check_golds` refuses.
 """
 
 from __future__ import annotations
@@ -34,10 +35,6 @@ def exact_match(prediction: str, golds: Golds) -> float:
 
     >>> exact_match("the Paris", ["Paris", "Paris, France"])
     1.0
-
-    Raises:
-        ValueError: the prediction is not a string, or the golds are neither a string, a number
-            nor a non-empty list of such.
     """
     return _best(prediction, golds, lambda answer, gold: float(answer == gold))
 
@@ -49,9 +46,6 @@ def f1_score(prediction: str, golds: Golds) -> float:
 
     >>> f1_score("the city of Paris", "Paris")
     0.5
-
-    Raises:
-        ValueError: as for `exact_match`.
     """
     return _best(prediction, golds, _f1)
 
@@ -60,9 +54,6 @@ def sub_em(prediction: str, golds: Golds) -> float:
     """1.0 if a normalised gold answer occurs anywhere inside the normalised prediction, else 0.0.
 
     This is generous ("I do not know" contains "no"): use it to compare with papers that report it, not for training.
-
-    Raises:
-        ValueError: as for `exact_match`.
     """
     return _best(prediction, golds, lambda answer, gold: float(gold in answer if gold else answer == gold))
 
@@ -77,18 +68,14 @@ def check_golds(golds: Any) -> list[str]:
         ValueError: they are neither a string, a number nor a non-empty list of such.
     """
     given = list(golds) if isinstance(golds, (list, tuple, set, frozenset)) else [golds]
-    found = [_as_text(gold) for gold in given]
-    if not found or None in found:
+    if not given or not all(map(_is_answer, given)):
         raise ValueError(f"golds={golds!r:.200}: must be a string, a number, or a non-empty list of such.")
-    return found  # type: ignore[return-value]
+    return [str(int(gold) if isinstance(gold, float) and gold.is_integer() else gold) for gold in given]
 
 
-def _as_text(gold: Any) -> str | None:
-    """None if it is no answer."""
-    if isinstance(gold, float):
-        return str(int(gold) if gold.is_integer() else gold) if math.isfinite(gold) else None
-    is_answer = isinstance(gold, str | int) and not isinstance(gold, bool)
-    return str(gold) if is_answer else None
+def _is_answer(gold: Any) -> bool:
+    is_finite = isinstance(gold, float) and math.isfinite(gold)
+    return is_finite or (isinstance(gold, str | int) and not isinstance(gold, bool))
 
 
 def _best(prediction: Any, golds: Any, score: Callable[[str, str], float]) -> float:

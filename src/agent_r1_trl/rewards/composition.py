@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from agent_r1_trl.settings import Finite, check_value
+
 Reward = Callable[..., float]
 
 
@@ -20,8 +22,8 @@ def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[...,
         A function whose result `ToolEnv.outcome_reward` may return as it is.
 
     Raises:
-        ValueError: there are no parts, two have one name, an entry has another form, or a weight is not finite. The
-            composed function raises it if a reward, its part or the sum is not a finite number.
+        ValueError: there are no parts, an entry has another form, or a weight is not finite. The composed function
+            raises it if a reward or its part is not a finite number.
 
     >>> from agent_r1_trl.rewards import exact_match, f1_score
     >>> reward = compose({"exact": (exact_match, 1.0), "overlap": (f1_score, 0.5)})
@@ -35,10 +37,7 @@ def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[...,
         function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0)
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ValueError(f"compose: {name!r} is {entry!r:.200}: must be a plain function or (function, weight).")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(_float(weight)):
-            raise ValueError(f"compose: the weight of {name!r} is {weight!r:.200}: must be a finite number.")
-        if str(name) in weighted:
-            raise ValueError(f"compose: two parts have the name {str(name)!r}: each needs its own.")
+        check_value(f"compose: the weight of {name!r}", weight, Finite)
         weighted[str(name)] = (function, float(weight))
 
     def composed(*args: Any, **kwargs: Any) -> tuple[float, dict[str, float]]:
@@ -49,10 +48,7 @@ def compose(parts: Mapping[str, Reward | tuple[Reward, float]]) -> Callable[...,
             if not math.isfinite(scores[name]):
                 times = "" if weight == 1 else f", times its weight {weight}"
                 raise ValueError(f"reward {name!r} returned {value!r:.200}{times}: must be a finite number.")
-        try:
-            return math.fsum(scores.values()), scores
-        except OverflowError as error:
-            raise ValueError(f"the sum of the rewards {scores!r:.200}: must be a finite number.") from error
+        return math.fsum(scores.values()), scores
 
     return composed
 

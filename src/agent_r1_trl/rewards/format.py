@@ -1,7 +1,8 @@
 """The form of an answer: where it is in a text, and whether the text around it is well formed.
 
 Reasoning (`<think>...</think>`) never counts as an answer, whatever answers are tried out in it. Tags are spelled
-exactly: `<Think>` is ordinary text.
+exactly: `<Think>` is ordinary text. All functions raise `ValueError` for what is no text, and for a tag that is not
+the bare name of one, or that is the reasoning's where an answer's is asked for.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ FILLERS = "\u115f\u1160\u3164\uffa0\u2800"
 def strip_reasoning(text: str, tag: str = THINK_TAG) -> str:
     """Remove reasoning from a text: closed blocks, a block that was opened in the prompt, and an unclosed block.
 
-    Raises:
-        ValueError: the text is not a string, or the tag is not the bare name of one.
-
     >>> strip_reasoning("<think>Oslo? No.</think>Bergen")
     'Bergen'
     """
@@ -36,9 +34,6 @@ def extract_answer(text: str, tag: str = "answer") -> str | None:
 
     A tag that is never closed is not an answer: the text may have been cut anywhere. What stands before and after a
     piece of reasoning never makes a tag together.
-
-    Raises:
-        ValueError: as for `strip_reasoning`, or the tag is that of the reasoning.
 
     >>> extract_answer("It is <answer> Paris </answer>.")
     'Paris'
@@ -64,18 +59,12 @@ def format_reward(text: str, *, tag: str | None = "answer", require_reasoning: b
     opener may be in the prompt). `require_reasoning` asks for such a block that is not empty. White space and
     characters that show nothing, such as zero-width spaces, are empty.
 
-    Raises:
-        ValueError: as for `extract_answer`.
-
     >>> format_reward("Two searches agree. <answer>Paris</answer>")
     1.0
     >>> format_reward("<answer>Paris</answer><think>Or is it?</think>")
     0.0
     """
-    if tag is None:
-        check_tag(text, THINK_TAG)
-    else:
-        check_answer_tag(text, tag)
+    check_tag(text, THINK_TAG) if tag is None else check_answer_tag(text, tag)
     parts = split_tags(text, THINK_TAG)
     match parts[1::2]:
         case []:
@@ -125,11 +114,7 @@ def is_empty(text: str) -> bool:
 
 
 def check_tag(text: object, tag: object) -> None:
-    """Refuse what is no text, and a tag that is not the bare name of one.
-
-    Raises:
-        ValueError: names what is wrong.
-    """
+    """Refuse what is no text, and a tag that is not the bare name of one."""
     if not isinstance(text, str):
         raise ValueError(f"text={text!r:.200}: must be a string.")
     if not isinstance(tag, str) or not _TAG_NAME.fullmatch(tag):
@@ -137,11 +122,7 @@ def check_tag(text: object, tag: object) -> None:
 
 
 def check_answer_tag(text: object, tag: object) -> None:
-    """Refuse the tag of the reasoning, too.
-
-    Raises:
-        ValueError: names what is wrong.
-    """
+    """Refuse the tag of the reasoning, too."""
     check_tag(text, tag)
     if tag == THINK_TAG:
         raise ValueError(f"tag={tag!r}: reasoning is never an answer; choose another tag, such as 'answer'.")

@@ -6,20 +6,14 @@ All of them read the policy's own text alone, but for `grounded_thinking`, which
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.rewards.format import THINK_TAG, check_answer_tag, check_tag, format_reward
-from agent_r1_trl.rewards.function import RewardFunction, check_count, check_number, up_to
-from agent_r1_trl.rewards.turns import (
-    assistant_messages,
-    need_trajectory,
-    read_message,
-    text_of,
-    words_in,
-    written_words,
-)
+from agent_r1_trl.rewards.function import RewardFunction, up_to
+from agent_r1_trl.rewards.turns import need_trajectory, read_message, text_of, words_in, written_words
 from agent_r1_trl.rewards.words import content_words, n_grams, words_of
-from agent_r1_trl.trajectory import Message
+from agent_r1_trl.settings import Count, NotNegative, Number, check_value
+from agent_r1_trl.trajectory import Message, Trajectory
 
 
 def is_well_formed_turn(
@@ -31,9 +25,7 @@ def is_well_formed_turn(
         return False
     if message.get("malformed_tool_call") or message.get("cut_off"):
         return False
-    if message.get("tool_calls"):
-        return True
-    return format_reward(said.visible, tag=answer_tag) == 1.0
+    return bool(message.get("tool_calls")) or format_reward(said.visible, tag=answer_tag) == 1.0
 
 
 @RewardFunction
@@ -63,7 +55,13 @@ def thinking_format(
         opened_by_template: the chat template writes the opening tag, so that turns begin inside the thought.
     """
     options = _format_options(tag, answer_tag, min_words, opened_by_template)
-    turns = [is_well_formed_turn(message, **options) for message in assistant_messages(trajectory)]
+    if isinstance(trajectory, Trajectory):
+        messages = [turn.message for turn in trajectory.env_turns]
+    elif isinstance(trajectory, str):
+        messages = [{"role": "assistant", "content": trajectory}]
+    else:
+        messages = [message for message in trajectory if message.get("role") == "assistant"]
+    turns = [is_well_formed_turn(message, **options) for message in messages]
     return sum(turns) / len(turns) if turns else 0.0
 
 
@@ -87,12 +85,12 @@ def thinking_format_penalty(
     Args:
         trajectory: a `Trajectory`.
         penalty: what a turn loses.
-        tag: as for `thinking_format`, like the others.
-        answer_tag: of an answer without a call.
-        min_words: number of different words below which a thought is empty.
-        opened_by_template: the chat template writes the opening tag.
+        tag: as for `thinking_format`, like those that follow.
+        answer_tag: see there.
+        min_words: see there.
+        opened_by_template: see there.
     """
-    check_number("penalty", penalty)
+    check_value("penalty", penalty, NotNegative)
     options = _format_options(tag, answer_tag, min_words, opened_by_template)
     turns = need_trajectory(trajectory, "thinking_format_penalty").turns
     return [
@@ -105,7 +103,7 @@ def _format_options(tag: str, answer_tag: str | None, min_words: int, opened_by_
     check_tag("", tag)
     if answer_tag is not None:
         check_answer_tag("", answer_tag)
-    check_count("min_words", min_words)
+    check_value("min_words", min_words, Count)
     return {"tag": tag, "answer_tag": answer_tag, "min_words": min_words, "opened_by_template": opened_by_template}
 
 
@@ -145,8 +143,8 @@ def grounded_thinking(
         opened_by_template: the chat template writes the opening tag.
     """
     for name, value in {"target": target, "max_run": max_run, "max_words": max_words}.items():
-        check_count(name, value)
-    check_number("max_total", max_total)
+        check_value(name, value, Count)
+    check_value("max_total", max_total, NotNegative)
     played = need_trajectory(trajectory, "grounded_thinking")
     known = set(words_in(text_of(message.get("content")) for message in played.prompt_messages))
     observed: list[str] = []
@@ -158,23 +156,21 @@ def grounded_thinking(
             continue
         thought = read_message(turn.message, tag=tag, opened_by_template=opened_by_template).thought
         said = content_words(words_of(thought))[:max_words]
-        scores.append(_share_taken_up(said, observed, known, target=target, max_run=max_run))
+        scores.append(_share_taken_up(said, observed, known, target, max_run))
         known.update(observed, written_words(turn.message))
         observed = content_words(words_in(text_of(message.get("content")) for message in turn.observations))
     return up_to(max_total, scores)
 
 
-def _share_taken_up(
-    said: list[str], observed: list[str], known: set[str], *, target: int, max_run: int
-) -> float | None:
+def _share_taken_up(said: list[str], observed: list[str], known: set[str], target: int, max_run: int) -> float | None:
     new = set(observed) - known
     if not new:
         return None
-    runs = set(n_grams(said, max_run + 1)).intersection(n_grams(observed, max_run + 1))
+    read = set(n_grams(observed, max_run + 1))
     copied_to = 0  # words before this position belong to a verbatim run
     mentioned = set()
     for position, run in enumerate(n_grams(said, max_run + 1)):
-        if run in runs:
+        if run in read:
             copied_to = position + max_run + 1
         elif position >= copied_to:
             mentioned.add(said[position])
@@ -202,9 +198,8 @@ def overlong_penalty(trajectory: Any, *, max_tokens: int = 512, buffer: int = 12
     Raises:
         ValueError: `buffer` is above `max_tokens`, or one of them is no whole number >= 1.
     """
-    check_count("max_tokens", max_tokens)
-    check_count("buffer", buffer)
-    if buffer > max_tokens:
-        raise ValueError(f"buffer={buffer} is above max_tokens={max_tokens}. Set buffer to at most {max_tokens}.")
+    check_value("max_tokens", max_tokens, Count)
+    check_value("buffer", buffer, Count)
+    check_value("buffer", buffer, Annotated[float, Number(maximum=max_tokens)])
     length = need_trajectory(trajectory, "overlong_penalty").num_action_tokens
     return max(-1.0, min(0.0, (max_tokens - buffer - length) / buffer))

@@ -77,7 +77,13 @@ def content_words(words: Iterable[str]) -> list[str]:
     >>> content_words(words_of("So the answer is that 7 penguins live on it"))
     ['7', 'penguins', 'live']
     """
-    return [word for word in words if word not in _COMMON and _says_something(word)]
+    return [
+        word
+        for word in words
+        if word not in _COMMON
+        and word[0].isalnum()  # no ornament
+        and (len(word) > 2 or not word.isascii() or any(letter.isdigit() for letter in word))
+    ]
 
 
 def n_grams(words: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
@@ -87,12 +93,6 @@ def n_grams(words: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
     [('a', 'b'), ('b', 'c')]
     """
     return zip(*(words[start:] for start in range(n)), strict=False)
-
-
-def _says_something(word: str) -> bool:
-    if not word[0].isalnum():  # an ornament
-        return False
-    return not word.isascii() or len(word) > 2 or any(letter.isdigit() for letter in word)
 
 
 def _pairs(match: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from agent_r1_trl.trajectory import Message, ToolCall
@@ -50,3 +51,21 @@ def read_arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return arguments if isinstance(parsed, str) else parsed
+
+
+def values_of(arguments: Any) -> list[str]:
+    """The single values in the arguments of a call, as texts; names and keys recur in every call.
+
+    >>> values_of({"query": "Oslo", "filters": {"years": [1990, 2000]}})
+    ['Oslo', '1990', '2000']
+    """
+    found, waiting = [], [arguments]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting.extend(reversed(list(value.values())))
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(reversed(value))
+        elif value is not None:
+            found.append(str(value))
+    return found

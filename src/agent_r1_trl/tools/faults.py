@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from agent_r1_trl.errors import RunError
+from agent_r1_trl.tools.calls import values_of
 
 
 class InfrastructureError(RunError):
@@ -134,18 +135,8 @@ def _is_of_the_tools_own_file(error: BaseException, arguments: Mapping[str, Any]
     """Whether the error is about a file of which the arguments say nothing, such as an index that is missing."""
     if not isinstance(error, _FILE_ERRORS) or not isinstance(error.filename, str) or _is_from_evaluated_code(error):
         return False
-    words = (PurePath(text).name for text in _texts(arguments))
+    words = (PurePath(text).name for text in values_of(arguments))
     return not any(word in error.filename for word in words if word)
-
-
-def _texts(data: Any) -> Iterator[str]:
-    if isinstance(data, Mapping):
-        data = list(data.values())
-    if isinstance(data, list | tuple):
-        for item in data:
-            yield from _texts(item)
-    elif data is not None:
-        yield str(data)
 
 
 def _is_refusal(error: BaseException) -> bool:
