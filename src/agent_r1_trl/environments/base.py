@@ -1,7 +1,6 @@
 """The Environment protocol: a policy acts in an environment by exchanging chat messages with it.
 
-A new environment is created for every trajectory, so it may hold state. Its methods may be plain or async; plain ones
-run in a worker thread, so a slow environment never holds up another trajectory.
+A new environment is created for every trajectory, so it may hold state. Its methods may be plain or async.
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ class StepResult(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Any object with these methods is an environment. `tools` and `outcome_reward` are optional.
-
-    Attributes:
-        tools: the tools whose schemas the chat template renders into the prompt.
-    """
+    """Any object with these methods is an environment. `tools` and `outcome_reward` are optional."""
 
     tools: Sequence[Any]
+    """Their schemas are rendered into the prompt."""
 
     def reset(self, example: dict[str, Any]) -> list[Message]:
         """Start the episode for one row of the data set; returns the prompt messages."""

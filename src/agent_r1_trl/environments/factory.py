@@ -92,12 +92,7 @@ class EnvForm:
 
 
 def read_form(factory: EnvFactory) -> EnvForm:
-    """Read the form of a factory. An environment of TRL's forms is made for that, as TRL does.
-
-    Raises:
-        ToolSchemaError: a tool of TRL's forms cannot be described to a model.
-        ValueError: an environment of TRL's forms has no `reset`, or two tools of one name.
-    """
+    """Read the form of a factory; for TRL's forms an environment is made, as TRL does, and its tools are checked."""
     made_by = _class_or_function(factory)
     if made_by not in (TRLEnvAdapter, FunctionToolsEnv):
         return EnvForm(

@@ -31,11 +31,8 @@ class FunctionToolsEnv(ToolEnv):
     The prompt is the column `prompt` (messages or a string). Results read as in TRL: `str` of the return value.
 
     Args:
-        tools: functions with type hints and a Google docstring, or `Tool`s.
+        tools: functions with type hints and a docstring, or `Tool`s with different names; at least one.
         **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
-
-    Raises:
-        ValueError: there are no tools, one of them is not a function, or two have the same name.
     """
 
     tool_call_reward = 0.0
