@@ -45,8 +45,7 @@ class Tool:
         description: description of the tool, by default the first part of the docstring.
         timeout_s: maximum seconds per call; None for the executor's limit.
         max_result_chars: maximum length of a result in characters; a note replaces the rest.
-        max_result_tokens: maximum length of a result in tokens (exact if the executor can count tokens, else 4
-            characters each).
+        max_result_tokens: maximum length in tokens (exact if the executor can count them, else 4 characters each).
         sequential: True if the calls of one turn to this and to the other sequential tools run one after another, in
             their order. None for the default: True for methods of an environment or of any other object, whose state
             they may change.
@@ -56,9 +55,8 @@ class Tool:
         backend: True for a tool that needs a server of its author's choice. Its timeouts, lost connections and answers
             such as 503 are then the infrastructure's fault, not the model's. `backend = True` on the function, or on
             the class whose method the tool is, says the same.
-        attempts: how often a call is made that fails by the infrastructure's fault, with growing waits. None for the
-            default: 1 for sequential tools, since a call may have changed the state before it failed, else 3. A call
-            that was given up after `timeout_s` may still be running and is not repeated.
+        attempts: how often a call is made that fails by the infrastructure's fault, unless it was given up. None for
+            the default: 1 for sequential tools, since a call may have changed the state before it failed, else 3.
         retry_wait_s: seconds before the second attempt; each further wait is twice as long.
         user_errors: exceptions with which the tool answers wrong arguments. They never count as a sign of an outage.
 
@@ -209,11 +207,7 @@ def tool(fn: Any = None, **settings: Any) -> Any:
 
 
 def as_tool(obj: Any) -> Tool:
-    """Make a callable, or a tool of another library (`foreign.py`), a `Tool`; a `Tool` is returned as it is.
-
-    Raises:
-        ValueError: `obj` is none of them.
-    """
+    """Make a callable, or a tool of another library (`foreign.py`), a `Tool`; a `Tool` is returned as it is."""
     return obj if isinstance(obj, Tool) else Tool(obj)
 
 

@@ -45,11 +45,7 @@ DEFAULT_QUEUE_TIMEOUT_S = 600.0
 
 
 def check_names(tools: Iterable[Tool]) -> dict[str, Tool]:
-    """The tools by name.
-
-    Raises:
-        ToolSchemaError: two have the same name.
-    """
+    """The tools by name, of which no two may be equal."""
     named: dict[str, Tool] = {}
     for item in tools:
         if item.name in named:
@@ -146,11 +142,7 @@ class ToolExecutor:
         return result
 
     def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
-        """The tool and the checked arguments of a call.
-
-        Raises:
-            _CallError: the call cannot be run.
-        """
+        """The tool and the checked arguments of a call."""
         if not isinstance(call.name, str) or not call.name.strip():
             shown = _cut(_dump(call.arguments), 200)
             raise _CallError(ToolErrorKind.MALFORMED, f"the tool call has no tool name: {shown}")
@@ -175,11 +167,7 @@ class ToolExecutor:
         return found, checked
 
     async def _invoke(self, found: Tool, arguments: dict[str, Any], result: ToolResult) -> str:
-        """The rendered result of a tool, which is called again if its infrastructure failed.
-
-        Raises:
-            _CallError: the tool raised, took too long, or could not be started.
-        """
+        """The rendered result of a tool, which is called again if its infrastructure failed."""
         if found.max_attempts == 1:
             return await self._attempt(found, arguments, result)
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random

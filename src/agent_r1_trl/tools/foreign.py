@@ -1,7 +1,7 @@
 """Tools of other libraries: LangChain, smolagents, the OpenAI Agents SDK; results of MCP.
 
-They are recognised by what they have, so none of these libraries is needed here. Each brings its schema, as its
-library sends it to a model but without references, and makes its own objects of the arguments.
+They are recognised by what they have, so none of these libraries is needed here. Each brings its schema as its
+library sends it to a model, and makes its own objects of the arguments.
 
 LangChain, the Agents SDK and MCP can hand a failure to the model as if it were a result. Here it stays a failure, of
 which the model reads the text that the tool's author chose: `HandledError`.
@@ -25,19 +25,14 @@ from agent_r1_trl.tools.signature import ToolSchemaError
 
 
 def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
-    """The function behind a tool of another library, and its schema; None if `obj` is no such tool.
-
-    Raises:
-        ToolSchemaError: its schema cannot be shown to a model.
-    """
+    """The function behind a tool of another library, and its schema; None if `obj` is no such tool."""
     if inspect.isroutine(obj) or inspect.isclass(obj) or not isinstance(getattr(obj, "name", None), str):
         return None
     for read in (_langchain, _smolagents, _openai_agents):
         found = read(obj)
         if found is not None:
-            function, described = found
-            named = {"name": obj.name, "description": obj.description or "", **described}
-            return function, {"type": "function", "function": named}
+            named = {"name": obj.name, "description": obj.description or "", **found[1]}
+            return found[0], {"type": "function", "function": named}
     return None
 
 

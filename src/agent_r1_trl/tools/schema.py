@@ -1,8 +1,7 @@
 """JSON schemas of tools, made from type hints and docstrings, for prompts and for checking arguments.
 
 A function that TRL can show to a model has the schema that TRL shows, made by transformers' own helper, so that the
-prompts are equal. The helper takes long to import, so it is asked when a prompt needs the schema. Pydantic describes
-all other functions (docstrings in other styles; enums, dataclasses, dates, `Annotated[int, Field(ge=0)]`, ...), finds
+prompts are equal; its import takes long, so it waits for a prompt. Pydantic describes all other functions, finds
 mistakes when a tool is made, and makes the objects that the hints name out of what the model writes.
 """
 
@@ -43,15 +42,7 @@ logger = logging.getLogger(__name__)
 class Interface:
     """What a model is told about a function, and the function's arguments out of what the model writes.
 
-    Args:
-        fn: a function, method, partial or callable object with type hints and a docstring.
-        name: name of the tool.
-        description: description of the tool, by default the first part of the docstring.
-        schema: in the OpenAI form, instead of the one made from hints and docstring. The function then receives the
-            JSON values as they are.
-
-    Raises:
-        ToolSchemaError: the function cannot be described; the message names the remedy.
+    The arguments are those of `Tool`; a `schema` is in the OpenAI form.
     """
 
     def __init__(
@@ -89,11 +80,7 @@ class Interface:
 
     @functools.cached_property
     def schema(self) -> Schema:
-        """`{"type": "function", "function": {"name", "description", "parameters"}}`.
-
-        Raises:
-            ToolSchemaError: a hint names nothing.
-        """
+        """See `Tool.schema`."""
         if self._later is not None:
             self._look_at(self._later)
             self._later = None
@@ -257,11 +244,7 @@ def _json_default(adapter: Any, default: Any) -> Any:
 
 
 def inline_references(schema: Schema) -> Any:
-    """A JSON schema with every `$ref` replaced by what it refers to, because chat templates cannot follow them.
-
-    Raises:
-        ToolSchemaError: a type refers to itself, or a reference leads nowhere.
-    """
+    """A JSON schema with every `$ref` replaced by what it refers to, because chat templates cannot follow them."""
     definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
 
     def fill(node: Any, inside: tuple[str, ...] = ()) -> Any:
@@ -324,9 +307,6 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
         schema: the OpenAI form, or `name`, `description` and `parameters` alone; MCP calls the last `inputSchema`, and
             Anthropic `input_schema`.
         name: name of the tool, by default the schema's own.
-
-    Raises:
-        ToolSchemaError: it has none of these forms, or its `parameters` are not the JSON schema of an object.
     """
     if hasattr(schema, "model_dump"):  # MCP's own class
         schema = schema.model_dump(exclude_none=True)
@@ -346,11 +326,7 @@ def read_schema(schema: Any, name: str | None = None) -> Schema:
 
 
 def complete_schema(schema: Schema) -> Schema:
-    """A schema in the OpenAI form, whose references are filled in, and which is checked.
-
-    Raises:
-        ToolSchemaError: its `parameters` are not the JSON schema of an object, or refer to themselves or to nothing.
-    """
+    """A schema in the OpenAI form with references filled in, and checked."""
     import jsonschema
 
     function = schema["function"]
@@ -368,11 +344,7 @@ def complete_schema(schema: Schema) -> Schema:
 
 
 def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
-    """Check that a function can be called with the arguments that a given schema promises.
-
-    Raises:
-        ToolSchemaError: one of them lacks an argument that the other has.
-    """
+    """Check that a function can be called with the arguments that a given schema promises."""
     promised = sorted(schema["function"]["parameters"].get("properties", {}))
     try:
         signature = inspect.Signature(list(function_parameters(fn).values()))

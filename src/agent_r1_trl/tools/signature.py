@@ -58,11 +58,7 @@ def function_name(fn: Any) -> str:
 
 
 def check_name(name: Any) -> str:
-    """Check that chat templates and models can write a tool's name, and return it.
-
-    Raises:
-        ToolSchemaError: the name has other characters, or is empty or too long.
-    """
+    """Check that chat templates and models can write a tool's name, and return it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ToolSchemaError(
             f"Tool name {name!r}: must be 1 to 64 of the characters a-z, A-Z, 0-9, '_', '-' and '.'. "
@@ -94,9 +90,6 @@ def read_function(fn: Callable[..., Any], tool_name: str) -> tuple[str, list[Arg
 
     `*args` and `**kwargs` are left out where there are others. An argument without a hint has the type that the
     docstring gives it, else that of its default.
-
-    Raises:
-        ToolSchemaError: an argument cannot be passed by name, or has no type; a hint cannot be read.
     """
     hints, doc = _read_hints(fn, tool_name), _read_docstring(doc_text(fn))
     parameters = list(function_parameters(fn).values())
