@@ -17,19 +17,15 @@ from tests.effort import examples
     ("expression", "value"),
     [
         ("1 + 1", 2),
-        ("2 * (3 + 4)", 14),
         ("-2 ** 2", -4),
         ("2 ^ 3 ^ 2", 512),
-        ("2*3^2", 18),
         ("7 // 2 + 7 % 4", 6),
-        ("10 / 4", 2.5),
         ("6 × 7 ÷ 2 − 1", 20),
         ("sqrt(16) + abs(-3)", 7),
         ("max(1, 2, 3) - min(4, 5)", -1),
         ("round(3.14159, 2)", 3.14),
         ("log(100, 10)", 2),
         ("floor(2.9) + ceil(2.1)", 5),
-        ("gcd(12, 18)", 6),
         ("2 * pi", 2 * math.pi),
         ("1e3 + 1_000", 2000),
         ("  3\t", 3),
@@ -50,27 +46,13 @@ def test_arithmetic_has_the_value_it_should(expression, value):
         "'a' * 3",
         "True + 1",
         "1 if 1 else 2",
-        "x := 3",
-        "1 < 2",
         "1; 2",
-        "1,2",
         "max([1, 2])",
-        "round(2.5, ndigits=1)",
         "max(*[1, 2])",
-        "{}",
-        "...",
-        "None",
-        "5j",
         "f'{1}'",
-        "e.real",
-        "1 & 2",
         "~1",
-        "not 1",
         "",
-        "   ",
         "two plus two",
-        "1 +",
-        "1 2",
         "((((1)",
         "\x00",
         "\ud800",
@@ -81,30 +63,19 @@ def test_what_is_not_arithmetic_is_refused(expression):
         calculate(expression)
 
 
-def test_only_strings_are_expressions():
-    for expression in (None, 5, ["1"], b"1"):
-        with pytest.raises(ValueError, match="expression"):
-            calculate(expression)
-
-
 @pytest.mark.parametrize(
     ("expression", "word"),
     [
         ("1 / 0", "division by zero"),
-        ("1 // 0", "division by zero"),
         ("5 % 0", "division by zero"),
-        ("0 ** -1", "division by zero"),
         ("sqrt(-1)", "not defined"),
-        ("log(0)", "not defined"),
         ("(-8) ** 0.5", "not a real number"),
         ("1e308 * 10", "finite"),
         ("2.0 ** 5000", "too large"),
-        ("exp(1000)", "too large"),
         ("foo(1)", "unknown function 'foo'"),
         ("x + 1", "unknown name 'x'"),
         ("gcd(1.5, 2)", "not defined"),
         ("sqrt(1, 2)", r"sqrt\(1, 2\) is not defined"),
-        ("1e999", "finite"),
     ],
 )
 def test_the_model_reads_what_was_wrong(expression, word):
@@ -117,15 +88,11 @@ def test_the_model_reads_what_was_wrong(expression, word):
     [
         "9**9**9**9",
         "10**100000000",
-        "2**-100000000",
-        "(10**1000)**1000",
         "1" * 400 + "*" + "9" * 50 + "**99",
         "(" * 150 + "1" + ")" * 150,
         "-" * 400 + "1",
         "+".join(["1"] * 200),
         "round(1.5, 99999999)",
-        "10**1233 * 10**1233",
-        "(((9**999)**9)**9)",
         "9" * 5000,
     ],
 )

@@ -3,11 +3,7 @@
 import asyncio
 import contextlib
 import functools
-import json
-import math
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -45,24 +41,14 @@ def make_tool(body, **settings) -> Tool:
 
 @tool
 def wait(seconds: float, label: str = "done") -> str:
-    """Wait.
-
-    Args:
-        seconds: How long.
-        label: What to say then.
-    """
+    """Wait."""
     time.sleep(seconds)
     return label
 
 
 @tool
 async def wait_async(seconds: float, label: str = "done") -> str:
-    """Wait.
-
-    Args:
-        seconds: How long.
-        label: What to say then.
-    """
+    """Wait."""
     await asyncio.sleep(seconds)
     return label
 
@@ -92,31 +78,12 @@ def test_all_calls_of_a_turn_run_at_once():
         assert all(not result.is_error and 0.29 < result.latency_s < 2 for result in results)
 
 
-def test_no_more_plain_tools_run_at_once_than_there_are_workers():
-    running, most, lock = [0], [0], threading.Lock()
-
-    def busy():
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        time.sleep(0.02)
-        with lock:
-            running[0] -= 1
-
-    results = run([make_tool(busy)], *[("t", {})] * 20, max_workers=3)
-    assert most[0] == 3 and not any(result.is_error for result in results)
-
-
 def test_sequential_tools_run_in_the_order_of_the_calls_beside_the_others():
     seen = []
 
     @tool(sequential=True)
     def step(name: str) -> str:
-        """Do a step.
-
-        Args:
-            name: Its name.
-        """
+        """Do a step."""
         time.sleep(0.05 if name == "slow" else 0)
         seen.append(name)
         return name
@@ -136,23 +103,14 @@ class Account:
         self.balance = 0
 
     def pay_in(self, amount: int) -> str:
-        """Pay in.
-
-        Args:
-            amount: How much.
-        """
+        """Pay in."""
         before = self.balance
         time.sleep(0.02)
         self.balance = before + amount
         return f"{self.balance}"
 
     def draw(self, amount: int, whence: str = "bank") -> str:
-        """Draw.
-
-        Args:
-            amount: How much.
-            whence: From where.
-        """
+        """Draw."""
         return self.pay_in(-amount)
 
     async def count(self) -> str:
@@ -177,15 +135,6 @@ def test_methods_of_one_object_run_one_after_another_in_the_order_of_the_calls(f
     calls = [("pay_in", {"amount": 3}), (" draw ", {"amount": 1}), ("count", {})] * 4
     results = run(FORMS[form](account), *calls)
     assert [result.content for result in results] == [f"{2 * i + add}" for i in range(4) for add in (3, 2, 2)]
-
-
-def test_methods_that_may_run_at_once_say_so():
-    account = Account()
-    warm(Tool(account.pay_in, sequential=False))
-    began = time.perf_counter()
-    results = run([Tool(account.pay_in, sequential=False)], *[("pay_in", {"amount": 1})] * 40, max_workers=40)
-    assert time.perf_counter() - began < 0.5 and len(results) == 40  # one after another: 0.8 s
-    assert Tool(math.gcd, schema={"name": "gcd", "parameters": {}}).sequential is None, "a module has no state"
 
 
 def test_context_variables_reach_tools_on_threads():
@@ -213,30 +162,12 @@ def test_wrong_arguments_are_answered_with_what_is_wrong_and_the_schema():
     assert '"properties": {"text": {"type": "string"}}' in result.content
 
 
-def test_the_place_of_a_nested_problem_is_named():
-    @tool
-    def total(prices: list[dict[str, int]]) -> int:
-        """Add prices up.
-
-        Args:
-            prices: The prices.
-        """
-        return sum(price["euro"] for price in prices)
-
-    (result,) = run([total], ("total", {"prices": [{"euro": 1}, {"euro": "two"}]}))
-    assert "'prices'[1]['euro']: 'two' is not of type 'integer'" in result.content
-
-
 def test_arguments_as_a_json_string_are_read():
     good, broken, no_object = run([echo], *[("echo", text) for text in ('{"text": "a"}', '{"text": "a', "[1]")])
     assert good.content == "a" and not good.is_error
     assert broken.error is ToolErrorKind.MALFORMED and "not valid JSON" in broken.content
     assert no_object.error is ToolErrorKind.INVALID_ARGUMENTS and "JSON object, not list" in no_object.content
-
-
-def test_missing_arguments_mean_none_are_given():
-    assert run([make_tool(lambda: "x")], ("t", None), ("t", ""), ("t", {}))[1].content == "x"
-    assert "'text' is a required property" in run([echo], ("echo", None))[0].content
+    assert run([make_tool(lambda: "x")], ("t", None), ("t", ""))[1].content == "x"
 
 
 @pytest.mark.parametrize(
@@ -266,9 +197,8 @@ class Unprintable(Exception):
 @pytest.mark.parametrize(
     "error",
     [
-        *(SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1), asyncio.CancelledError()),
-        *(TimeoutError("inner"), BaseException("base"), RecursionError("deep"), MemoryError(), StopAsyncIteration()),
-        Unprintable(),
+        *(SystemExit(3), KeyboardInterrupt(), StopIteration(1), asyncio.CancelledError(), TimeoutError("inner")),
+        *(BaseException("base"), Unprintable()),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -304,11 +234,7 @@ def test_a_keyboard_interrupt_in_an_async_tool_on_the_main_thread_is_the_users()
 
 def test_a_tool_without_a_usable_schema_fails_its_call_only():
     def late(x: "NotYetDefined"):  # noqa: F821
-        """Look.
-
-        Args:
-            x: A thing.
-        """
+        """Look."""
 
     bad, good = run([late, echo], ("late", {"x": 1}), ("echo", {"text": "a"}))
     assert bad.error is ToolErrorKind.EXCEPTION and "NotYetDefined" in bad.content
@@ -318,10 +244,6 @@ def test_a_tool_without_a_usable_schema_fails_its_call_only():
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"tools.*'echo'"):
         ToolExecutor([echo, Tool(echo.fn, name="echo")])
-
-
-def test_a_call_without_any_tools_is_told_so():
-    assert "There are no tools" in run([], ("x", {}))[0].content
 
 
 # -------------------------------------------------------------------- time
@@ -380,34 +302,6 @@ def test_a_call_that_gets_no_thread_is_not_the_models_fault():
     assert results[1].queue_s >= 0.1 and results[1].latency_s == 0.0
 
 
-def test_hanging_tools_do_not_use_up_the_workers():
-    release = threading.Event()
-    hang = make_tool(lambda: release.wait(30), timeout_s=0.05)
-    executor = ToolExecutor([hang, echo], max_workers=2)
-
-    async def main():
-        hung = await executor.execute([ToolCall(name="t", arguments={})] * 6)
-        good = await executor.execute([ToolCall(name="echo", arguments={"text": "a"})])
-        return hung, good
-
-    hung, good = asyncio.run(main())
-    release.set()
-    assert all(result.error is ToolErrorKind.TIMEOUT for result in hung)
-    assert good[0].content == "a"
-
-
-def test_a_hanging_tool_does_not_keep_the_interpreter_from_exiting():
-    code = """
-import asyncio, threading
-from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor
-schema = {"type": "function", "function": {"name": "t", "description": "d", "parameters": {"type": "object"}}}
-hang = Tool(lambda: threading.Event().wait(), schema=schema, timeout_s=0.1)
-print(asyncio.run(ToolExecutor([hang]).execute([ToolCall(name="t", arguments={})]))[0].error.value)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stdout.strip()) == (0, "timeout"), done.stderr
-
-
 def test_cancelling_a_turn_lets_its_calls_go():
     release = threading.Event()
     hang = make_tool(lambda: release.wait(30))
@@ -436,11 +330,8 @@ def test_a_long_result_is_cut_and_says_so():
     (result,) = run([Tool(echo.fn, max_result_chars=10)], ("echo", {"text": "0123456789abcdef"}))
     assert result.is_truncated
     assert result.content == "0123456789\n[truncated: the first 10 of 16 characters are shown]"
-
-
-def test_a_result_of_just_the_limit_is_left_alone():
-    (result,) = run([Tool(echo.fn, max_result_chars=10)], ("echo", {"text": "0123456789"}))
-    assert not result.is_truncated and result.content == "0123456789"
+    (whole,) = run([Tool(echo.fn, max_result_chars=16)], ("echo", {"text": "0123456789abcdef"}))
+    assert not whole.is_truncated and whole.content == "0123456789abcdef"
 
 
 def test_a_token_limit_uses_the_tokenizer_it_is_given_and_four_characters_without():
@@ -449,66 +340,35 @@ def test_a_token_limit_uses_the_tokenizer_it_is_given_and_four_characters_withou
     assert exact.content.startswith("a b c\n[truncated") and exact.is_truncated
     (guessed,) = run([limited], ("echo", {"text": "x" * 13}))
     assert guessed.content.startswith("x" * 12 + "\n[truncated")
+    seen = []  # no more of a huge result is tokenized than can be shown
+    run([limited], ("echo", {"text": "x" * 1_000_000}), truncate=lambda text, n: seen.append(len(text)) or text[:n])
+    assert max(seen) <= 64 * 3
 
 
-def test_a_huge_result_is_cut_before_anything_reads_it():
-    seen = []
+def test_a_result_that_cannot_be_encoded_or_shown_becomes_text():
+    class Unshown:
+        def __str__(self):
+            raise ValueError("cannot be shown")
 
-    def truncate(text, max_tokens):
-        seen.append(len(text))
-        return text[:max_tokens]
+    async def later():
+        return Unshown()
 
-    huge = make_tool(lambda: "x" * 50_000_000, max_result_tokens=100)
-    (result,) = run([huge], ("t", {}), truncate=truncate)
-    assert result.is_truncated and len(result.content) < 200 and max(seen) <= 10_000
-
-
-class BadRepr:
-    def __str__(self):
-        raise ValueError("cannot be shown")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "(no output)"), ({"a": 1}, '{"a": 1}'), (7, "7"), ("\ud800x", "?x"), (BadRepr(), "cannot be shown")],
-    ids=["None", "dict", "int", "surrogate", "unprintable"],
-)
-def test_results_of_the_wrong_type_become_text(value, text):
-    for body in (lambda: value, lambda: _give(value)):
-        assert text in run([make_tool(body)], ("t", {}))[0].content
-
-
-async def _give(value):
-    return value
-
-
-def test_a_result_that_contains_itself_becomes_text():
-    loop = []
-    loop.append(loop)
-    assert run([make_tool(lambda: loop)], ("t", {}))[0].content == "[[...]]"
+    results = run([make_tool(lambda: "\ud800x")], ("t", {})) + run([make_tool(lambda: Unshown())], ("t", {}))
+    results += run([make_tool(later)], ("t", {}))
+    for result, text in zip(results, ("?x", "cannot be shown", "cannot be shown"), strict=True):
+        assert text in result.content
 
 
 def test_a_tool_cannot_change_the_recorded_call():
     @tool
     def spoil(items: list[int]) -> str:
-        """Empty a list.
-
-        Args:
-            items: The list.
-        """
+        """Empty a list."""
         items.clear()
         return "ok"
 
     call = ToolCall(name="spoil", arguments={"items": [1, 2]})
     (result,) = run([spoil], call)
     assert result.call.arguments == {"items": [1, 2]} and not result.is_error
-
-
-def test_every_result_can_be_encoded_and_recorded():
-    nasty = ToolCall(name="\ud800", arguments={"\udfff": "\ud800"})
-    for result in run([echo], nasty, ToolCall(name="echo", arguments={"text": "\ud800"})):
-        result.content.encode("utf-8")
-        json.dumps(result.content)
 
 
 # -------------------------------------------------------------------- the process's directory

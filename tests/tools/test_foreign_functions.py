@@ -37,25 +37,6 @@ DOCSTRINGS = {
     Returns:
         What happened.
     """,
-    "google with one type": """Move a file.
-
-    Args:
-        source: Where it is.
-        force (bool): Whether
-            to replace.
-
-    Returns:
-        str: What happened.
-    """,
-    "another heading": """Move a file.
-
-    Parameters:
-        source (str): Where it is.
-        force (bool): Whether to replace.
-
-    Returns:
-        What happened.
-    """,
     "numpy": """Move a file.
 
     Parameters
@@ -157,22 +138,6 @@ def test_methods_of_other_peoples_classes_are_tools():
         Tool(files.rm_file)
 
 
-def test_words_that_look_like_headings_stay_in_their_description():
-    @tool
-    def find(text: str, mode: str) -> str:
-        """Find: see the Returns: of it.
-
-        Args:
-            text (str): Text. Returns: everything.
-            mode (str): note: this
-                Args: that
-        """
-
-    function = find.schema["function"]
-    assert function["parameters"]["properties"]["text"]["description"] == "Text. Returns: everything."
-    assert function["parameters"]["properties"]["mode"]["description"] == "note: this Args: that"
-
-
 def test_what_annotated_says_describes_an_argument_that_the_docstring_leaves_out():
     @tool
     def search(
@@ -271,7 +236,10 @@ CASES: list[tuple[Any, dict[str, Any], Any, Any]] = [
     (Annotated[int, pydantic.Field(ge=0)], {"type": "integer", "minimum": 0}, 3.0, 3),
     (Path, {"type": "string", "format": "path"}, "a/b", Path("a/b")),
     (bytes, {"type": "string", "format": "binary"}, "ab", b"ab"),
+    (dict, {"type": "object"}, {"a": [1]}, {"a": [1]}),
     (dict[str, Any], {"type": "object", "additionalProperties": {}}, {"a": [1]}, {"a": [1]}),
+    (Literal["a", "b"], {"type": "string", "enum": ["a", "b"]}, "a", "a"),
+    (Any, {}, [1], [1]),
     (float, {"type": "number"}, 2, 2.0),
 ]
 
@@ -317,6 +285,7 @@ def test_the_function_receives_an_object_of_the_hinted_type(hint, schema, value,
         (datetime.date, "2023-02-29", "valid date"),
         (tuple[str, int], ["a"], "'x'"),
         (list[Point], [{"x": 1}, {"y": 1}], "'x' is a required property"),
+        (list[dict[str, int]], [{"euro": 1}, {"euro": "two"}], "'x'[1]['euro']: 'two' is not of type 'integer'"),
         (dict[int, str], {"one": "a"}, "'x'"),
     ],
 )
@@ -385,7 +354,10 @@ def test_a_plain_hint_has_the_schema_that_trl_shows_whatever_its_neighbours_are(
     assert list(shown) == ["city", "color", "nights", "tags"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=() if family in ("qwen3", "gptoss") else pytest.mark.matrix) for family in FAMILIES],
+)
 def test_chat_templates_render_these_schemas(family):
     tools = [tool_of(hint)[0] for hint, *_ in CASES] + [tool_of(Order, Order(points=[]))[0]]
     schemas = [item.schema for item in tools]
@@ -473,14 +445,6 @@ def test_a_schema_that_the_function_cannot_be_called_with_is_refused():
     assert Tool(functools.partial(lambda x, y: y, y=1), schema=schema).name == "go"
 
 
-def test_a_schema_of_ones_own_passes_json_values_on_as_they_are():
-    def when(day: datetime.date) -> str:
-        return type(day).__name__
-
-    made = Tool(when, schema={"name": "when", "parameters": {"type": "object", "properties": {"day": {}}}})
-    assert run(made, day="2024-01-01").content == "str"
-
-
 def test_a_schema_that_refers_to_itself_or_to_nothing_is_refused():
     node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}
     for definitions, named in (({"Node": node}, "Node refers to itself"), ({}, "Node is named, but not defined")):
@@ -522,10 +486,21 @@ def test_the_signature_names_each_type_once_and_null_with_it():
 
 # -------------------------------------------------------------------- what tools return
 
+LOOP: list[Any] = []
+LOOP.append(LOOP)
+
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        ("as it is", "as it is"),
+        (None, "(no output)"),
+        ({"a": [1, None], "ü": True}, '{"a": [1, null], "ü": true}'),
+        ((1, 2), "[1, 2]"),
+        (b"caf\xc3\xa9 \xff", "café \ufffd"),
+        ({"when": complex(1, 2)}, '{"when": "(1+2j)"}'),
+        ({(1, 2): "tuple keys are no JSON"}, "{(1, 2): 'tuple keys are no JSON'}"),
+        (LOOP, "[[...]]"),
         (Point(1, Color.BLUE), '{"x": 1, "color": "blue"}'),
         ([Point(1)], '[{"x": 1, "color": "red"}]'),
         (Order(points=[Point(2)]), '{"points": [{"x": 2, "color": "red"}], "note": null}'),
@@ -543,10 +518,6 @@ def test_the_signature_names_each_type_once_and_null_with_it():
 )
 def test_what_a_tool_returns_is_read_as_json(value, text):
     assert render_result(value) == text
-
-
-def test_a_long_array_is_not_cut_in_the_middle():
-    assert "..." not in render_result(np.arange(5000))
 
 
 def test_a_tool_that_cannot_be_described_stops_the_trainer_before_a_model_is_loaded():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.tools import Passage, SearchIndex, make_search_tool
-from agent_r1_trl.tools.search import STOP_WORDS, query_terms, render_passages
+from agent_r1_trl.tools.search import STOP_WORDS, query_terms
 from tests.effort import examples
 
 ROWS = [
@@ -56,9 +56,6 @@ def test_case_accents_and_endings_do_not_matter(index):
     assert ids(index.search("málaga", 1)) == ["es-city"]
     assert ids(index.search("capitals of norway", 1)) == ["no-capital"]
     assert ids(index.search("run", 1)) == ["es-city"]
-
-
-def test_other_scripts_can_be_found(index):
     assert ids(index.search("北京", 1)) == ["cn-city"]
 
 
@@ -67,17 +64,6 @@ def test_stop_words_count_only_where_nothing_else_is_asked(index):
     assert query_terms("to be or not to be") == ["to", "be", "or", "not"]
     assert ids(index.search("the who", 1)) == ["band"]
     assert "capital" not in STOP_WORDS
-
-
-def test_no_more_passages_come_than_were_asked_for(index):
-    assert len(index.search("capital", 2)) == 2
-    assert len(index.search("capital", 100)) == 3
-
-
-def test_nothing_is_found_where_nothing_matches(index):
-    assert index.search("zzzz", 3) == []
-    assert index.search("", 3) == []
-    assert index.search("?!  \n", 3) == []
 
 
 def test_no_query_is_a_syntax_error(index):
@@ -98,15 +84,12 @@ def test_no_query_is_a_syntax_error(index):
         "+capital -norway",
         "capital \\",
         "x" * 100_000 + " capital",
-        "capital " * 50_000,
         " ".join(f"w{number}" for number in range(5000)),
+        "",
     ]
+    assert "no-capital" in ids(index.search("title:capital NEAR norway", 3))
     for query in queries:
         assert all(isinstance(passage, Passage) for passage in index.search(query, 3)), query
-
-
-def test_operators_are_words(index):
-    assert "no-capital" in ids(index.search("title:capital NEAR norway", 3))
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -146,15 +129,11 @@ def test_a_jsonl_file_a_dataset_and_a_list_give_the_same_results(tmp_path):
     assert found[0] == found[1] == found[2] and found[0]
 
 
-def test_missing_ids_are_row_numbers_and_titles_may_be_missing(tmp_path):
-    index = SearchIndex([{"text": "one"}, {"text": "two", "title": None}], cache_dir=tmp_path)
-    assert ids(index.search("two")) == ["1"] and index.get("0").title == ""
-
-
 def test_texts_that_no_database_likes_are_stored(tmp_path):
     rows = [{"id": "a\ud800", "title": "nul\x00title", "text": "needle \ud800 \x00 end"}]
-    index = SearchIndex(rows, cache_dir=tmp_path)
+    index = SearchIndex([*rows, {"text": "without an id"}], cache_dir=tmp_path)
     assert "needle" in index.search("needle")[0].text
+    assert (index.get("1").text, index.get("1").title) == ("without an id", "")
 
 
 @pytest.mark.parametrize(
@@ -199,13 +178,6 @@ def test_an_index_is_built_once_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setattr("agent_r1_trl.tools.search.write_index", None)
     again = SearchIndex(list(ROWS), cache_dir=tmp_path)
     assert again.path == first.path and again.search("norway") == first.search("norway")
-
-
-def test_other_content_is_another_index(tmp_path):
-    first = SearchIndex(ROWS, cache_dir=tmp_path)
-    second = SearchIndex([*ROWS[:-1], {**ROWS[-1], "text": "changed"}], cache_dir=tmp_path)
-    assert first.path != second.path
-    assert ids(second.search("changed")) == ["band"]
 
 
 def test_a_damaged_index_is_built_anew(tmp_path):
@@ -294,8 +266,3 @@ def test_the_search_tool_takes_a_name_and_limits(index):
     assert search("oslo").startswith("[1] Norway: capital: Oslo is th [truncated]")
     with pytest.raises(ValueError, match="top_k=0"):
         make_search_tool(index, top_k=0)
-
-
-def test_a_passage_is_one_line():
-    shown = render_passages([Passage(id="a", title="T", text="one\n\n  two\t three")])
-    assert shown == "[1] T: one two three"

@@ -69,21 +69,13 @@ def test_a_tool_on_the_wrong_thread_fails_by_the_infrastructure_and_is_not_calle
 def test_such_an_error_of_the_models_own_code_and_of_a_text_that_it_wrote_is_the_models():
     @tool
     def run(code: str) -> str:
-        """Run code.
-
-        Args:
-            code: Of Python.
-        """
+        """Run code."""
         exec(code, {})
         return "ran"
 
     @tool
     def find(page: str) -> str:
-        """Find a page.
-
-        Args:
-            page: Its name.
-        """
+        """Find a page."""
         raise ValueError(f"no page {page}")
 
     text = "signal only works in main thread of the main interpreter"
