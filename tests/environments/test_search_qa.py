@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import pickle
 
 import pytest
 
@@ -65,14 +64,10 @@ def test_without_evidence_any_new_passage_counts(index):
     assert earned == [0.5, 0.0, 0.5, 0.0]
 
 
-def test_evidence_may_be_text_that_a_shown_passage_contains(index):
-    env = started(index, {**EXAMPLE, "evidence": ["born in Bloemfontein"]}, top_k=1)
-    assert rewards(env, search("hobbit"), search("tolkien born")) == [0.0, 0.5]
-
-
 @pytest.mark.parametrize(
     ("evidence", "earned"),
     [
+        (["born in Bloemfontein"], [0.0, 0.5]),
         ([{"title": "the hobbit"}, {"title": "Tolkien", "text": "Born in"}], [0.5, 0.5]),
         ([{"title": "Tolkien", "text": "A novel"}], [0.0, 0.0]),
         ([{"id": "author", "text": "novel"}], [0.5, 0.0]),
@@ -114,15 +109,6 @@ def test_evidence_that_was_cut_off_was_not_seen(index):
 def test_useless_and_failing_searches_can_cost(index):
     env = started(index, useless_search_reward=-0.05, tool_error_reward=-0.2)
     assert rewards(env, search("xyzzy"), message(("search", {"q": "x"}))) == pytest.approx([-0.05, -0.2])
-
-
-def test_parallel_searches_of_one_turn_are_judged_one_by_one(index):
-    assert rewards(started(index, top_k=1), search("hobbit", "tolkien born", "hobbit novel")) == [1.0]
-
-
-def test_searches_never_earn_more_than_the_cap(index):
-    env = started(index, {"question": "q", "answer": "a"}, top_k=1, max_process_reward=0.7)
-    assert rewards(env, search("hobbit"), search("tolkien born"), search("zoo city")) == pytest.approx([0.5, 0.2, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -201,18 +187,6 @@ def test_a_trajectory_that_was_cut_has_no_answer_and_earns_less_than_a_wrong_one
         assert trajectory.info["prediction"] == "" and trajectory.info["em"] == 0.0
 
 
-def test_the_info_is_json_and_names_everything(index):
-    trajectory = finished("<answer>Bloemfontein</answer>")
-    started(index).outcome_reward(trajectory)
-    assert json.loads(json.dumps(trajectory.info)) == {
-        "prediction": "Bloemfontein",
-        "gold": ["Bloemfontein"],
-        "em": 1.0,
-        "f1": 1.0,
-        "valid_answer": 1.0,
-    }
-
-
 def test_gold_answers_may_be_in_any_of_the_usual_columns(index):
     for column in ("answer", "answers", "golden_answers", "gold"):
         env = started(index, {"question": "q", column: ["a", "b"]})
@@ -258,15 +232,3 @@ def test_a_corpus_file_is_indexed_once_per_process(tmp_path, monkeypatch):
     assert SearchQAEnv(path).retriever is SearchQAEnv(str(path)).retriever is open_retriever(path)
     path.write_text(json.dumps({"text": "something else"}))
     assert len(SearchQAEnv(path).retriever) == 1
-
-
-def test_the_environment_class_holds_no_state_between_instances(index):
-    first, second = started(index, top_k=1), started(index, top_k=1)
-    assert rewards(first, search("hobbit")) == [0.5]
-    assert rewards(second, search("hobbit")) == [0.5]
-    first.reset(EXAMPLE)
-    assert rewards(first, search("hobbit")) == [0.5]
-
-
-def test_the_index_travels_to_other_processes(index):
-    assert pickle.loads(pickle.dumps(index)).search("hobbit")[0].id == "author"
