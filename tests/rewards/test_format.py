@@ -15,20 +15,15 @@ from tests.rewards.naive_format import naive_answer, naive_format, naive_visible
         ("It is <answer> Paris </answer>.", "Paris"),
         ("<answer>a</answer> no: <answer>b</answer>", "b"),
         ("<answer></answer>", ""),
-        ("<answer>Paris", None),
         ("Paris</answer>", None),
-        ("Paris", None),
         ("", None),
         ("<answer>a</answer> b</answer>", "a"),
         ("<answer><answer>b</answer></answer>", "b"),
-        ("</answer><answer>", None),
         ("<think><answer>a</answer></think>", None),
         ("<think>x <answer>a</answer></think><answer>b</answer>", "b"),
         ("<answer>a</answer><think>or is it</think>", "a"),
         ("<think>never closed <answer>a</answer>", None),
         ("opened in the prompt <answer>a</answer></think>b", None),
-        ("<answer>two\nlines</answer>", "two\nlines"),
-        ("<ANSWER>a</ANSWER>", None),
         ("<answer>a<think>or b</think></answer>", "a"),
         ("<answ<think>a</think>er>b</answer>", None),
         ("<answer>a</answ<think>b</think>er>", None),
@@ -46,11 +41,9 @@ def test_the_tag_can_be_chosen():
     ("text", "visible"),
     [
         ("<think>a</think>b", "b"),
-        ("a<think>b</think>c", "ac"),
         ("a</think>b", "b"),
         ("<think>a", ""),
         ("<think>a<think>b</think>c</think>d", "d"),
-        ("plain", "plain"),
         ("a</think>b</think>c", "c"),
     ],
 )
@@ -66,30 +59,21 @@ def test_reasoning_is_taken_out_also_where_its_opener_was_in_the_prompt(text, vi
         ("<think>a</think><answer>x</answer>", 1.0),
         ("a</think><answer>x</answer>\n", 1.0),
         ("<answer>x</answer> and more", 0.0),
-        ("<answer>x</answer><answer>y</answer>", 0.0),
         ("<answer> </answer>", 0.0),
-        ("<answer>x", 0.0),
-        ("x", 0.0),
         ("<think>a<answer>x</answer>", 0.0),
-        ("<think>a</think><think>b</think><answer>x</answer>", 0.0),
         ("", 0.0),
         ("</think><answer>x</answer><think>", 0.0),
         ("<answer>x</answer></think><think>", 0.0),
-        ("</think><think><answer>x</answer>", 0.0),
         ("<think><think>a</think><answer>x</answer>", 0.0),
         ("<answer>x</answer><think>a</think>", 0.0),
         ("<answer>x<think>a</think></answer>", 0.0),
-        ("<answer><think>a</think>x</answer>", 0.0),
         ("<answ<think>a</think>er>x</answer>", 0.0),
-        ("<answer>x</ans<think>a</think>wer>", 0.0),
-        ("</answer><think>a</think><answer>x", 0.0),
         ("<think>a<answer>x</think></answer>", 0.0),
         ("<think><answer>a</answer></think><answer>x</answer>", 1.0),
         ("So<think>a</think>: <answer>x</answer>", 1.0),
         ("<Think>a<answer>x</answer>", 1.0),  # tags are spelled exactly: this one is ordinary text
         ("<answer>x</ANSWER>", 0.0),
         ("<answer>\u200b\ufeff\u2060</answer>", 0.0),
-        ("<answer>\u00a0\u3000</answer>", 0.0),
         ("<answer>\u3164\u2800\ufe0f</answer>", 0.0),
         ("<answer>\N{WOMAN}\u200d\N{MICROSCOPE}</answer>", 1.0),
         ("<answer>x</answer>\u200b", 0.0),
@@ -104,13 +88,11 @@ def test_a_well_formed_text_has_exactly_one_answer_at_its_end(text, reward):
     [
         ("Oslo", 1.0),
         ("<answer></answer>", 1.0),  # without a tag, tags are text
-        ("  ", 0.0),
         ("\u200b", 0.0),
         ("<think>Oslo</think>", 0.0),
         ("Oslo</think>", 0.0),
         ("<think>why</think>Oslo", 1.0),
         ("</think>Oslo<think>", 0.0),
-        ("Oslo<think>", 0.0),
     ],
 )
 def test_without_a_tag_any_visible_text_is_well_formed(text, reward):
@@ -122,7 +104,6 @@ def test_without_a_tag_any_visible_text_is_well_formed(text, reward):
     [
         ("<answer>x</answer>", 0.0),
         ("<think>a</think><answer>x</answer>", 1.0),
-        ("a</think><answer>x</answer>", 1.0),
         ("<think></think><answer>x</answer>", 0.0),
         ("<think>\n\u200b</think><answer>x</answer>", 0.0),
         ("</think><answer>x</answer>", 0.0),
@@ -154,20 +135,8 @@ def test_what_is_not_a_text_is_refused():
 
 pieces = st.sampled_from(
     [
-        *(
-            "<answer>",
-            "</answer>",
-            "<think>",
-            "</think>",
-            "<ANSWER>",
-            "<final>",
-            "</final>",
-            "<answ",
-            "er>",
-            "</",
-            "<",
-        ),
-        *(">", "x", " ", "y z", "\n", "\u200b", "\u3164"),
+        *("<answer>", "</answer>", "<think>", "</think>", "<ANSWER>", "<final>", "</final>", "<answ", "er>", "</"),
+        *("<", ">", "x", " ", "y z", "\n", "\u200b", "\u3164"),
     ]
 )
 texts = st.lists(pieces, max_size=10).map("".join)

@@ -14,7 +14,7 @@ from agent_r1_trl.rewards import (
     thinking_format,
     thinking_format_penalty,
 )
-from agent_r1_trl.rewards.words import content_words, words_of
+from agent_r1_trl.rewards.words import words_of
 from tests.effort import examples
 from tests.rewards.helpers import played, searches, thinks, turn
 
@@ -179,12 +179,7 @@ def test_only_sampled_tokens_make_a_trajectory_overlong():
 
 # -------------------------------------------------------------------- what all of them have in common
 
-ALL = [
-    grounded_thinking,
-    overlong_penalty,
-    thinking_format,
-    thinking_format_penalty,
-]
+ALL = [grounded_thinking, overlong_penalty, thinking_format, thinking_format_penalty]
 READ_NO_OBSERVATION = [item for item in ALL if item is not grounded_thinking]
 PIECES = [
     "<think>",
@@ -199,11 +194,7 @@ PIECES = [
     "\n",
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
-messages = st.one_of(
-    st.builds(thinks, texts, texts),
-    st.builds(say, texts),
-    st.builds(searches, texts, thought=texts),
-)
+messages = st.builds(thinks, texts, texts) | st.builds(say, texts) | st.builds(searches, texts, thought=texts)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -298,11 +289,3 @@ def test_a_reward_with_options_keeps_its_name_and_can_be_pickled():
     assert isinstance(copy, RewardFunction)
     assert (copy.__name__, copy.options) == ("thinking_format", {"min_words": 2, "answer_tag": None})
     assert copy([played(thinks("one two three"))]) == [1.0]
-
-
-def test_filler_words_say_nothing_and_numbers_do():
-    assert content_words(words_of("Okay, let me think: first I need to look at 42 and 3.5, US and Oslo.")) == [
-        "42",
-        "3.5",
-        "oslo",
-    ]
