@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import os
 import threading
 import time
 
@@ -369,34 +368,3 @@ def test_a_tool_cannot_change_the_recorded_call():
     call = ToolCall(name="spoil", arguments={"items": [1, 2]})
     (result,) = run([spoil], call)
     assert result.call.arguments == {"items": [1, 2]} and not result.is_error
-
-
-# -------------------------------------------------------------------- the process's directory
-
-
-def test_a_tool_that_changes_the_directory_is_named_and_the_directory_put_back(tmp_path, caplog):
-    home = os.getcwd()
-    results = run([make_tool(lambda: os.chdir(tmp_path)), echo], ("t", {}), ("t", {}), ("echo", {"text": "a"}))
-    assert not any(result.is_error for result in results) and os.getcwd() == home
-    assert caplog.text.count(f"left the process in the directory {tmp_path}; it was put back to {home}") == 1
-    gone = tmp_path / "gone"
-
-    def leave():
-        gone.mkdir()
-        os.chdir(gone)
-        gone.rmdir()
-
-    run([make_tool(leave)], ("t", {}))
-    assert os.getcwd() == home
-
-
-def test_a_directory_that_a_tool_is_in_for_a_while_is_not_taken_from_it(tmp_path):
-    home, seen = os.getcwd(), []
-
-    def visit():
-        with contextlib.chdir(tmp_path):
-            time.sleep(0.2)
-            seen.append(os.getcwd())
-
-    run([make_tool(visit), echo], ("t", {}), *[("echo", {"text": "a"})] * 5)
-    assert (seen, os.getcwd()) == ([str(tmp_path)], home)

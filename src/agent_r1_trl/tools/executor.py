@@ -21,7 +21,6 @@ from typing import Any
 from agent_r1_trl.settings import Seconds, check_value
 from agent_r1_trl.tools.base import Tool, as_tool
 from agent_r1_trl.tools.calls import read_arguments, read_call
-from agent_r1_trl.tools.directory import back_home
 from agent_r1_trl.tools.faults import (
     HandledError,
     InfrastructureError,
@@ -133,8 +132,7 @@ class ToolExecutor:
         result = ToolResult(call=call, content="", attempts=0)
         try:
             found, arguments = self._check(call)
-            with back_home(found.name):
-                text = await self._invoke(found, arguments, result)
+            text = await self._invoke(found, arguments, result)
             result.content, result.is_truncated = self._limit(found, _clean(text))
         except _CallError as failure:
             result.content, result.is_truncated = self._describe(failure)
