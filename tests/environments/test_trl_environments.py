@@ -86,8 +86,8 @@ def test_a_tool_of_ours_keeps_its_own_settings():
     assert FunctionToolsEnv([mine]).tools == [mine]
 
 
-@pytest.mark.parametrize("tools", [[], [5], [multiply, Tool(calculator.fn, name="multiply")]])
-def test_no_functions_what_is_none_and_two_of_one_name_are_refused(tools):
+@pytest.mark.parametrize("tools", [[5], [multiply, Tool(calculator.fn, name="multiply")]])
+def test_what_is_no_function_and_two_of_one_name_are_refused(tools):
     with pytest.raises(ValueError, match=r"^tools"):
         FunctionToolsEnv(tools)
 

@@ -31,7 +31,7 @@ class FunctionToolsEnv(ToolEnv):
     The prompt is the column `prompt` (messages or a string). Results read as in TRL: `str` of the return value.
 
     Args:
-        tools: functions with type hints and a docstring, or `Tool`s with different names; at least one.
+        tools: functions with type hints and a docstring, or `Tool`s with different names.
         **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
     """
 
@@ -40,10 +40,7 @@ class FunctionToolsEnv(ToolEnv):
     has_reward = False
 
     def __init__(self, tools: Iterable[Any], **settings: Any) -> None:
-        functions = [_as_trl_tool(item) for item in tools]
-        if not functions:
-            raise ValueError("tools=[]: pass at least one function.")
-        super().__init__(tools=functions, **settings)
+        super().__init__(tools=[_as_trl_tool(item) for item in tools], **settings)
         _ = self.executor  # reports two tools of the same name here instead of in the first rollout
 
 
