@@ -178,7 +178,7 @@ def test_a_model_reads_the_schemas_that_the_agents_library_sends(is_strict):
     assert sent["function"]["parameters"].get("required") == (["depth", "title"] if is_strict else None)
     referring = agents.function_tool(look, strict_mode=is_strict)
     shown = as_tool(referring).schema["function"]
-    assert shown["strict"] is is_strict and "$ref" not in json.dumps(shown)
+    assert shown["strict"] is is_strict and not any(key in json.dumps(shown) for key in ("$ref", "$defs"))
     assert shown["parameters"]["properties"]["where"]["properties"]["x"]["type"] == "integer"
 
 

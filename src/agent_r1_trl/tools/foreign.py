@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agent_r1_trl.tools.faults import HandledError
-from agent_r1_trl.tools.schema import Schema
+from agent_r1_trl.tools.schema import Schema, inline_references
 from agent_r1_trl.tools.signature import ToolSchemaError
 
 
@@ -32,6 +32,7 @@ def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
         found = read(obj)
         if found is not None:
             named = {"name": obj.name, "description": obj.description or "", **found[1]}
+            named["parameters"] = inline_references(named["parameters"])  # drops definitions that nothing refers to
             return found[0], {"type": "function", "function": named}
     return None
 

@@ -109,7 +109,7 @@ def _read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
         raise undescribed(tool_name, why, kind) from error
 
 
-_UNUSABLE = {
+_UNUSABLE: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*{} cannot be described to a model: give every argument a name.",
     inspect.Parameter.VAR_KEYWORD: "**{} cannot be described to a model: give every argument a name.",
     inspect.Parameter.POSITIONAL_ONLY: "argument {!r} is positional-only, but tools are called by argument name: "
