@@ -39,14 +39,9 @@ def resolve_env_factory(
     Raises:
         ValueError: `env` is an instance or needs arguments, or was given together with one of the others.
     """
-    if env is not None and (tools or environment_factory is not None):
-        other = "tools" if tools else "environment_factory"
-        raise ValueError(
-            f"env= and {other}= were both given. An environment brings its own tools: put them into its `tools` "
-            f"attribute and remove {other}=."
-        )
     if env is not None:
-        return _checked_env_factory(env)
+        given = {"tools": tools, "environment_factory": environment_factory}
+        return _checked_env_factory(env, [f"{name}=" for name, value in given.items() if value])
     if environment_factory is not None:
         return functools.partial(TRLEnvAdapter, environment_factory, tools=list(tools or []))
     if tools:
@@ -54,9 +49,13 @@ def resolve_env_factory(
     return None
 
 
-def _checked_env_factory(env: Any) -> EnvFactory:
-    is_instance = not callable(env) or (hasattr(env, "step") and not inspect.isclass(env))
-    problem = "is an instance, and every trajectory needs its own" if is_instance else makes_environments(env)
+def _checked_env_factory(env: Any, others: Sequence[str]) -> EnvFactory:
+    if others:
+        problem: str | None = f"brings its own tools (its attribute `tools`): remove {' and '.join(others)}"
+    elif not callable(env) or (hasattr(env, "step") and not inspect.isclass(env)):
+        problem = "is an instance, and every trajectory needs its own"
+    else:
+        problem = makes_environments(env)
     if problem is None:
         try:
             inspect.signature(env).bind()
@@ -157,10 +156,8 @@ def makes_environments(target: Any, *, named: bool = False) -> str | None:
     Classes have `reset` and `step`. Functions are written in Python and not part of the standard library, so that no
     path to `os.system` is ever called.
 
-    Args:
-        target: what would be called.
-        named: whether a recipe or a command line names it. A function of an installed package must then say by its
-            return annotation that it makes environments, since the name is all that is known of it.
+    If a recipe or a command line `named` it, a function of an installed package must say by its return annotation that
+    it makes environments, since the name is all that is known of it.
     """
     while isinstance(target, functools.partial):
         target = target.func
