@@ -16,10 +16,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def finite_number(value: Any) -> float | None:
-    """A finite float, in float32's range, out of a number, a boolean, or a numpy or torch scalar.
-
-    Returns:
-        None if the value is anything else: text, None, NaN, infinity, an array of several.
+    """A finite float, in float32's range, out of a number, a boolean, or a numpy or torch scalar; None for all else.
 
     >>> finite_number(True), finite_number("1"), finite_number(1e39)
     (1.0, None, None)
@@ -32,11 +29,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def read_number(value: Any, source: str) -> float:
-    """A finite float out of a number, numpy or torch scalar.
-
-    Raises:
-        RewardError: the value is anything else; `source` names the method that returned it.
-    """
+    """A finite float; a `RewardError` that names the method `source` if the value is none."""
     number = finite_number(value)
     if number is None:
         hint = " Does every path through it end in a return?" if value is None else ""
@@ -45,16 +38,10 @@ def read_number(value: Any, source: str) -> float:
 
 
 def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_reward: float = -1.0) -> Outcome:
-    """Convert what an `outcome_reward` returned to a number or (number, parts).
-
-    Args:
-        value: True or False (success or failure), a number, or (number, parts by name).
-        source: name of the method that returned it, for the error.
-        success_reward: the number that stands for True.
-        failure_reward: the number that stands for False.
+    """A number or (number, parts) out of what `outcome_reward` returned: True, False, a number, or one with parts.
 
     Raises:
-        RewardError: the value is not a finite number, or its parts do not add up to it.
+        RewardError: the value, which `source` returned, is no finite number, or its parts do not add up to it.
     """
     has_parts = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
     first, given = value if has_parts else (value, {})

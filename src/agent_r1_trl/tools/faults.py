@@ -75,11 +75,9 @@ _TOOLS_OWN = (OSError, NameError, AttributeError, ImportError, NotImplementedErr
 
 
 def is_infrastructure_error(error: BaseException, *, has_backend: bool) -> bool:
-    """Whether the error says that the infrastructure failed.
+    """Whether an error, or one that led to it, says that the infrastructure failed.
 
-    Args:
-        error: what the tool raised, with the errors that led to it.
-        has_backend: whether the tool declares that it needs a back end; lost connections and timeouts then count.
+    Lost connections and timeouts do if the tool declares that it needs a back end.
     """
     return is_thread_error(error) or any(
         isinstance(item, InfrastructureError) or (has_backend and is_lost_connection(item))
@@ -101,10 +99,7 @@ def is_thread_error(error: BaseException) -> bool:
 def is_models_mistake(
     error: BaseException, user_errors: tuple[type[BaseException], ...], arguments: Mapping[str, Any]
 ) -> bool | None:
-    """True for an error that the tool declares as one of its callers', False for one that arguments do not cause.
-
-    None: it cannot be told.
-    """
+    """True for an error that the tool declares as its callers', False if arguments do not cause it, else None."""
     if isinstance(error, user_errors):
         return True
     if any(map(is_lost_connection, _with_causes(error))) or _is_of_the_tools_own_file(error, arguments):
@@ -115,10 +110,7 @@ def is_models_mistake(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether the error is a lost or refused connection, a timeout, or an answer such as 503.
-
-    Of Python itself, `urllib`, `requests`, `httpx`, `aiohttp`, gRPC and other libraries that name their errors so.
-    """
+    """Whether the error is a lost or refused connection, a timeout, or an answer such as 503, of any library."""
     names = [base.__name__ for base in type(error).__mro__]
     if any(name in _OTHER_NAMES for name in names):
         return False

@@ -11,11 +11,7 @@ from typing import Any
 
 
 def render_result(value: Any) -> str:
-    """Text of a return value: a string as it is, JSON for what JSON can express (objects by field), else `str`.
-
-    Raises:
-        NoTextError: an image or another object whose `str` is only its address in memory.
-    """
+    """Text of a return value: a string as it is, JSON for what JSON can express (objects by field), else `str`."""
     if isinstance(value, enum.Enum):
         value = value.value
     if isinstance(value, str):

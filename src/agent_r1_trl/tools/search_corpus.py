@@ -34,11 +34,7 @@ def join_contents(title: str, text: str) -> str:
 
 
 def read_jsonl(path: Path) -> Iterator[Any]:
-    """The records of a JSONL file, one at a time.
-
-    Raises:
-        ValueError: a line is not JSON.
-    """
+    """The records of a JSONL file, one at a time."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -50,11 +46,7 @@ def read_jsonl(path: Path) -> Iterator[Any]:
 
 
 def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
-    """Id, title and text of each record; the number of the record where it has no id.
-
-    Raises:
-        ValueError: a record has no text, or there are no records; names `source` and the row.
-    """
+    """Id, title and text of each record; the number of the record where it has no id."""
     number = -1
     for number, record in enumerate(records):
         columns = record if isinstance(record, dict) else {}
