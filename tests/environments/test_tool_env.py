@@ -88,18 +88,14 @@ def test_an_example_without_a_prompt_is_refused(example):
 
 def test_each_call_is_answered_by_one_tool_message_in_order():
     (step,) = play(started(), message(("echo", {"text": "a"}), ("nope", {}), ("echo", {"text": "b"})))
+    assert step.info["reward_parts"] == pytest.approx({"tool_call": 1.0, "tool_error": -0.1})
+    assert step.reward == pytest.approx(0.9)
     assert [item["role"] for item in step.observations] == ["tool"] * 3
     assert [item["tool_call_id"] for item in step.observations] == ["id0", "id1", "id2"]
     assert [step.observations[0]["content"], step.observations[2]["content"]] == ["a", "b"]
     assert step.observations[0]["name"] == "echo" and "no tool 'nope'" in step.observations[1]["content"]
     assert not step.done and not step.info["is_invalid"]
     assert [result.error for result in step.info["tool_results"]] == [None, ToolErrorKind.UNKNOWN_TOOL, None]
-
-
-def test_the_reward_of_a_turn_is_the_sum_over_its_calls():
-    (step,) = play(started(), message(("echo", {"text": "a"}), ("nope", {}), ("echo", {"text": "fail"})))
-    assert step.reward == pytest.approx(0.5 - 0.1 - 0.1)
-    assert step.info["reward_parts"] == pytest.approx({"tool_call": 0.5, "tool_error": -0.2})
 
 
 def test_an_answer_without_a_call_ends_the_episode():
@@ -307,9 +303,8 @@ def test_settings_are_class_attributes_that_arguments_override():
     class Generous(EchoEnv):
         tool_call_reward = 0.9
 
-    assert play(started(Generous), message(("echo", {"text": "a"})))[0].reward == 0.9
-    assert play(started(Generous, tool_call_reward=0.2), message(("echo", {"text": "a"})))[0].reward == 0.2
-    assert Generous.tool_call_reward == 0.9
+    for settings_given, reward in (({}, 0.9), ({"tool_call_reward": 0.2}, 0.2)):
+        assert play(started(Generous, **settings_given), message(("echo", {"text": "a"})))[0].reward == reward
 
 
 @pytest.mark.parametrize(
@@ -470,7 +465,7 @@ def test_calls_above_the_limit_of_a_turn_are_not_made_and_one_error_says_so():
             Counting(max_calls_per_turn=wrong)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "malformed_tool_call", "x"]), json_values)
     | st.builds(lambda calls: {"role": "assistant", "tool_calls": calls}, st.lists(json_values, max_size=3))
@@ -487,37 +482,29 @@ def test_any_json_message_is_a_step(given_message):
 # -------------------------------------------------------------------- several user turns
 
 
-def dialogue(*texts, is_async=False):
-    """An environment whose user says these texts, one after the answer to another."""
+class Dialogue(ToolEnv):
+    """The user says the row's texts, one after the answer to another."""
 
-    class Dialogue(ToolEnv):
-        def reset(self, example):
-            self.waiting = list(texts)
-            return super().reset(example)
-
-        def next_user_message(self, message):
-            return self.waiting.pop(0) if self.waiting else None
-
-    class AsyncDialogue(Dialogue):
-        async def next_user_message(self, message):
-            await asyncio.sleep(0)
-            return Dialogue.next_user_message(self, message)
-
-    env = AsyncDialogue() if is_async else Dialogue()
-    env.reset({"prompt": "Hello."})
-    return env
+    def next_user_message(self, message):
+        return self.example["texts"].pop(0) if self.example["texts"] else None
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_the_user_speaks_again_until_nothing_is_left_to_say(is_async):
-    env = dialogue("And then?", "", is_async=is_async)
+class AsyncDialogue(Dialogue):
+    async def next_user_message(self, message):
+        await asyncio.sleep(0)
+        return super().next_user_message(message)
+
+
+@pytest.mark.parametrize("cls", [Dialogue, AsyncDialogue])
+def test_the_user_speaks_again_until_nothing_is_left_to_say(cls):
+    env = cls()
+    env.reset({"prompt": "Hello.", "texts": ["And then?", "", 5]})
+    (called,) = play(env, message(("no_such_tool", {})))
+    assert called.info["is_invalid"] and called.observations[0]["role"] == "tool", "not asked while tools are called"
     for expected in ("And then?", ""):
-        step = asyncio.run(env.step(message(content="An answer.")))
+        (step,) = play(env, message(content="An answer."))
         assert step.observations == [{"role": "user", "content": expected}]
         assert not step.done and not step.info["is_invalid"] and step.reward == 0.0
-    assert asyncio.run(env.step(message(content="Goodbye."))).done
-
-
-def test_what_the_user_says_must_be_text():
-    with pytest.raises(ValueError, match=r"Dialogue\.next_user_message returned 5"):
-        asyncio.run(dialogue(5).step(message(content="An answer.")))
+    with pytest.raises(ValueError, match=rf"{cls.__name__}\.next_user_message returned 5"):
+        play(env, message(content="An answer."))
+    assert play(env, message(content="Goodbye."))[0].done

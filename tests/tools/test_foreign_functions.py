@@ -16,6 +16,9 @@ import pydantic
 import pytest
 from typing_extensions import TypedDict
 
+from agent_r1_trl import ToolEnv
+from agent_r1_trl.environments.factory import read_form, resolve_env_factory
+from agent_r1_trl.rollout import EnvSession, RolloutRequest
 from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, render_result, tool
 from agent_r1_trl.tools.worded_types import read_type
 from tests.tokenizers import FAMILIES, make_tokenizer
@@ -386,15 +389,36 @@ def test_mistakes_show_when_the_tool_is_made_and_a_schema_of_ones_own_cures_them
     assert run(cured, handle="h").content == "h"
 
 
-def test_an_environment_class_with_an_undescribed_function_is_refused_where_it_is_defined():
-    from agent_r1_trl import ToolEnv
+def undescribed(x: int): ...
 
-    def undescribed(x: int): ...
 
-    with pytest.raises(ToolSchemaError, match=r"'undescribed'.*docstring"):
+class Undescribed:
+    def reset(self, **row): ...
 
-        class Env(ToolEnv):
-            tools: typing.ClassVar = [undescribed]
+    def look(self, where):
+        """Look around."""
+
+
+def played_with(tools):
+    env = type("Env", (ToolEnv,), {"__init__": lambda self: ToolEnv.__init__(self, tools=[Tool(*tools)])})
+    session = EnvSession(env, truncate=lambda text, max_tokens: text)
+    asyncio.run(session.reset(RolloutRequest(example={"prompt": "?"})))
+
+
+@pytest.mark.parametrize(
+    "give",
+    [
+        lambda: type("Env", (ToolEnv,), {"tools": [undescribed]}),
+        lambda: read_form(resolve_env_factory(tools=[undescribed])),
+        lambda: read_form(resolve_env_factory(environment_factory=Undescribed)),
+        lambda: read_form(resolve_env_factory(environment_factory={"a": Undescribed})),
+        lambda: played_with([undescribed]),
+    ],
+    ids=["class", "functions", "TRL's class", "TRL's classes", "instance"],
+)
+def test_a_function_that_cannot_be_described_is_refused_where_it_is_given(give):
+    with pytest.raises(ToolSchemaError, match=r"'(undescribed|look)'.*schema="):
+        give()
 
 
 # -------------------------------------------------------------------- schemas of other systems
@@ -518,36 +542,3 @@ LOOP.append(LOOP)
 )
 def test_what_a_tool_returns_is_read_as_json(value, text):
     assert render_result(value) == text
-
-
-def test_a_tool_that_cannot_be_described_stops_the_trainer_before_a_model_is_loaded():
-    from agent_r1_trl.environments.factory import read_form, resolve_env_factory
-
-    def undescribed(x: int): ...
-
-    class Environment:
-        def reset(self, **row): ...
-
-        def look(self, where):
-            """Look around."""
-
-    for given in (
-        {"tools": [undescribed]},
-        {"environment_factory": Environment},
-        {"environment_factory": {"a": Environment}},
-    ):
-        with pytest.raises(ToolSchemaError, match=r"'(undescribed|look)'.*schema="):
-            read_form(resolve_env_factory(**given))
-
-
-def test_a_tool_made_in_an_environments_constructor_is_no_failure_of_the_machine():
-    from agent_r1_trl import ToolEnv
-    from agent_r1_trl.rollout import EnvSession, RolloutRequest
-
-    class Late(ToolEnv):
-        def __init__(self):
-            super().__init__(tools=[Tool(lambda x: x, name="late")])
-
-    session = EnvSession(Late, truncate=lambda text, max_tokens: text)
-    with pytest.raises(ToolSchemaError, match="'late'"):
-        asyncio.run(session.reset(RolloutRequest(example={"prompt": "?"})))
