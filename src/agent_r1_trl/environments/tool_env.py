@@ -321,7 +321,7 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
         ValueError: the row has neither column, or the column has another form.
     """
     columns = example if isinstance(example, Mapping) else {}
-    prompt = columns.get("question") if columns.get("prompt") is None else columns["prompt"]
+    prompt: Any = columns.get("question") if columns.get("prompt") is None else columns["prompt"]
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     is_chat = isinstance(prompt, (list, tuple)) and prompt

@@ -385,7 +385,7 @@ FOUND = {
         (env_like(__init__=lambda self: raise_(SystemExit(1))), "SystemExit"),
         (lambda: ONE_ENV, "same object every time"),
         *((thing, "is no class or function") for thing in (5, "MyEnv", GoodEnv())),
-        ({"a": 5}, "environment_factory['a']=5"),
+        ({"a": 5}, "environment_factory={'a': 5}"),
     ],
     ("error", "tools"): [
         (env_like(tools=5), "must be a list"),
