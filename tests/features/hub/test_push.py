@@ -166,8 +166,8 @@ def test_a_token_that_is_missing_unknown_or_not_enough_is_said(
 @pytest.mark.parametrize(
     ("header", "said"),
     [
-        ("a: [", "the metadata at the top is no YAML"),
-        ("- a\n- b", "the metadata at the top is no YAML"),
+        ("a: [", "metadata at the top of README.md: cannot be read"),
+        ("- a\n- b", "metadata at the top of README.md: cannot be read"),
         ("summary: " + "long " * 20_000, "metadata is too long"),
     ],
     ids=["no YAML", "no mapping", "too long"],

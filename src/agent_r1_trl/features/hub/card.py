@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from agent_r1_trl.advantages.estimators import Estimator
 
 CARD = "README.md"
-TAG = "agent-r1-trl"
 PAPERS = (
     (AGENT_R1["title"], AGENT_R1["id"]),
     ("RAGEN: Understanding Self-Evolution in LLM Agents via Multi-Turn Reinforcement Learning", "2504.20073"),
@@ -47,12 +46,6 @@ READ_SETTINGS = (
     "max_tokens_per_turn", "max_observation_tokens", "max_invalid_calls",
 )  # fmt: skip
 """Settings that decide what the model reads and writes in a turn, in training and in a chat."""
-METHODS = {
-    "model": "this model with its tools",
-    "base": "the model before the training, with the same tools",
-    "naive_rag": "one search with the question, one answer",
-    "closed_book": "no tools, one answer",
-}
 NOT_METRICS = ("num_examples", "num_generations", "duration_s")
 """Numbers of an evaluation that are no results."""
 
@@ -65,7 +58,7 @@ _HEADLINE = re.compile(r"(eval_(\w+_)?)?(reward(/process|/outcome)?|rollout/(tur
 """Logged names that are shown in the card; of several evaluation sets, each has its name: eval_hard_reward."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Scores:
     """One method on one data set."""
 
@@ -73,17 +66,9 @@ class Scores:
     data: str
     """Hub id or path of the data set; its short name where that is all that is known."""
     num_examples: int | None
-    metrics: dict[str, tuple[float, Sequence[float] | None]]
+    metrics: dict[str, tuple[float, list[float] | None]]
     """Metric -> value and 95% interval."""
     settings: Mapping[str, Any]
-
-    @property
-    def about(self) -> str:
-        """On what was played, and how."""
-        heat = self.settings.get("temperature")
-        drawn = "" if heat is None else ", greedy" if heat == 0 else f", sampled at temperature {heat:g}"
-        of_data = f" of {markdown_code(data_name(self.data))}" if self.data else ""
-        return f"{'?' if self.num_examples is None else self.num_examples} examples{of_data}{drawn}"
 
 
 @dataclass(kw_only=True)
@@ -114,11 +99,7 @@ class CardFacts:
 
 
 def read_facts(folder: Path, model_id: str) -> CardFacts:
-    """The facts of an output directory.
-
-    Args:
-        folder: of a run.
-        model_id: under which the model will be found.
+    """The facts of the output directory of a run; `model_id` is under which the model will be found.
 
     Raises:
         ValueError: a file that it holds cannot be read; names it.
@@ -143,43 +124,38 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     """The content of a file of JSON or YAML; empty if there is none."""
-    if not path.is_file():
-        return {}
+    return _mapping(str(path), path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _mapping(place: str, text: str) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds {type(value).__name__}, not settings by name")
+        value = yaml.safe_load(text) if not place.endswith(".json") else json.loads(text)
+        if isinstance(value, dict):
+            return value
+        problem = f"it holds {type(value).__name__}, not settings by name"
     except (ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be read ({problem}). Write it again, or remove it.") from error
-    return value
+    raise ValueError(f"{place}: cannot be read ({problem}). Correct or remove it.")
 
 
 def read_scores(evaluation: Mapping[str, Any], data: Mapping[str, str]) -> list[Scores]:
-    """The rows of an evaluation: one, or the table of `agent-r1-trl eval`; what has no finite value is left out.
+    """The rows of `evaluation.json`, one or those of a table; what has no finite value is left out.
 
-    Args:
-        evaluation: the content of `evaluation.json`; empty if there is none.
-        data: of `CardFacts`, for an evaluation that does not name its own.
+    `data` is that of `CardFacts`, for an evaluation that does not name its own.
     """
     found = []
     for row in evaluation.get("rows", [evaluation]):
         intervals, settings = row.get("intervals", {}), row.get("settings", {})
         values = {name: value for name, value in row.items() if name not in NOT_METRICS and _is_finite(value)}
         bounds = {name: intervals.get(name) or [None] for name in values}
-        of_row = settings.get("dataset_name") or row.get("dataset") or data.get("evaluation") or data.get("training")
-        scores = Scores(
-            method=row.get("method", "model"),
-            data=of_row or "",
-            num_examples=row.get("num_examples"),
-            metrics={
+        named = settings.get("dataset_name") or row.get("dataset") or data.get("evaluation") or data.get("training")
+        if values:
+            metrics = {
                 name: (float(value), bounds[name] if all(map(_is_finite, bounds[name])) else None)
                 for name, value in values.items()
-            },
-            settings=settings,
-        )
-        found += [scores] if values else []
+            }
+            method, num = row.get("method", "model"), row.get("num_examples")
+            found.append(Scores(method=method, data=named or "", num_examples=num, metrics=metrics, settings=settings))
     return found
 
 
@@ -202,69 +178,58 @@ def make_card(facts: CardFacts, before: str = "", *, in_full: bool = False) -> s
         ValueError: the metadata of that card is no YAML.
     """
     metadata, body = split_card(before)
-    metadata, in_full = complete_metadata(metadata, facts), in_full or not body.strip()
-    body = body if body.strip() else _new_body(facts)
+    metadata, body = complete_metadata(metadata, facts), body.strip()
+    rendered = render(facts, in_full or not body)
+    kept = {"Citations"} if body else set()
+    if before and not (facts.env or facts.recipe.get("tools")):
+        kept.add("Quick start")
+    body = body or rendered.partition("\n## ")[0]
     body = body.replace('model="None"', f'model="{facts.model_id}"')  # TRL's, before there is a repository
     body = _LINK.sub(lambda link: link[0] if is_hub_id(link[1]) else markdown_code(link[1]), body)
-    for heading, text in _SECTION.findall(render(facts, in_full)):
-        if text.strip() and (heading != "Quick start" or not before or facts.env or facts.recipe.get("tools")):
+    for heading, text in _SECTION.findall(rendered):
+        if text.strip() and heading not in kept:
             body = with_section(body, heading, text.strip(), is_first=heading == "Quick start")
     header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=10_000)
     return f"---\n{header}---\n\n{body.strip()}\n"
 
 
 def render(facts: CardFacts, in_full: bool) -> str:
-    """The sections of the card; those about which nothing is known are empty."""
+    """The template, filled; sections about which nothing is known are empty."""
     import jinja2
 
-    # The schema is one line, so that nothing in it closes its block of code.
-    filters = {"md": lambda text: markdown(str(text or "")), "code": lambda text: markdown_code(str(text))}
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= filters | {"json": lambda item: shown(json.dumps(item or {}, ensure_ascii=False))}
-    template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
-    estimator, recipe = facts.estimator, facts.recipe
-    names = dict.fromkeys((*SETTINGS, *(estimator.options if estimator else ())))
+    estimator, command = facts.estimator, quick_start(facts)
     results: dict[str, list[Scores]] = {}
     for scores in facts.scores:
         results.setdefault(data_name(scores.data), []).append(scores)
-    methods = dict.fromkeys(scores.method for scores in facts.scores)
-    options, command = agent_options(recipe), quick_start(facts)
-    return template.render(
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= {
+        "md": lambda text: markdown("" if text is None else str(text)),
+        "code": lambda text: markdown_code(str(text)),
+        # One line, so that nothing in it closes its block of code.
+        "json": lambda item: shown(json.dumps(item or {}, ensure_ascii=False)),
+    }
+    return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")).render(
         vars(facts),
+        in_full=in_full,
         data=facts.data,
-        options=options,
+        options=agent_options(facts.recipe),
         command=command,
         fence="`" * (3 if "```" not in command else 9),
-        in_full=in_full,
-        settings=[(name, markdown(str(recipe[name]))) for name in names if recipe.get(name) is not None],
+        settings=dict.fromkeys((*SETTINGS, *(estimator.options if estimator else ()))),
         metrics=metrics(facts.history),
-        summary="; ".join(filter(None, (estimator.baseline, estimator.credit))) if estimator else "",
         papers=dict.fromkeys((*PAPERS, *(estimator.papers if estimator else ()))),
+        citation=AGENT_R1["citation"],
         results=results,
-        rows_of=rows_of,
-        methods={name: METHODS[name] for name in methods if name in METHODS and list(methods) != ["model"]},
     )
 
 
-def metrics(history: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """First and last logged value of the headline metrics, train and eval, and of the environment's own."""
+def metrics(history: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """The logged values of the headline metrics, train and eval, and of the environment's own."""
     values: dict[str, list[float]] = {}
     for name, value in (item for entry in history for item in entry.items()):
         if isinstance(value, int | float) and _HEADLINE.fullmatch(name):
             values.setdefault(name, []).append(float(value))
-    return [(markdown(name), f"{series[0]:.4g}", f"{series[-1]:.4g}") for name, series in sorted(values.items())]
-
-
-def rows_of(listed: Sequence[Scores]) -> list[list[str]]:
-    """The table of one data set: a line for each metric, a column for each method."""
-
-    def cell(scores: Scores, name: str) -> str:
-        value, bounds = scores.metrics.get(name, (None, None))
-        text = "" if value is None else f"{value:.4g}"
-        return text if bounds is None else f"{text} ({bounds[0]:.4g} to {bounds[1]:.4g})"
-
-    names = dict.fromkeys(name for scores in listed for name in scores.metrics)
-    return [[markdown(name), *(cell(scores, name) for scores in listed)] for name in names]
+    return dict(sorted(values.items()))
 
 
 def split_card(text: str) -> tuple[dict[str, Any], str]:
@@ -277,24 +242,13 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     match = _HEADER.match(text)
     if match is None:
         return {}, text
-    try:
-        metadata = yaml.safe_load(match.group(1)) or {}
-        if not isinstance(metadata, dict):
-            raise ValueError("it is no mapping")
-    except (ValueError, yaml.YAMLError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{CARD}: the metadata at the top is no YAML ({problem}). Correct or remove it.") from error
-    return metadata, text[match.end() :]
+    return _mapping(f"The metadata at the top of {CARD}", match[1] or "{}"), text[match.end() :]
 
 
 def with_section(body: str, heading: str, text: str, *, is_first: bool = False) -> str:
     r"""The body with a section of second level in the place of the one with that heading, else in front of citations.
 
-    Args:
-        body: of a card.
-        heading: of the section.
-        text: of the section, without its heading.
-        is_first: a new section stands in front of all others.
+    A new section that `is_first` stands in front of all others.
 
     >>> with_section("# A\n\n## Results\n\nold\n\n## Citations\n", "Results", "new")
     '# A\n\n## Results\n\nnew\n\n## Citations\n'
@@ -308,34 +262,20 @@ def with_section(body: str, heading: str, text: str, *, is_first: bool = False) 
     return f"{body[:start].rstrip()}\n\n{section}{body[start:]}"
 
 
-def _new_body(facts: CardFacts) -> str:
-    base = f" from {markdown_code(facts.base_model)}" if facts.base_model else ""
-    return (
-        f"# {markdown(facts.model_id.rpartition('/')[2])}\n\n"
-        f"A {'PEFT adapter' if facts.is_adapter else 'language model'} that was trained{base} to use tools over many "
-        "turns, with reinforcement learning (agent-r1-trl, on top of [TRL](https://github.com/huggingface/trl)).\n\n"
-        f"## Citations\n\n```bibtex\n{AGENT_R1['citation']}\n```"
-    )
-
-
 # ---------------------------------------------------------------- metadata
 
 
 def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str, Any]:
     """The metadata with what is known of the run, and without ids that are none."""
-    done = dict(metadata)
+    done = {"pipeline_tag": "text-generation", **metadata}
     done["library_name"] = "peft" if facts.is_adapter else done.get("library_name") or "transformers"
-    done.setdefault("pipeline_tag", "text-generation")
     tags = map(str, _listed(done.get("tags")))
-    done["tags"] = list(dict.fromkeys([*tags, TAG, "reinforcement-learning"]))
-    for name, found in (("base_model", [facts.base_model]), ("datasets", list(facts.data.values()))):
+    done["tags"] = list(dict.fromkeys([*tags, "agent-r1-trl", "reinforcement-learning"]))
+    for name, found in (("base_model", facts.base_model), ("datasets", list(facts.data.values()))):
         given = done.pop(name, None) or found
-        ids = [str(item) for item in _listed(given) if is_hub_id(str(item))]
-        if ids:
-            is_one = isinstance(given, str) or name == "base_model"
-            done[name] = ids[0] if is_one and len(ids) == 1 else list(dict.fromkeys(ids))
-    if index := model_index(facts):
-        done["model-index"] = index
+        ids = list(dict.fromkeys(item for item in map(str, _listed(given)) if is_hub_id(item)))
+        done[name] = ids[0] if ids and isinstance(given, str) else ids
+    done["model-index"] = model_index(facts) or done.get("model-index")
     return dict(shown_all({name: value for name, value in done.items() if value not in (None, "", [])}))
 
 
