@@ -149,8 +149,8 @@ def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_sent(hu
     [
         (None, "ada/adder", "hf auth login"),
         ("hf_" + "n" * 34, "ada/adder", "hf auth login"),
-        (READ_TOKEN, "ada/adder", "may not write there"),
-        (TOKEN, "bob/adder", "may not write there"),
+        (READ_TOKEN, "ada/adder", "a token that may write"),
+        (TOKEN, "bob/adder", "a token that may write"),
     ],
     ids=["missing", "unknown", "may only read", "of another account"],
 )

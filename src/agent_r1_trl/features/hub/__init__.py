@@ -1,12 +1,27 @@
-"""What is sent to the Hub: the files of a run, and the card that describes them."""
+"""What is sent to the Hub: the files of a run, and the card that describes them.
+
+transformers uploads the whole `output_dir`, which may hold data that is private, or huge: what leaves is searched for
+secrets, and trajectories and critic go along only if asked for.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.settings import plain, plain_value
+
+LEFT_OUT = {
+    "": ["journal/*", "training_args.bin"],  # the arguments are a pickle that holds `hub_token`
+    "push.trajectories": ["trajectories/*", "completions/*"],
+    "push.critic": ["critic/*"],
+}
+"""Setting -> patterns of files in `output_dir` that are uploaded with it only; `*` matches subfolders as well."""
+VERSIONS = "### Framework versions\n\n"
 logger = logging.getLogger(__name__)
 
 
@@ -16,26 +31,72 @@ def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
 
 
 def finish_card(trainer: Any, path: Path) -> None:
-    """Put environment, tools, settings, data and results into the card that TRL wrote.
+    """Add what is known of the run to the card that TRL wrote, and take out what the Hub would refuse.
 
     Args:
-        trainer: whose card it is.
+        trainer: the one that trained the model.
         path: of the card.
     """
-    from agent_r1_trl.features.hub.uploads import complete_card
+    from agent_r1_trl import __version__
+    from agent_r1_trl.environments.factory import env_name, tool_schemas
+    from agent_r1_trl.features.hub.card import READ_SETTINGS, SETTINGS, make_card, read_facts
 
+    args, factory = trainer.args, trainer.env_factory
     try:
-        complete_card(trainer, path)
+        facts = read_facts(path.parent, getattr(trainer, "hub_model_id", None) or args.output_dir)
     except ValueError as error:  # of an evaluation.json, say: not worth the training
         logger.warning("The model card is not complete: %s", error)
+        return
+    facts.env, facts.estimator, facts.history = "", args.estimator, trainer.state.log_history
+    for name in READ_SETTINGS:
+        facts.recipe.setdefault(name, plain(getattr(args, name, None)))
+    if factory is not None:
+        facts.env, facts.tools = env_name(factory), tool_schemas(factory)
+        facts.recipe.setdefault("env", None if facts.recipe.get("tools") else _import_path(factory))
+        facts.recipe |= {
+            name: getattr(args, name) for name in (*SETTINGS, *args.estimator.options) if hasattr(args, name)
+        }
+    card = path.read_text(encoding="utf-8")
+    # TRL's template links to the base model, also where a local folder has no page on the Hub.
+    card = card.replace("[None](https://huggingface.co/None)", "a local checkpoint")
+    card = card.replace(VERSIONS, f"{VERSIONS}- Agent-R1-TRL: {__version__}\n- PEFT: {version('peft')}\n")
+    path.write_text(make_card(facts, card, in_full=True), encoding="utf-8")
 
 
-def uploads_checked(args: Any) -> contextlib.AbstractContextManager[None]:
-    """While it lasts, nothing private is uploaded.
+def _import_path(factory: Any) -> str | None:
+    """Where a reader finds the class of an environment, or a function that makes it; None where nobody can."""
+    module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
+    return f"{module}.{name}" if module != "__main__" and name.isidentifier() else None
+
+
+@contextlib.contextmanager
+def uploads_checked(args: Any) -> Iterator[None]:
+    """While it lasts, transformers' uploads of folders leave out what is not asked for, and refuse secrets.
 
     Args:
         args: of the trainer.
     """
-    from agent_r1_trl.features.hub import uploads
+    from huggingface_hub.utils import filter_repo_objects
+    from transformers.utils.hub import hf_api
 
-    return uploads.uploads_checked(args)
+    from agent_r1_trl.features.hub.secret_scan import check_files
+
+    api: Any = hf_api()
+    upload_folder = api.upload_folder
+    left_out = [
+        item for name, patterns in LEFT_OUT.items() if not (name and plain_value(args, name)) for item in patterns
+    ]
+
+    def upload(*others: Any, folder_path: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
+        given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
+        ignored, folder = [*given, *left_out], Path(folder_path)
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=ignored)}
+        check_files(files, allowed=args.push.allow_secrets or [], fix="push.allow_secrets:")
+        return upload_folder(*others, folder_path=folder_path, ignore_patterns=ignored, **kwargs)
+
+    api.upload_folder = upload  # hides the method of the class, on this object
+    try:
+        yield
+    finally:
+        del api.upload_folder

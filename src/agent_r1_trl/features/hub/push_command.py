@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError
+from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError, users_mistakes
 from agent_r1_trl.safe_text import visible
 
 COMMAND = "agent-r1-trl push"
@@ -57,38 +57,29 @@ def make_parser() -> PlainParser:
     }
     for name, about in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=about)
-    parser.add_argument(
-        "--allow_secrets",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="Files, or patterns of them, that are sent although something in them looks like a secret.",
-    )
-    parser.add_argument("--message", default="Upload with agent-r1-trl", help="Message of the commit.")
+    allow = "Files, or patterns of them, that are sent although something in them looks like a secret."
+    parser.add_argument("--allow_secrets", nargs="+", default=[], metavar="FILE", help=allow)
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Collect, search and send the files; returns the exit code."""
     arguments = make_parser().read(argv)
-    if arguments.trajectories and arguments.critic:
-        raise UsageError("--critic: goes with a model, and --trajectories sends a data set. Leave one of them out.")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     from agent_r1_trl.features.hub.secret_scan import check_files
 
-    try:
-        validate_repo_id(arguments.repo_id)
-    except HFValidationError as error:
-        raise UsageError(f"--repo_id {arguments.repo_id!r}: {error} Pass user/name.") from error
-    with tempfile.TemporaryDirectory(prefix="agent-r1-trl-push-") as scratch:
+    with users_mistakes(FileNotFoundError), tempfile.TemporaryDirectory(prefix="agent-r1-trl-push-") as scratch:
+        if arguments.trajectories and arguments.critic:
+            raise ValueError("--critic: goes with a model, and --trajectories sends a data set. Leave one of them out.")
         try:
-            files = (_dataset_files if arguments.trajectories else _model_files)(arguments, Path(scratch))
-            sys.stdout.write(_listing(files, arguments))
-            check_files(files, allowed=arguments.allow_secrets, fix="--allow_secrets")
-            print("Nothing was sent (--dry_run)." if arguments.dry_run else _push(files, arguments))
-        except (ValueError, FileNotFoundError) as error:
-            raise UsageError(str(error)) from error
+            validate_repo_id(arguments.repo_id)
+        except HFValidationError as error:
+            raise ValueError(f"--repo_id {arguments.repo_id!r}: {error} Pass user/name.") from error
+        files = (_dataset_files if arguments.trajectories else _model_files)(arguments, Path(scratch))
+        sys.stdout.write(_listing(files, arguments))
+        check_files(files, allowed=arguments.allow_secrets, fix="--allow_secrets")
+        print("Nothing was sent (--dry_run)." if arguments.dry_run else _push(files, arguments))
     return 0
 
 
@@ -113,10 +104,7 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
             "or a checkpoint wrote."
         )
     if arguments.critic and not found["critic"]:
-        raise UsageError(
-            f"critic: {folder} has none (critic/critic.safetensors); only PPO trains one, and writes it beside the "
-            "model. Leave --critic out."
-        )
+        raise UsageError(f"--critic: {folder} has none (critic/critic.safetensors), which PPO writes. Leave it out.")
     facts, path = read_facts(folder, arguments.repo_id), folder / CARD
     factory = environment_of(facts.recipe, "the card lists no tools")
     facts.tools = None if factory is None else tool_schemas(factory)
@@ -129,11 +117,9 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
 
 
 def environment_of(recipe: dict[str, Any], consequence: str) -> Callable[..., Any] | None:
-    """The environment that a recipe names; None if it names none, or if it cannot be made here, which is said.
+    """The environment that a recipe names; None if it names none, or cannot be made here, which is said.
 
-    Args:
-        recipe: settings of a run.
-        consequence: what follows if it cannot be made.
+    `consequence` is what follows then.
     """
     from agent_r1_trl.cli.arguments import read_mapping
     from agent_r1_trl.cli.resolve import resolve_env
@@ -182,49 +168,36 @@ def _push(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
         DependencyError: it cannot be reached, or answers with an error of its own.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import LocalTokenNotFoundError, OfflineModeIsEnabled
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="agent-r1-trl")
-    repo_id, repo_type = arguments.repo_id, "dataset" if arguments.trajectories else "model"
+    repo_type = "dataset" if arguments.trajectories else "model"
     try:
-        url = api.create_repo(repo_id, repo_type=repo_type, private=arguments.private or None, exist_ok=True)
+        url = api.create_repo(arguments.repo_id, repo_type=repo_type, private=arguments.private or None, exist_ok=True)
         if arguments.private and api.repo_info(url.repo_id, repo_type=repo_type).private is False:
             raise UsageError(
-                f"private: {url.repo_id} is there already, and is public. Make it private in its settings on the Hub, "
-                "pass another --repo_id, or leave --private out."
+                f"--private: {url.repo_id} is there already, and is public. Make it private in its settings on the "
+                "Hub, pass another --repo_id, or leave --private out."
             )
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=path) for name, path in files.items()]
-        api.create_commit(url.repo_id, added, repo_type=repo_type, commit_message=arguments.message)
+        api.create_commit(url.repo_id, added, repo_type=repo_type, commit_message="Upload with agent-r1-trl")
     except LocalTokenNotFoundError as error:
         raise UsageError(f"token: there is none. {_LOG_IN}") from error
     except OfflineModeIsEnabled as error:
-        raise UsageError(
-            "HF_HUB_OFFLINE is set, so that nothing can be sent. Unset it, or look at what would be sent: --dry_run."
-        ) from error
-    except HfHubHTTPError as error:
-        raise _explained(repo_id, error) from error
+        raise UsageError("HF_HUB_OFFLINE is set, so that nothing can be sent. Unset it, or pass --dry_run.") from error
     except Exception as error:
         # Told by its name: huggingface_hub goes through httpx, from 2.4 on through httpx2, which is another package.
         if not any(kind.__name__ == "HTTPError" for kind in type(error).__mro__):
             raise
-        problem = f"{api.endpoint}: cannot be reached ({_first_line(error)}). Try again later."
-        raise DependencyError(problem) from error
+        raise _explained(f"--repo_id {arguments.repo_id} at {api.endpoint}", error) from error
     return str(url)
 
 
-def _explained(repo_id: str, error: Any) -> Exception:
-    """An answer of the Hub, with what to do about it."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    said = getattr(error, "server_message", None) or _first_line(error)
-    if status == 401:
-        return UsageError(f"token: the Hub refuses it ({said}). {_LOG_IN}")
-    if status == 403:
-        fix = "Use a token with write access to that account, or pass another repo_id."
-        return UsageError(f"repo_id={repo_id!r}: this token may not write there ({said}). {fix}")
-    if status is not None and 400 <= status < 500 and status not in (408, 429):
-        return UsageError(f"repo_id={repo_id!r}: the Hub refuses this ({said}). Correct it, and push again.")
-    return DependencyError(f"repo_id={repo_id!r}: the Hub failed ({said}). Try again later.")
-
-
-def _first_line(error: Exception) -> str:
-    return " ".join(str(error).splitlines()[:1])
+def _explained(place: str, error: Any) -> Exception:
+    """An answer of the Hub, or none, with what to do about it."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    said = getattr(error, "server_message", None) or " ".join(str(error).splitlines()[:1])
+    if not 400 <= status < 500 or status in (408, 429):
+        return DependencyError(f"{place}: the Hub {'failed' if status else 'cannot be reached'} ({said}). Try again.")
+    fix = {401: _LOG_IN, 403: "Use a token that may write there, or pass another repo_id."}
+    return UsageError(f"{place}: the Hub refuses this ({said}). {fix.get(status, 'Correct it, and push again.')}")
