@@ -47,6 +47,10 @@ ENV_HELP = (
     "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', or the import path of an "
     "Environment class or of a function that returns one (my_module.MyEnv or envs/my_env.py:MyEnv)."
 )
+ENV_KWARGS_HELP = (
+    "Arguments of the environment, on the command line as '{top_k: 3}'; those of the recipe that are not named there "
+    "stay."
+)
 ENV_OR_TOOLS = Clash(
     "env tools", lambda c: c.env and c.tools, "an environment brings its own tools. Remove one of them."
 )
@@ -74,11 +78,7 @@ class TaskArguments(CommandArguments):
     """Environment and data."""
 
     env: str | None = setting(None, ENV_HELP)
-    env_kwargs: dict[str, Any] | str | None = setting(
-        None,
-        "Arguments of the environment, on the command line as '{top_k: 3}'; those of the recipe that are not named "
-        "there stay.",
-    )
+    env_kwargs: dict[str, Any] | str | None = setting(None, ENV_KWARGS_HELP)
     dataset_config: str | None = setting(None, "Configuration of a data set on the Hub.")
     dataset_train_split: str = setting("train", "Split to train on, for Hub data sets.")
     dataset_test_split: str = setting("test", "Split to evaluate on, for Hub data sets.")

@@ -10,13 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.evaluation.agent import Agent
-from agent_r1_trl.features.serve.openai_api import (
-    APIError,
-    ChatAnswer,
-    ChatRequest,
-    finish_reason,
-    read_request,
-)
+from agent_r1_trl.features.serve.openai_api import APIError, ChatRequest, chat_answer, read_request, stream_pieces
 from agent_r1_trl.features.serve.session import Conversation, ConversationError
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.safe_text import shown_all
@@ -74,23 +68,29 @@ class AgentServer:
         async def health(request: web.Request) -> web.Response:
             return web.json_response({"status": "ok"})
 
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json, self._check_host])
-        app.add_routes(
-            [
-                web.post("/v1/chat/completions", self.complete),
-                web.get("/v1/models", models),
-                web.get("/health", health),
-            ]
-        )
+        @web.middleware
+        async def answer(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+            try:
+                self._check_host(request.host)
+                return await handler(request)
+            except web.HTTPException as error:  # no such route, a body that is too large
+                failure = APIError(error.status, f"{request.method} {request.path}: {error.reason}.")
+            except Exception as error:
+                failure = _as_api_error(error)
+            # The tools have run: whether to run them again is not for a client's library to decide.
+            headers = {"x-should-retry": "false"}
+            return web.json_response(shown_all(failure.body), status=failure.status, headers=headers)
+
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[answer])
+        post = web.post("/v1/chat/completions", self.complete)
+        app.add_routes([post, web.get("/v1/models", models), web.get("/health", health)])
         return app
 
-    async def _check_host(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-        if self._hosts is not None and (name := _host_name(request.host)) not in self._hosts:
+    def _check_host(self, header: str) -> None:
+        name = header.rpartition("]")[0].removeprefix("[") or header.partition(":")[0]  # [::1]:8000 is ::1
+        if self._hosts is not None and name.lower().rstrip(".") not in self._hosts:
             known = ", ".join(sorted(self._hosts))
             raise APIError(403, f"The header Host names {name!r:.80}. The server answers to {known}: use one of them.")
-        return await handler(request)
-
-    _check_host.__middleware_version__ = 1  # type: ignore[attr-defined]  # see `_errors_as_json`
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer `POST /v1/chat/completions`."""
@@ -105,7 +105,7 @@ class AgentServer:
         asked = read_request(body, model=self.name)
         if asked.stream:
             return await self._stream(request, asked)
-        return web.json_response(ChatAnswer(self.name).whole(await self._play(asked)))
+        return web.json_response(chat_answer(self.name, await self._play(asked)))
 
     async def _play(self, asked: ChatRequest) -> Trajectory:
         agent = self._agent
@@ -127,29 +127,19 @@ class AgentServer:
                 await conversation.close()
 
     async def _stream(self, request: web.Request, asked: ChatRequest) -> web.StreamResponse:
-        """Server-sent events, for clients that ask for them: the whole answer is one piece, since tools run first."""
+        """Server-sent events, for clients that ask for them."""
         from aiohttp import web
 
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            trajectory, answer = await self._play(asked), ChatAnswer(self.name)
+            played, has_usage = await self._play(asked), asked.stream_options.include_usage
+            lines = [*map(json.dumps, stream_pieces(self.name, played, has_usage=has_usage)), "[DONE]"]
         except Exception as error:  # the status has been sent
-            records: list[Any] = [_as_api_error(error).body()]
-        else:
-            delta = {"role": "assistant", "content": trajectory.final_text}
-            records = [answer.piece(delta), answer.piece({}, finish_reason(trajectory))]
-            records += [answer.usage(trajectory)] if asked.stream_options.include_usage else []
-        lines = [*map(json.dumps, records), *(["[DONE]"] if "error" not in records[0] else [])]
+            lines = [json.dumps(_as_api_error(error).body)]
         for line in lines:
             await response.write(f"data: {line}\n\n".encode())
         return response
-
-
-def _host_name(header: str) -> str:
-    """The header Host without its port: `[::1]:8000` is ::1."""
-    name = header.rpartition("]")[0].removeprefix("[") or header.partition(":")[0]
-    return name.lower().rstrip(".")
 
 
 def _as_api_error(error: Exception) -> APIError:
@@ -157,19 +147,3 @@ def _as_api_error(error: Exception) -> APIError:
         return error
     logger.error("A request failed: %s: %s", type(error).__name__, error, exc_info=error)
     return APIError(500, f"{type(error).__name__}: {error}")
-
-
-async def _errors_as_json(request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
-    from aiohttp import web
-
-    try:
-        return await handler(request)
-    except web.HTTPException as error:  # no such route, a body that is too large
-        failure = APIError(error.status, f"{request.method} {request.path}: {error.reason}.")
-    except Exception as error:
-        failure = _as_api_error(error)
-    # The tools have run: whether to run them again is not for a client's library to decide.
-    return web.json_response(shown_all(failure.body()), status=failure.status, headers={"x-should-retry": "false"})
-
-
-_errors_as_json.__middleware_version__ = 1  # type: ignore[attr-defined]  # what the decorator of aiohttp sets, which is loaded later

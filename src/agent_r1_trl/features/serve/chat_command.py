@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, UsageError, users_mistakes
+from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, users_mistakes
 from agent_r1_trl.features.serve import Conversation, ConversationError, Event
 from agent_r1_trl.features.serve.command_arguments import agent_of, environment_of, read_conversation_arguments
 from agent_r1_trl.objects import did_you_mean
@@ -46,10 +46,9 @@ def run(argv: Sequence[str]) -> int:
         screen.line(f"{agent.name}; /help lists the commands.")
         with asyncio.Runner() as runner:
             try:
-                has_failed = Chat(conversation, screen, runner).run()
+                return _answer_all(conversation, screen, runner)
             finally:
                 runner.run(conversation.close())
-    return EXIT_INFRASTRUCTURE if has_failed else 0
 
 
 class Screen:
@@ -57,6 +56,7 @@ class Screen:
 
     def __init__(self) -> None:
         self._is_inside = False
+        """Whether the last line has not ended."""
         for stream in (sys.stdin, sys.stdout):  # what their encoding does not have must not end the chat
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")
@@ -64,8 +64,7 @@ class Screen:
     def show(self, event: Event) -> None:
         """Print an event."""
         if event.kind == "text":
-            self.end_line()
-            self.write(visible(event.text))
+            self.write(visible(event.text), on_new_line=True)
             return
         forms = {
             "call": f"→ {event.name}({_arguments(event.arguments)})",
@@ -76,105 +75,76 @@ class Screen:
 
     def line(self, text: str) -> None:
         """Print a line of its own."""
-        self.end_line()
-        self.write(shown(text) + "\n")
-
-    def end_line(self) -> None:
-        """Begin a new line, unless one has just begun."""
-        if self._is_inside:
-            self.write("\n")
+        self.write(shown(text) + "\n", on_new_line=True)
 
     def ask(self) -> str | None:
         """A line of the user without its end; None at the end of the input."""
-        self.end_line()
-        self.write("> ")
+        self.write("> ", on_new_line=True)
         line = sys.stdin.readline()
-        if line and not sys.stdin.isatty():
+        if not line or not sys.stdin.isatty():
             self.write(shown(line.rstrip("\n")) + "\n")  # a script's input belongs to the record
-        self._is_inside = not line
+        self._is_inside = False
         return line.rstrip("\r\n") if line else None
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, *, on_new_line: bool = False) -> None:
         """Print text, which may hold colours, as it is."""
-        sys.stdout.write(text)
+        sys.stdout.write("\n" * (on_new_line and self._is_inside) + text)
         sys.stdout.flush()
         self._is_inside = bool(text) and not text.endswith("\n")
 
 
-class Chat:
-    """The loop over the user's lines.
-
-    Args:
-        conversation: with the agent.
-        screen: where everything is shown.
-        runner: of the event loop on which the conversation takes place.
-    """
-
-    def __init__(self, conversation: Conversation, screen: Screen, runner: asyncio.Runner) -> None:
-        self._conversation, self._screen, self._runner = conversation, screen, runner
-
-    def run(self) -> bool:
-        """Answer until the input ends or says so.
-
-        Returns:
-            Whether the last message could not be answered, through no fault of the user.
-        """
-        has_failed = False
-        while (line := self._screen.ask()) is not None:
-            command, _, rest = line.strip().partition(" ")
-            if command == "/quit":
-                break
-            if command.startswith("/"):
-                self._command(command, rest.strip())
-            elif command:
-                has_failed = self._say(line)
-        self._screen.end_line()
-        return has_failed
-
-    def _say(self, text: str) -> bool:
-        """Whether a message could not be answered, through no fault of the user."""
-        has_failed = False
-        try:
-            if self._conversation.ended is None:
-                self._runner.run(self._conversation.say(text))
-        except ConversationError as error:
-            has_failed = error.stop_reason.is_infrastructure_failure
-            self._screen.line(f"(not answered: {error}; the message is taken back)")
-        except KeyboardInterrupt:
-            self._screen.line("(interrupted; the message is taken back)")
-        except ValueError as error:  # an environment that breaks the protocol
-            raise UsageError(str(error)) from error
-        if self._conversation.ended is not None:
-            self._screen.line(f"(the conversation has ended: {self._conversation.ended}; /reset)")
-        return has_failed
-
-    def _command(self, name: str, argument: str) -> None:
-        screen, conversation = self._screen, self._conversation
-        if name == "/help":
-            for command, text in COMMANDS.items():
-                screen.line(f"{command:12} {text}")
-        elif name == "/reset":
-            self._runner.run(conversation.reset())
+def _answer_all(conversation: Conversation, screen: Screen, runner: asyncio.Runner) -> int:
+    """Answer until the input ends or says so; returns the exit code, which is about the last message."""
+    exit_code = 0
+    while (line := screen.ask()) is not None:
+        command, _, rest = line.strip().partition(" ")
+        if command == "/quit":
+            break
+        if command == "/reset":
+            runner.run(conversation.reset())
             screen.line("(a new conversation)")
-        elif name not in ("/mask", "/save"):
-            screen.line(f"({name} is no command.{did_you_mean(name, ['/save', *COMMANDS])} /help lists them)")
-        elif conversation.trajectory is None:
-            screen.line("(nothing has been said)")
-        elif name == "/mask":
-            screen.end_line()
-            tokenizer = conversation.agent.chat.tokenizer
-            screen.write(render_trajectory(conversation.trajectory, tokenizer, color=sys.stdout.isatty()))
-        else:
-            self._save(argument)
+        elif command.startswith("/"):
+            _command(conversation, screen, command, rest.strip())
+        elif command:
+            exit_code = _say(conversation, screen, runner, line)
+    return exit_code
 
-    def _save(self, path: str) -> None:
-        assert self._conversation.trajectory is not None
+
+def _say(conversation: Conversation, screen: Screen, runner: asyncio.Runner, text: str) -> int:
+    exit_code = 0
+    try:
+        if conversation.ended is None:
+            with users_mistakes():  # an environment may break the protocol
+                runner.run(conversation.say(text))
+    except ConversationError as error:
+        exit_code = EXIT_INFRASTRUCTURE if error.stop_reason.is_infrastructure_failure else 0
+        screen.line(f"(not answered: {error}; the message is taken back)")
+    except KeyboardInterrupt:
+        screen.line("(interrupted; the message is taken back)")
+    if conversation.ended is not None:
+        screen.line(f"(the conversation has ended: {conversation.ended}; /reset)")
+    return exit_code
+
+
+def _command(conversation: Conversation, screen: Screen, name: str, argument: str) -> None:
+    if name == "/help":
+        for command, text in COMMANDS.items():
+            screen.line(f"{command:12} {text}")
+    elif name not in ("/mask", "/save"):
+        screen.line(f"({name} is no command.{did_you_mean(name, ['/save', *COMMANDS])} /help lists them)")
+    elif conversation.trajectory is None:
+        screen.line("(nothing has been said)")
+    elif name == "/mask":
+        tokenizer = conversation.agent.chat.tokenizer
+        text = render_trajectory(conversation.trajectory, tokenizer, color=sys.stdout.isatty())
+        screen.write(text, on_new_line=True)
+    else:
         try:
-            with Path(path).open("ab") as file:
-                file.write(encode_line(self._conversation.trajectory, {"step": 0}))
-            self._screen.line(f"(saved: agent-r1-trl view {path} --terminal)")
+            with Path(argument).open("ab") as file:
+                file.write(encode_line(conversation.trajectory, {"step": 0}))
+            screen.line(f"(saved: agent-r1-trl view {argument} --terminal)")
         except OSError as error:
-            self._screen.line(f"({path or '/save FILE'}: cannot be written: {error.strerror or error})")
+            screen.line(f"({argument or '/save FILE'}: cannot be written: {error.strerror or error})")
 
 
 def _arguments(arguments: Any) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.cli.arguments import ENV_HELP, ENV_OR_TOOLS, PlayArguments, TaskArguments
+from agent_r1_trl.cli.arguments import ENV_HELP, ENV_KWARGS_HELP, ENV_OR_TOOLS, PlayArguments
 from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import split_config
@@ -21,10 +21,8 @@ from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.settings import Clash, setting
 
-MODEL_HELP = "Model or PEFT adapter: a directory or a Hub id."
 NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
 """Limits of a conversation without a recipe."""
-NO_RECIPE_ABOUT = f"Without a recipe {' and '.join(f'{name} is {value}' for name, value in NO_RECIPE.items())}."
 
 
 @dataclass
@@ -41,11 +39,11 @@ class ConversationArguments(PlayArguments):
         ),
     )
 
-    model_name_or_path: str | None = setting(None, MODEL_HELP, aliases=["--model"])
-    env: str | None = setting(None, ENV_HELP)
-    env_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata=TaskArguments.__dataclass_fields__["env_kwargs"].metadata
+    model_name_or_path: str | None = setting(
+        None, "Model or PEFT adapter: a directory or a Hub id.", aliases=["--model"]
     )
+    env: str | None = setting(None, ENV_HELP)
+    env_kwargs: dict[str, Any] | str | None = setting(None, ENV_KWARGS_HELP)
     tools: list[str] | None = setting(None, "Instead of env: import paths of functions, such as my_module:search.")
     row: dict[str, Any] | str | None = setting(
         None, "Columns of the row that the environment reads beside the first message: '{size: 4}'."
@@ -57,23 +55,10 @@ class ConversationArguments(PlayArguments):
         return SamplingParams(temperature=self.eval_temperature)
 
 
-def with_model_flag(argv: Sequence[str]) -> list[str]:
-    """The arguments with a leading MODEL as an option."""
-    if argv and not argv[0].startswith("-"):
-        return ["--model_name_or_path", *argv]
-    return list(argv)
-
-
 def read_conversation_arguments(
     command: str, argv: Sequence[str], kind: type = ConversationArguments, *, about: str = ""
 ) -> Any:
-    """Parse the recipe and the command line.
-
-    Args:
-        command: as the user typed it.
-        argv: its arguments.
-        kind: the dataclass of its settings.
-        about: what the command does.
+    """Parse the recipe and the command line of `command`, whose settings are the dataclass `kind`.
 
     Raises:
         UsageError: there is a mistake in either.
@@ -81,12 +66,14 @@ def read_conversation_arguments(
     parser = RecipeParser(
         (kind,),
         command=command,
-        about=f"{about} {NO_RECIPE_ABOUT}",
+        about=f"{about} Without a recipe {' and '.join(f'{name} is {value}' for name, value in NO_RECIPE.items())}.",
         elsewhere=OF_RECIPES,
         private=("use_vllm", "dtype"),  # in a recipe they are about training
     )
+    if argv and not argv[0].startswith("-"):
+        argv = ["--model_name_or_path", *argv]
     config, _ = split_config(argv)
-    (arguments,) = parser.parse(with_model_flag(argv), {} if config else NO_RECIPE)
+    (arguments,) = parser.parse(argv, {} if config else NO_RECIPE)
     set_rules(arguments.secrets.names, arguments.secrets.patterns)
     return arguments
 

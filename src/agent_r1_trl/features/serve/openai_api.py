@@ -31,23 +31,13 @@ ABOUT_THE_CALLER = ("user", "metadata", "store", "safety_identifier", "prompt_ca
 
 
 class APIError(Exception):
-    """An answer other than 200.
-
-    Args:
-        status: of HTTP.
-        message: what is wrong, and what to do.
-        param: the setting that is wrong.
-        code: OpenAI's name of the mistake.
-    """
+    """An answer other than 200: HTTP's status, what is wrong, the setting, and OpenAI's name of the mistake."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """The JSON of the answer."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class _Strict(BaseModel):
@@ -77,10 +67,9 @@ class RequestMessage(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream holds besides its deltas."""
+    """Whether a stream ends with the numbers of tokens."""
 
     include_usage: bool = False
-    """Whether it ends with the numbers of tokens."""
     include_obfuscation: bool = False
 
 
@@ -125,11 +114,7 @@ class ChatRequest(_Strict):
 
 
 def read_request(body: Any, *, model: str) -> ChatRequest:
-    """Check a request.
-
-    Args:
-        body: its JSON.
-        model: the name that it must ask for.
+    """Check the JSON of a request, which must ask for `model`.
 
     Raises:
         APIError: names the setting that is wrong, or that an agent cannot honour.
@@ -153,34 +138,30 @@ def read_request(body: Any, *, model: str) -> ChatRequest:
         raise APIError(400, f"{place}={first['input']!r:.80}: {first['msg']}. Correct it.", param=place) from error
 
 
-class ChatAnswer:
-    """What a request is answered with, whole or in pieces.
+def chat_answer(model: str, trajectory: Trajectory) -> dict[str, Any]:
+    """The answer to a request that is not streamed; `model` is its name."""
+    message = {
+        "role": "assistant",
+        "content": trajectory.final_text,
+        "agent": {"stop_reason": trajectory.stop_reason.value, "num_turns": len(trajectory.turns)},
+    }
+    choice = {"index": 0, "message": message, "finish_reason": finish_reason(trajectory), "logprobs": None}
+    return {**_head(model), "object": "chat.completion", "choices": [choice], "usage": usage(trajectory)}
 
-    Args:
-        model: its name.
-    """
 
-    def __init__(self, model: str) -> None:
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+def stream_pieces(model: str, trajectory: Trajectory, *, has_usage: bool) -> list[dict[str, Any]]:
+    """The same for a stream: the whole answer is one piece, since the tools run first."""
+    head = {**_head(model), "object": "chat.completion.chunk"}
+    said = {"role": "assistant", "content": trajectory.final_text}
+    pieces = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finished, "logprobs": None}]}
+        for delta, finished in ((said, None), ({}, finish_reason(trajectory)))
+    ]
+    return [*pieces, {**head, "choices": [], "usage": usage(trajectory)}] if has_usage else pieces
 
-    def whole(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
-        message = {
-            "role": "assistant",
-            "content": trajectory.final_text,
-            "agent": {"stop_reason": trajectory.stop_reason.value, "num_turns": len(trajectory.turns)},
-        }
-        choice = {"index": 0, "message": message, "finish_reason": finish_reason(trajectory), "logprobs": None}
-        return {**self._head, "object": "chat.completion", "choices": [choice], "usage": usage(trajectory)}
 
-    def piece(self, delta: dict[str, Any], finished: str | None = None) -> dict[str, Any]:
-        """One piece of a stream."""
-        choice = {"index": 0, "delta": delta, "finish_reason": finished, "logprobs": None}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-
-    def usage(self, trajectory: Trajectory) -> dict[str, Any]:
-        """The last piece of a stream that was asked for usage."""
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage(trajectory)}
+def _head(model: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
 
 def finish_reason(trajectory: Trajectory) -> str:

@@ -58,10 +58,10 @@ def run(argv: Sequence[str]) -> int:
                 host=arguments.host,
             )  # fmt: skip
 
-        def show(url: str) -> None:
-            print(how_to_ask(url, name), flush=True)
-
-        serve_app(server.app(), arguments.host, arguments.port, show, handler_cancellation=True)
+        serve_app(
+            server.app(), arguments.host, arguments.port, lambda url: print(how_to_ask(url, name), flush=True),
+            handler_cancellation=True,
+        )  # fmt: skip
     return 0
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.base import StepResult
@@ -58,12 +58,7 @@ Listener = Callable[[Event], None]
 
 
 class ConversationError(RuntimeError):
-    """A message could not be answered: the model, a tool or the environment failed.
-
-    Args:
-        message: what failed.
-        stop_reason: how the trajectory ended.
-    """
+    """A message could not be answered: the model, a tool or the environment failed, which ended the trajectory so."""
 
     def __init__(self, message: str, stop_reason: StopReason) -> None:
         super().__init__(message)
@@ -103,14 +98,14 @@ class Conversation:
         check_room(agent.chat, self.limits)
         check_thinking(agent.chat, self.limits.context.policy)
         self.params, self.seed = params or SamplingParams(temperature=0.0), seed
-        self.on_event = on_event
+        self.on_event: Listener = on_event or (lambda event: None)
         self._env_factory, self._row = env_factory, dict(row or {})
         self._begin()
 
     def _begin(self) -> None:
         """Forget everything."""
-        self._tape = Tape(self.agent.generator, self.agent.chat, self._tell)
-        self._stage = Stage(self._env_factory, self.agent.chat.truncate, self._row, self._tell)
+        self._tape = Tape(self.agent.generator, self.agent.chat, self.on_event)
+        self._stage = Stage(self._env_factory, self.agent.chat.truncate, self._row, self.on_event)
         self._slot = TrajectorySlot()
         self.trajectory: Trajectory | None = None
         """The conversation so far; None before the first answer."""
@@ -162,7 +157,7 @@ class Conversation:
 
     async def _play(self) -> Trajectory:
         request = RolloutRequest(example=self._stage.row(), example_id="chat", seed=self.seed)
-        self._tape.rewind()
+        self._tape.num_played = 0
         current_slot.set(self._slot)
         draft = Draft(request=request)
         return await run_trajectory(draft, self._stage, self._tape, self.agent.chat, self.limits, self.params)
@@ -189,39 +184,25 @@ class Conversation:
             return f"{name}={value} or the model's own limit of {self.limits.max_model_length} tokens is reached"
         return f"{name}={value} is reached"
 
-    def _tell(self, event: Event) -> None:
-        if self.on_event is not None:
-            self.on_event(event)
-
 
 # ---------------------------------------------------------------- the two partners of the rollout
 
 
 class Tape(Generator):
-    """A generator that remembers: recorded generations first, then those of the back end.
-
-    Args:
-        generator: the back end.
-        chat: the model's chat format.
-        tell: is told what the model says.
-    """
+    """A generator that remembers: recorded generations first, then those of the back end."""
 
     def __init__(self, generator: Generator, chat: ChatFormat, tell: Listener) -> None:
         self._generator, self._chat, self._tell = generator, chat, tell
         self.recorded: list[Generation] = []
-        self._next = 0
-
-    def rewind(self) -> None:
-        """Begin with the first generation again."""
-        self._next = 0
+        self.num_played = 0
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
     ) -> Generation:
         """See `Generator`."""
-        self._next += 1
-        if self._next <= len(self.recorded):
-            return self.recorded[self._next - 1]
+        self.num_played += 1
+        if self.num_played <= len(self.recorded):
+            return self.recorded[self.num_played - 1]
         generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
         ids = [token_id for token_id in generation.token_ids if token_id not in self._chat.stop_token_ids]
         text = self._chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -231,29 +212,16 @@ class Tape(Generator):
         return generation
 
 
-@dataclass(kw_only=True)
-class PlayedStep:
+class PlayedStep(NamedTuple):
     """One message of the model, and what the environment said to it."""
 
-    message: Message
     result: StepResult
-
-    @property
-    def is_answer(self) -> bool:
-        """Whether it ends what the model had to say: the user is next."""
-        has_calls = self.message.get("tool_calls") or self.message.get("malformed_tool_call")
-        return self.result.done and not has_calls
+    is_answer: bool
+    """Whether it ends what the model had to say: the user is next."""
 
 
 class Stage(EnvSession):
-    """An environment that stays while its trajectory is played again and again, and the user's messages.
-
-    Args:
-        factory: makes the environment.
-        truncate: see `EnvSession`.
-        row: columns of the row beside the user's first message.
-        tell: is told of calls and observations.
-    """
+    """An environment that stays while its trajectory is played again and again, and the user's messages."""
 
     def __init__(
         self, factory: Callable[[], Any], truncate: Callable[[str, int], str], row: dict[str, Any], tell: Listener
@@ -285,7 +253,8 @@ class Stage(EnvSession):
             self._tell_calls(message)
             observations, _, done, info = await super().step(message)
             info = {**info, "reward_parts": {}}  # nothing is scored: there is no gold answer
-            self.steps.append(PlayedStep(message=message, result=StepResult(observations, 0.0, done, info)))
+            is_answer = done and not (message.get("tool_calls") or message.get("malformed_tool_call"))
+            self.steps.append(PlayedStep(StepResult(observations, 0.0, done, info), is_answer))
             self._tell_observations(self.steps[-1].result)
         self._next += 1
         step = self.steps[self._next - 1]
