@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agent_r1_trl import SearchQAEnv, ToolEnv
-from agent_r1_trl.evaluation.baselines import check_baseline, one_answer_limits, without_tools
+from agent_r1_trl.evaluation.baselines import OneAnswerEnv, check_baseline, one_answer_limits
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import InfrastructureError, Passage
 from tests.toys import AddEnv
@@ -26,7 +26,7 @@ class Shelf:
 
 def prompt(shelf=None, *, searches=True, **settings):
     options = {name: settings.pop(name) for name in ("system_prompt", "max_passage_tokens") if name in settings}
-    env = without_tools(lambda: SearchQAEnv(shelf or Shelf(), **settings), searches=searches, **options)()
+    env = OneAnswerEnv(SearchQAEnv(shelf or Shelf(), **settings), searches=searches, **options)
     env.truncate_text = lambda text, max_tokens: text[:max_tokens]
     return env, asyncio.run(env.reset(ROW))
 
@@ -51,7 +51,7 @@ def test_closed_book_is_the_question_alone():
 
 def test_a_system_prompt_of_the_user_stays_and_an_own_one_replaces_it():
     assert prompt(system_prompt="Be brief.")[1][0]["content"] == "Be brief."
-    env = without_tools(lambda: SearchQAEnv(Shelf(), system_prompt="Mine."))()
+    env = OneAnswerEnv(SearchQAEnv(Shelf(), system_prompt="Mine."))
     assert asyncio.run(env.reset(ROW))[0]["content"] == "Mine."
     assert [message["role"] for message in prompt(system_prompt="")[1]] == ["user"]
 
@@ -70,11 +70,6 @@ def test_a_search_that_fails_is_no_fault_of_the_model():
 def test_an_attempt_at_a_call_is_no_answer(attempt):
     env, _ = prompt()
     assert not asyncio.run(env.step({"role": "assistant", "content": "", **attempt})).done
-
-
-def test_limits_of_one_answer_leave_no_context_to_rewrite():
-    limits = one_answer_limits(RolloutLimits(max_turns=7, context={"policy": "window", "turns": 2}))
-    assert (limits.max_turns, limits.context.policy, limits.context.turns) == (1, "keep", None)
 
 
 def test_an_environment_without_tools_has_none_to_take_away():

@@ -6,8 +6,8 @@ import pytest
 
 from agent_r1_trl.evaluation import EvaluationResult
 from agent_r1_trl.evaluation.comparison import compare, read_examples, write_examples
-from agent_r1_trl.evaluation.groups import attempts_of, group_sums, pass_at_k, split_by, tags_of
-from agent_r1_trl.evaluation.result import example_sums, token_counts
+from agent_r1_trl.evaluation.result import attempts_of, example_sums, pass_at_k, token_counts
+from agent_r1_trl.evaluation.table import split_by, tags_of
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
 from tests.test_evaluation import played, result_of
 
@@ -22,16 +22,16 @@ def test_pass_at_k_is_the_share_of_draws_with_a_solved_attempt(num_solved, k):
 
 def test_groups_are_counted_over_what_was_played():
     group = [played(em=1.0), played(em=0.0), played(success=True), played(reason=StopReason.ENVIRONMENT_ERROR)]
-    sums = group_sums(group)
+    sums = example_sums(group)
     assert sums["pass@1"] == (pytest.approx(2 / 3), 1.0) and sums["pass@2"] == (1.0, 1.0) and "pass@4" not in sums
     assert sums["solved_always"] == sums["solved_never"] == (0.0, 1.0)
-    assert group_sums([played(em=1.0)]) == {} and attempts_of(8) == [1, 2, 4, 8]
+    assert "pass@1" not in example_sums([played(em=1.0)]) and attempts_of(8) == [1, 2, 4, 8]
 
 
 def test_without_a_score_an_outcome_above_zero_is_solved():
-    sums = group_sums([played(reward=1.0), played(reward=0.5)])
+    sums = example_sums([played(reward=1.0), played(reward=0.5)])
     assert sums["solved_always"] == (1.0, 1.0)
-    assert group_sums([played(reward=-1.0), played(reward=0.0)])["solved_never"] == (1.0, 1.0)
+    assert example_sums([played(reward=-1.0), played(reward=0.0)])["solved_never"] == (1.0, 1.0)
 
 
 def test_a_tag_has_the_figures_of_its_own_examples():
@@ -76,13 +76,13 @@ def test_a_comparison_has_difference_interval_and_counts():
     change = compare(result_of([0, 0, 1, 1] * 25), result_of([1, 0, 1, 1] * 25))["exact_match"]
     assert (change.before, change.after) == (0.5, 0.75)
     assert 0.16 < change.low < 0.25 < change.high < 0.34
-    assert (change.num_better, change.num_worse, change.num_equal) == (25, 0, 75)
+    assert change.counts == (25, 0, 75)
 
 
 def test_the_order_of_the_examples_does_not_matter_and_other_examples_are_refused():
     before = EvaluationResult.from_rows([{"f1": (0.0, 1.0)}, {"f1": (1.0, 1.0)}], example_ids=["a", "b"])
     after = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.5, 1.0)}], example_ids=["b", "a"])
-    assert compare(before, after)["f1"].num_better == 1 and compare(before, after)["f1"].num_equal == 1
+    assert compare(before, after)["f1"].counts == (1, 0, 1)
     other = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}] * 2, example_ids=["b", "c"])
     with pytest.raises(ValueError, match=r"1 \('a'\) only in the first evaluation, 1 \('c'\) only"):
         compare(before, other)
@@ -91,7 +91,7 @@ def test_the_order_of_the_examples_does_not_matter_and_other_examples_are_refuse
 def test_examples_survive_the_file(tmp_path):
     groups = [[played(em=1.0, f1=1.0), played(em=0.0, f1=0.5)], [played(em=0.0, f1=0.0), played(em=0.0, f1=0.1)]]
     result = EvaluationResult.from_rows(
-        [{**example_sums(group), **group_sums(group)} for group in groups],
+        list(map(example_sums, groups)),
         example_ids=["a", "b"],
         num_generations=2,
         trajectories=[item for group in groups for item in group],

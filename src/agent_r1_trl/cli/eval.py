@@ -33,11 +33,10 @@ from agent_r1_trl.cli.tables import compare_command, new_table, result_table
 from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
 from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, TableRow, evaluate, open_agent
 from agent_r1_trl.evaluation.agent import Agent
-from agent_r1_trl.evaluation.baselines import KEEP_ALL, check_baseline, one_answer_limits, without_tools
+from agent_r1_trl.evaluation.baselines import KEEP_ALL, OneAnswerEnv, check_baseline, one_answer_limits
 from agent_r1_trl.evaluation.evaluator import replay_evaluation
-from agent_r1_trl.evaluation.groups import split_by, tags_of
 from agent_r1_trl.evaluation.loading import check_model_folder
-from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names
+from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names, split_by, tags_of
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
@@ -218,8 +217,8 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
         return env_factory
     with users_mistakes():
         check_baseline(method, env_factory, f"env={arguments.env!r}")
-    return without_tools(
-        env_factory,
+    return lambda: OneAnswerEnv(
+        env_factory(),
         searches=method == "naive_rag",
         system_prompt=arguments.baseline_prompt,
         max_passage_tokens=arguments.max_observation_tokens,

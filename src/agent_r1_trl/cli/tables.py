@@ -51,7 +51,7 @@ def changes_table(changes: Mapping[str, MetricChange], title: str) -> Table:
             number_text(change.after),
             number_text(change.after - change.before, "+"),
             interval_text((change.low, change.high), "+"),
-            *map(str, (change.num_better, change.num_worse, change.num_equal)),
+            *map(str, change.counts),
         ]
         for name, change in changes.items()
     ]

@@ -29,31 +29,6 @@ class Agent:
     """Those asked for, with the model's context length."""
 
 
-def make_chat(
-    tokenizer: Any,
-    limits: RolloutLimits | None,
-    eos: int | list[int] | None,
-    *,
-    chat_template: str | None = None,
-    response_template: dict[str, Any] | str | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
-    thinking: str = "keep",
-) -> tuple[ChatFormat, RolloutLimits]:
-    """The chat format of a model (see `ChatFormat`), which the limits' context policy decides too, and its limits.
-
-    Further tokens that end a turn are the `eos` of the model's generation configuration.
-    """
-    limits = limits or RolloutLimits()
-    chat = ChatFormat(
-        tokenizer,
-        chat_template=chat_template,
-        response_template=response_template,
-        **format_options(thinking, limits.context.policy, chat_template_kwargs),
-        extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
-    )
-    return chat, limits
-
-
 @contextlib.contextmanager
 def open_agent(
     model: Any,
@@ -64,7 +39,10 @@ def open_agent(
     dtype: str | None = None,
     max_batch_size: int = 64,
     trust_remote_code: bool = False,
-    **chat_options: Any,
+    chat_template: str | None = None,
+    response_template: dict[str, Any] | str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    thinking: str = "keep",
 ) -> Iterator[Agent]:
     """Load a model, on a GPU if there is one, and close its generator at the end.
 
@@ -76,7 +54,10 @@ def open_agent(
         dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
         max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
-        **chat_options: of `make_chat`.
+        chat_template: see `ChatFormat`, as for the next three.
+        response_template: the same.
+        chat_template_kwargs: the same.
+        thinking: the same; the limits' context policy decides, too.
 
     Raises:
         ValueError: there is no such model, or a loaded model comes without `tokenizer`.
@@ -89,7 +70,15 @@ def open_agent(
         )
     if tokenizer is None:
         raise ValueError("tokenizer=None: a loaded model comes without its tokenizer. Pass tokenizer= as well.")
-    chat, limits = make_chat(tokenizer, limits, getattr(model.generation_config, "eos_token_id", None), **chat_options)
+    limits = limits or RolloutLimits()
+    eos = getattr(model.generation_config, "eos_token_id", None)  # further tokens that end a turn
+    chat = ChatFormat(
+        tokenizer,
+        chat_template=chat_template,
+        response_template=response_template,
+        **format_options(thinking, limits.context.policy, chat_template_kwargs),
+        extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
+    )
     if limits.max_model_length is None:
         limits = replace(limits, max_model_length=context_length(model.config))
     generator: Generator

@@ -30,15 +30,10 @@ _PLAIN = "Reply with the answer only, as short as possible."
 
 
 def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
-    """Refuse a baseline that an environment does not allow.
-
-    Args:
-        name: of the baseline.
-        env_factory: makes the environment.
-        env: the setting that names it, for errors.
+    """Refuse a baseline of an environment, named by the setting `env`, without tools to take away or to search with.
 
     Raises:
-        ValueError: the environment has nothing to take away or to search with.
+        ValueError: it has none.
     """
     with made_and_closed(env_factory) as made:
         tools = [as_tool(item).name for item in getattr(made, "tools", None) or ()]
@@ -53,11 +48,6 @@ def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
             f"baselines='naive_rag' asks the environment's tool {SEARCH!r} once, but {env} has only "
             f"{', '.join(tools)}. Name its search tool {SEARCH!r}, or set baselines to 'closed_book'."
         )
-
-
-def without_tools(env_factory: Callable[[], Any], **settings: Any) -> Callable[[], OneAnswerEnv]:
-    """A factory of the environment without its tools; settings of `OneAnswerEnv`."""
-    return lambda: OneAnswerEnv(env_factory(), **settings)
 
 
 KEEP_ALL: dict[str, Any] = {"context": "keep"}
@@ -105,12 +95,7 @@ class OneAnswerEnv:
         return getattr(self.__dict__["env"], name)
 
     async def reset(self, example: Mapping[str, Any]) -> list[Message]:
-        """The environment's prompt, with passages where it searches.
-
-        Raises:
-            InfrastructureError: the search failed.
-            ValueError: the prompt does not end with a text of the user.
-        """
+        """The environment's prompt, with passages where it searches."""
         self.env.truncate_text = self.truncate_text
         messages = await _call(self.env.reset, example)
         messages = self._with_system_prompt([dict(message) for message in messages])
@@ -126,31 +111,29 @@ class OneAnswerEnv:
         return messages
 
     async def _search(self, question: str) -> str:
-        (found,) = [as_tool(item) for item in self.env.tools if as_tool(item).name == SEARCH]
+        (found,) = [item for item in map(as_tool, self.env.tools) if item.name == SEARCH]
         parameters = found.schema["function"]["parameters"]
         names = [*parameters.get("required", ()), *parameters.get("properties", {}), "query"]
         executor = self.env.executor
         executor.truncate = self.truncate_text
-        call = ToolCall(name=SEARCH, arguments={names[0]: question}, id="naive_rag")
-        self._found = await executor.execute([call])
-        if self._found[0].is_error:
-            raise InfrastructureError(f"the search of naive_rag failed: {self._found[0].content}")
-        text = self._found[0].content
-        if self.truncate_text is not None and self._max_passage_tokens is not None:
-            text = self.truncate_text(text, self._max_passage_tokens)
-        return text
+        (result,) = self._found = await executor.execute(
+            [ToolCall(name=SEARCH, arguments={names[0]: question}, id="naive_rag")]
+        )
+        if result.is_error:
+            raise InfrastructureError(f"the search of naive_rag failed: {result.content}")
+        if self.truncate_text is None or self._max_passage_tokens is None:
+            return result.content
+        return self.truncate_text(result.content, self._max_passage_tokens)
 
     def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
-        text, rest = self._system_prompt, messages
-        if messages[0].get("role") == "system":
-            rest = messages[1:]
-            is_default = messages[0].get("content") in (SearchQAEnv.system_prompt, SearchQAEnv.plain_system_prompt)
-            if text is None and is_default and isinstance(self.env, SearchQAEnv):
-                task = "Answer the question" + (" with the help of the passages." if self._searches else ".")
-                text = f"{task} {_TAGGED if self.env.answer_tag else _PLAIN}"
+        text, rest = self._system_prompt, [message for message in messages[:1] if message.get("role") != "system"]
+        defaults = (SearchQAEnv.system_prompt, SearchQAEnv.plain_system_prompt)
+        if text is None and not rest and isinstance(self.env, SearchQAEnv) and messages[0].get("content") in defaults:
+            task = "Answer the question" + (" with the help of the passages." if self._searches else ".")
+            text = f"{task} {_TAGGED if self.env.answer_tag else _PLAIN}"
         if text is None:
             return messages
-        return [{"role": "system", "content": text}, *rest] if text else rest
+        return [*([{"role": "system", "content": text}] if text else []), *rest, *messages[1:]]
 
     async def step(self, message: Message) -> StepResult:
         """The answer ends the episode; an attempt at a call, or a turn that was cut, is no answer."""

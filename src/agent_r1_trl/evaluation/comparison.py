@@ -22,12 +22,14 @@ class MetricChange:
     low: float
     """The lower end of the 95% interval of after - before."""
     high: float
-    num_better: int
-    """Examples on which the metric is higher in B."""
-    num_worse: int
-    num_equal: int
     pairs: dict[str, tuple[float, float]]
     """By the ids of the examples that have the metric in both: its values in A and B."""
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """On how many examples B is better, worse and equal."""
+        signs = [(two > one) - (two < one) for one, two in self.pairs.values()]
+        return signs.count(1), signs.count(-1), signs.count(0)
 
 
 def write_examples(result: EvaluationResult, path: str | Path) -> None:
@@ -71,28 +73,23 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
         ValueError: they are not about the same examples; names some that differ.
     """
     after = _in_order_of(before, after)
-    changes = {}
-    for name, (_, low, high) in difference(before, after, seed=seed).items():
-        pairs = _pairs(before, after, name)
-        signs = [(two > one) - (two < one) for one, two in pairs.values()]
-        changes[name] = MetricChange(
+    return {
+        name: MetricChange(
             before=before.metrics[name],
             after=after.metrics[name],
             low=low,
             high=high,
-            num_better=signs.count(1),
-            num_worse=signs.count(-1),
-            num_equal=signs.count(0),
-            pairs=pairs,
+            pairs=_pairs(before, after, name),
         )
-    return changes
+        for name, (_, low, high) in difference(before, after, seed=seed).items()
+    }
 
 
 def _pairs(before: EvaluationResult, after: EvaluationResult, name: str) -> dict[str, tuple[float, float]]:
     """By example, the metric in both; ids that occur twice are numbered."""
     found: dict[str, tuple[float, float]] = {}
-    for number, (example_id, one, two) in enumerate(zip(before.example_ids, before.rows, after.rows, strict=True)):
-        (first, first_count), (second, second_count) = one.get(name, (0.0, 0.0)), two.get(name, (0.0, 0.0))
+    for number, (example_id, *rows) in enumerate(zip(before.example_ids, before.rows, after.rows, strict=True)):
+        (first, first_count), (second, second_count) = (row.get(name, (0.0, 0.0)) for row in rows)
         if first_count and second_count:
             key = f"{example_id} (row {number + 1})" if example_id in found else example_id
             found[key] = (first / first_count, second / second_count)

@@ -19,7 +19,6 @@ from typing import Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.agent import open_agent
-from agent_r1_trl.evaluation.groups import group_sums
 from agent_r1_trl.evaluation.result import EvaluationResult, example_sums
 from agent_r1_trl.features import feature
 from agent_r1_trl.generation.base import Generator, SamplingParams
@@ -202,7 +201,7 @@ def _result(
         )
     groups = [trajectories[i : i + num_generations] for i in range(0, len(trajectories), num_generations)]
     return EvaluationResult.from_rows(
-        [{**example_sums(group), **group_sums(group)} for group in groups],
+        list(map(example_sums, groups)),
         example_ids=[trajectory.example_id for trajectory in trajectories[::num_generations]],
         seed=seed,
         num_generations=num_generations,

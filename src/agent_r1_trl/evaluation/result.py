@@ -145,10 +145,36 @@ def token_counts(trajectory: Trajectory) -> dict[str, int]:
 
 
 def example_sums(trajectories: Sequence[Trajectory]) -> Row:
-    """The attempts at one example, added up."""
-    rows = [trajectory_sums(trajectory) for trajectory in trajectories]
-    pairs = {name: pair.sum(axis=0) for name, pair in _sums(rows).items()}  # (2,) each
-    return {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
+    """The attempts at one example, added up, with `pass@k`, `solved_always` and `solved_never` of several.
+
+    A failure that was not the policy's fault is no attempt; with fewer than k of them left, `pass@k` is not counted.
+    """
+    pairs = {name: pair.sum(axis=0) for name, pair in _sums(list(map(trajectory_sums, trajectories))).items()}
+    sums: Row = {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
+    solved = [item.is_solved for item in trajectories if not item.stop_reason.is_infrastructure_failure]
+    if len(trajectories) > 1 and solved:
+        tried = [k for k in attempts_of(len(trajectories)) if k <= len(solved)]
+        sums |= {f"pass@{k}": (pass_at_k(len(solved), sum(solved), k), 1.0) for k in tried}
+        sums |= {"solved_always": (float(all(solved)), 1.0), "solved_never": (float(not any(solved)), 1.0)}
+    return sums
+
+
+def pass_at_k(num_attempts: int, num_solved: int, k: int) -> float:
+    """Chance that k of the attempts, drawn without replacement, hold a solved one (Chen et al. 2021).
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 4, 2)
+    (0.25, 0.5, 1.0)
+    """
+    return 1.0 - math.comb(num_attempts - num_solved, k) / math.comb(num_attempts, k)
+
+
+def attempts_of(group_size: int) -> list[int]:
+    """The values of k: powers of two, and the number of attempts.
+
+    >>> attempts_of(6)
+    [1, 2, 4, 6]
+    """
+    return sorted({1 << power for power in range(group_size.bit_length())} | {group_size})
 
 
 # ---------------------------------------------------------------- intervals

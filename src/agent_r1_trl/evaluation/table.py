@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,11 +51,6 @@ class TableRow:
             record.setdefault("by", {})[column] = parts
         return record
 
-    def lines(self) -> list[tuple[str, EvaluationResult]]:
-        """Part with its result: "" for the whole, then each tag."""
-        tags = [(f"{column}={tag}", part) for column, tags in self.by.items() for tag, part in tags.items()]
-        return [("", self.result), *tags]
-
 
 @dataclass(kw_only=True)
 class EvaluationTable:
@@ -78,11 +73,13 @@ class EvaluationTable:
         """Headings, and the cells of each row as text."""
         lines = []
         for row in self.rows:
-            for part, result in row.lines():
-                cells = [f"{row.dataset}", f"- {part}" if part else row.method, str(result.num_examples)]
-                for name in self.columns:
-                    bounds = result.intervals.get(name, ()) if name in WITH_INTERVAL else ()
-                    cells.append(f"{number_text(result.metrics.get(name, math.nan))} {interval_text(bounds)}".strip())
+            tags = {f"- {column}={tag}": part for column, tags in row.by.items() for tag, part in tags.items()}
+            for name, result in ({row.method: row.result} | tags).items():
+                cells = [row.dataset, name, str(result.num_examples)]
+                for metric in self.columns:
+                    bounds = result.intervals.get(metric, ()) if metric in WITH_INTERVAL else ()
+                    value = number_text(result.metrics.get(metric, math.nan))
+                    cells.append(f"{value} {interval_text(bounds)}".strip())
                 lines.append(cells)
         return ["data set", "method", "examples", *self.columns.values()], lines
 
@@ -105,7 +102,10 @@ class EvaluationTable:
         folder, is_alone = Path(output_dir), len(self.rows) == 1
         places = [folder if is_alone else folder / row.dataset / row.method for row in self.rows]
         for row, place in zip(self.rows, places, strict=True):
-            write_result(row.result, place)
+            place.mkdir(parents=True, exist_ok=True)
+            (place / RESULT_FILE).write_text(to_json(row.result.to_dict()), encoding="utf-8")
+            write_examples(row.result, place / EXAMPLES_FILE)
+            TrajectoryStore(place).write(STEP, row.result.trajectories, split="eval")
         (folder / RESULT_FILE).write_text(to_json(self.to_dict()), encoding="utf-8")
         (folder / RESULT_FILE).with_suffix(".md").write_text(self.to_markdown(), encoding="utf-8")
         return places
@@ -125,24 +125,11 @@ class EvaluationTable:
         return [*notes, "In brackets: 95% interval over examples (bootstrap; Wilson's where each is 0 or 1).", *failed]
 
 
-def write_result(result: EvaluationResult, output_dir: str | Path) -> None:
-    """Write `evaluation.json`, `examples.jsonl` and the trajectories into a folder."""
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULT_FILE).write_text(result.to_json(), encoding="utf-8")
-    write_examples(result, folder / EXAMPLES_FILE)
-    TrajectoryStore(folder).write(STEP, result.trajectories, split="eval")
-
-
 def short_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
-    """Short, distinct names of models or data sets, fit for folders: as many last parts as tell their paths apart.
+    """Short, distinct names of paths or ids, fit for folders and none `taken`: as many last parts as tell them apart.
 
     >>> short_names(["out/grpo", "Qwen/Qwen2.5-0.5B"]), short_names(["grpo/checkpoint-8", "ppo/checkpoint-8"])
     (['grpo', 'Qwen2.5-0.5B'], ['grpo_checkpoint-8', 'ppo_checkpoint-8'])
-
-    Args:
-        names: paths or ids.
-        taken: what none may be called.
     """
     parts = [[part for part in name.split("/") if part.strip(".")] or ["unnamed"] for name in names]
     for length in range(1, max(map(len, parts), default=1) + 1):
@@ -150,3 +137,46 @@ def short_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
         if len(set(labels)) == len(labels) and not set(labels) & set(taken):
             return labels
     return [f"{label}_{index}" for index, label in enumerate(labels, start=1)]
+
+
+def tags_of(examples: Iterable[Mapping[str, Any]], column: str) -> list[str]:
+    """The value of a column in each example as text, "(none)" where it has none; `a.b` is the key `b` of column `a`.
+
+    Raises:
+        ValueError: no example has such a column.
+
+    >>> tags_of([{"level": 1}, {}, {"level": None}], "level")
+    ['1', '(none)', '(none)']
+    """
+    rows = list(examples)
+    values = [_value_of(row, column) for row in rows]
+    if rows and all(value is None for value in values):
+        raise ValueError(
+            f"by={column!r}: no row has such a column (the first one has {', '.join(map(str, rows[0]))}). Name one of "
+            "them; a dot leads into a column that holds a mapping."
+        )
+    return ["(none)" if value is None else str(value) for value in values]
+
+
+def _value_of(example: Mapping[str, Any], column: str) -> Any:
+    value: Any = example
+    for name in [column] if column in example else column.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def split_by(
+    result: EvaluationResult, examples: Iterable[Mapping[str, Any]], column: str, *, seed: int = 0
+) -> dict[str, EvaluationResult]:
+    """The result of the examples of each tag (see `tags_of`), in the order of their first appearance."""
+    tags = tags_of(examples, column)
+    parts = {}
+    for tag in dict.fromkeys(tags):
+        chosen = [index for index, other in enumerate(tags) if other == tag]
+        parts[tag] = EvaluationResult.from_rows(
+            [result.rows[index] for index in chosen],
+            example_ids=[result.example_ids[index] for index in chosen],
+            seed=seed,
+            num_generations=result.num_generations,
+        )
+    return parts

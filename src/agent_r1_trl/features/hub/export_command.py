@@ -33,9 +33,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = make_parser().read(argv)
     for flag in ("min_reward", "split"):
         if not arguments.sft and getattr(arguments, flag) is not None:
-            raise UsageError(
-                f"--{flag}: goes with --sft; a data set holds all. Pass --sft, or remove it."
-            )
+            raise UsageError(f"--{flag}: goes with --sft; a data set holds all. Pass --sft, or remove it.")
     try:
         with users_mistakes():
             print((_write_sft if arguments.sft else _write_dataset)(arguments))
@@ -65,9 +63,7 @@ def _write_sft(arguments: argparse.Namespace) -> str:
     if least is None:
         raise UsageError("--min_reward: not set. With --sft, pass the least total reward, such as --min_reward 1.")
     if path.suffix != ".jsonl" or path.exists():
-        raise UsageError(
-            f"--output {arguments.output!r}: must be a .jsonl file that does not exist yet."
-        )
+        raise UsageError(f"--output {arguments.output!r}: must be a .jsonl file that does not exist yet.")
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
     folder = folder.parent if folder.name == "trajectories" else folder
     factory = environment_of(read_facts(folder, "").recipe, "the conversations will have no tools")

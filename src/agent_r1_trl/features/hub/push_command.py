@@ -71,9 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
     with users_mistakes(FileNotFoundError), tempfile.TemporaryDirectory(prefix="agent-r1-trl-push-") as scratch:
         if arguments.trajectories and arguments.critic:
-            raise ValueError(
-                "--critic: goes with a model, and --trajectories sends a data set. Leave one out."
-            )
+            raise ValueError("--critic: goes with a model, and --trajectories sends a data set. Leave one out.")
         try:
             validate_repo_id(arguments.repo_id)
         except HFValidationError as error:
