@@ -73,9 +73,9 @@ def test_an_attempt_at_a_call_is_no_answer(attempt):
 
 
 def test_an_environment_without_tools_has_none_to_take_away():
-    with pytest.raises(ValueError, match="no ToolEnv with tools"):
+    with pytest.raises(ValueError, match="needs a ToolEnv with tools to take away; env='mine' has only none"):
         check_baseline("closed_book", ToolEnv, "env='mine'")
-    with pytest.raises(ValueError, match="'search' once, but env='add' has only add"):
+    with pytest.raises(ValueError, match="'search', which it asks once; env='add' has only add"):
         check_baseline("naive_rag", AddEnv, "env='add'")
     check_baseline("closed_book", AddEnv, "env='add'")
 

@@ -16,7 +16,7 @@ from agent_r1_trl.evaluation import (
     evaluate_model,
     load_agent,
 )
-from agent_r1_trl.evaluation.result import example_sums, trajectory_sums
+from agent_r1_trl.evaluation.result import example_sums, to_json, trajectory_sums
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
 from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
@@ -110,7 +110,7 @@ def test_a_trajectory_that_nothing_scored_counts_everywhere_but_in_the_reward():
 def test_without_a_tool_call_there_is_no_error_rate():
     result = EvaluationResult.from_rows([example_sums([played()])], example_ids=["a"])
     assert math.isnan(result.metrics["tool_error_rate"])
-    assert json.loads(result.to_json())["tool_error_rate"] is None
+    assert json.loads(to_json(result.to_dict()))["tool_error_rate"] is None
 
 
 # ---------------------------------------------------------------- intervals
@@ -195,7 +195,7 @@ def test_a_difference_between_other_examples_is_refused():
 
 
 def test_the_dictionary_is_flat_and_json():
-    record = json.loads(result_of([1, 0], settings={"seed": 0}, num_generations=2).to_json())
+    record = result_of([1, 0], settings={"seed": 0}, num_generations=2).to_dict()
     assert record["exact_match"] == 0.5 and record["num_examples"] == 2 and record["num_generations"] == 2
     assert record["intervals"]["exact_match"] == pytest.approx([0.0945, 0.9055], abs=1e-4)
     assert "trajectories" not in record and "rows" not in record

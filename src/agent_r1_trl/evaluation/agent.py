@@ -54,10 +54,10 @@ def open_agent(
         dtype: "float32", "bfloat16", ... None: the checkpoint's own on a GPU, float32 on a CPU.
         max_batch_size: maximum number of rows per forward pass (transformers only).
         trust_remote_code: run code that comes with the model.
-        chat_template: see `ChatFormat`, as for the next three.
+        chat_template: of `ChatFormat`, like the two that follow.
         response_template: the same.
         chat_template_kwargs: the same.
-        thinking: the same; the limits' context policy decides, too.
+        thinking: whether the model thinks; the limits' context policy decides, too.
 
     Raises:
         ValueError: there is no such model, or a loaded model comes without `tokenizer`.

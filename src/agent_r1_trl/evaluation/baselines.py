@@ -38,15 +38,11 @@ def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
     with made_and_closed(env_factory) as made:
         tools = [as_tool(item).name for item in getattr(made, "tools", None) or ()]
         is_tool_env = isinstance(made, ToolEnv)
-    if not is_tool_env or not tools:
+    if not is_tool_env or not tools or (name == NAIVE_RAG and SEARCH not in tools):
+        needed = f"a tool {SEARCH!r}, which it asks once" if name == NAIVE_RAG else "a ToolEnv with tools to take away"
         raise ValueError(
-            f"baselines={name!r}: {env} is no ToolEnv with tools, so there are none to take away. Remove {name} from "
-            "baselines, or choose an environment with tools (search_qa)."
-        )
-    if name == NAIVE_RAG and SEARCH not in tools:
-        raise ValueError(
-            f"baselines='naive_rag' asks the environment's tool {SEARCH!r} once, but {env} has only "
-            f"{', '.join(tools)}. Name its search tool {SEARCH!r}, or set baselines to 'closed_book'."
+            f"baselines={name!r} needs {needed}; {env} has only {', '.join(tools) or 'none'}. Remove {name} from "
+            "baselines, or choose an environment with such tools (search_qa)."
         )
 
 

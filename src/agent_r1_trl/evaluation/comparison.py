@@ -100,17 +100,16 @@ def _in_order_of(before: EvaluationResult, after: EvaluationResult) -> Evaluatio
     if before.example_ids == after.example_ids:
         return after
     first, second = Counter(before.example_ids), Counter(after.example_ids)
+    problem = ""
     if repeated := [name for name, count in (first | second).items() if count > 1]:
-        raise ValueError(
-            f"an evaluation has several examples of one id: {_some(repeated)}, so that it is not known which belong "
-            "together. Give each row an id of its own (column 'id'), and evaluate again."
-        )
-    if first != second:
-        raise ValueError(
+        problem = f"several examples have one id: {_some(repeated)}. Give each row its own (column 'id')"
+    elif first != second:
+        problem = (
             f"the examples differ: {_some(sorted(first - second))} only in the first evaluation, "
-            f"{_some(sorted(second - first))} only in the second. Pass two evaluations of the same rows (the same "
-            "--dataset and --num_examples)."
+            f"{_some(sorted(second - first))} only in the second. Pass two evaluations of the same rows"
         )
+    if problem:
+        raise ValueError(f"{problem}.")
     rows = dict(zip(after.example_ids, after.rows, strict=True))
     ids = before.example_ids
     return EvaluationResult.from_rows(

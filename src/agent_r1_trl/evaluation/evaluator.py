@@ -152,10 +152,10 @@ def replay_evaluation(
 
     Args:
         replay: the journal, or the output directory that holds it.
-        examples: rows of the data set; they and what follows must be those of the recorded evaluation.
-        num_generations: attempts per example.
-        seed: of the evaluation.
-        keep_going: see `evaluate`.
+        examples: as for `evaluate`, like what follows; they must be those of the recorded evaluation.
+        num_generations: the same.
+        seed: the same.
+        keep_going: the same.
         limits: that the trajectories must have had; None: any. A `max_model_length` of None, which is then the
             model's, is not compared.
 
@@ -220,22 +220,11 @@ def evaluate_model(
     limits: RolloutLimits | None = None,
     **options: Any,
 ) -> EvaluationResult:
-    """Load a model and evaluate it, on a GPU if there is one.
-
-    Args:
-        model: directory or Hub id of a model or of a PEFT adapter; or a loaded model (then pass `tokenizer`).
-        env_factory: as for `evaluate`.
-        examples: as for `evaluate`.
-        limits: as for `evaluate`; the model's context length is a limit as well.
-        **options: of `open_agent` (`use_vllm`, `dtype`, `thinking`, ...) and of `evaluate` (`params`, `seed`, ...).
-
-    Raises:
-        ValueError: there is no such model, a loaded model comes without `tokenizer`, or as for `evaluate`.
-    """
-    names = inspect.signature(evaluate).parameters
-    settings = {name: value for name, value in options.items() if name in names}
+    """Load a model with `open_agent` and `evaluate` it; both take what is not named here from the `options`."""
+    names = inspect.signature(evaluate).parameters.keys() & options.keys()
     loading = {name: value for name, value in options.items() if name not in names}
     with open_agent(model, limits=limits, **loading) as agent:
-        result = evaluate(agent.generator, env_factory, agent.chat, examples, limits=agent.limits, **settings)
+        settings = {"limits": agent.limits, **{name: options[name] for name in names}}
+        result = evaluate(agent.generator, env_factory, agent.chat, examples, **settings)
     result.settings = {"model": agent.name, "use_vllm": bool(loading.get("use_vllm")), **result.settings}
     return result

@@ -17,13 +17,8 @@ def load_agent(
 ) -> tuple[Any, Any]:
     """Model (in eval mode) and tokenizer of a directory or Hub id; a PEFT adapter is loaded onto its base model.
 
-    Args:
-        path: of a model or an adapter.
-        dtype: None: that of the checkpoint on a GPU, float32 on a CPU.
-        tokenizer: None: that of the model.
-        trust_remote_code: run code that comes with the model.
-        to_device: move the model to the GPU where there is one.
-        keep_pad_token: leave a tokenizer without padding token as it is.
+    `dtype` and `tokenizer` are by default those of the checkpoint (float32 on a CPU). A tokenizer without padding
+    token gets one, unless `keep_pad_token`; the model goes to the GPU where there is one, if `to_device`.
 
     Raises:
         ValueError: see `check_model_folder`.
@@ -91,11 +86,7 @@ def check_model_folder(path: str, *, flag: str = "model") -> bool:
 
 
 def is_adapter_of_the_hub(path: str) -> bool:
-    """Whether a Hub id is that of a PEFT adapter; False for a directory.
-
-    Raises:
-        OSError: the Hub cannot be reached, or has no such repository.
-    """
+    """Whether a Hub id, and no directory, is that of a PEFT adapter."""
     return not Path(path).is_dir() and _has_file(path, "adapter_config.json")
 
 

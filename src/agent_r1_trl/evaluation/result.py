@@ -67,8 +67,9 @@ class EvaluationResult:
     def from_rows(cls, rows: list[Row], *, example_ids: list[str], seed: int = 0, **values: Any) -> EvaluationResult:
         """Metrics and intervals from the sums of each example."""
         sums = _sums(rows)
-        metrics = {name: _ratio(*pair.sum(axis=0)) for name, pair in sums.items()}
-        shares = {name: wilson_interval(*pair.sum(axis=0)) for name, pair in sums.items() if is_share(name, pair)}
+        totals = {name: pair.sum(axis=0).tolist() for name, pair in sums.items()}
+        metrics = {name: one / other if other else math.nan for name, (one, other) in totals.items()}
+        shares = {name: wilson_interval(*totals[name]) for name, pair in sums.items() if is_share(name, pair)}
         return cls(
             metrics=metrics,
             intervals=bootstrap_intervals(sums, seed=seed) | shares,
@@ -89,10 +90,6 @@ class EvaluationResult:
             "settings": self.settings,
             **({"failures": self.failures} if self.failures else {}),
         }
-
-    def to_json(self) -> str:
-        """`to_dict` as indented JSON."""
-        return to_json(self.to_dict())
 
 
 def to_json(content: dict[str, Any]) -> str:
@@ -195,7 +192,6 @@ def wilson_interval(num: float, total: float) -> tuple[float, float]:
     >>> [round(bound, 3) for bound in wilson_interval(10, 10)]
     [0.722, 1.0]
     """
-    num, total = float(num), float(total)  # numpy's, as a rule
     z, share = NormalDist().inv_cdf(0.975), num / total
     middle = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
@@ -266,10 +262,6 @@ def _sums(rows: Sequence[Row]) -> dict[str, np.ndarray]:
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     return {name: np.array([row.get(name, (0.0, 0.0)) for row in rows], dtype=float) for name in names}
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return float(numerator) / float(denominator) if denominator else math.nan
 
 
 def number_text(value: float, sign: str = "") -> str:
