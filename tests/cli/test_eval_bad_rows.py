@@ -140,13 +140,6 @@ def test_one_of_the_first_rows_must_start_before_the_model_is_loaded(flags, refu
     assert "first rows of eval_dataset_name='some.jsonl'" in message and "neither 'prompt' nor 'question'" in message
 
 
-def test_rows_without_the_tag_have_a_part_of_their_own(flags, refusal):
-    write("test.jsonl", row(0, meta={"kind": "é"}), row(1, meta={}), row(2, meta=None), row(3))
-    assert main([*flags, "--by", "meta.kind"]) == 0
-    parts = read_result()["by"]["meta.kind"]
-    assert {tag: part["num_examples"] for tag, part in parts.items()} == {"é": 1, "(none)": 3}
-
-
 def test_sets_of_one_name_are_kept_apart_and_one_set_twice_is_refused(flags, refusal):
     for folder, answer in (("a/b", "1"), ("a_b", "2")):
         write(f"{folder}/test.jsonl", row(0, id=answer))
@@ -179,4 +172,4 @@ def test_one_row_has_an_interval_of_one_point_and_ids_may_repeat_unless_rows_are
     write("test.jsonl", row(1), row(0), row(0, question="And?"))
     assert main([*flags, "--output_dir", "second"]) == 0
     message = refusal("eval", "compare", "first", "second")
-    assert "several examples of one id: 1 ('q0')" in message
+    assert "several examples have one id: 1 ('q0')" in message

@@ -58,7 +58,7 @@ def test_the_help_of_training_names_every_flag_that_the_parser_takes(capsys):
     text = " ".join(capsys.readouterr().out.split())
     shown = set(re.findall(r"(?<![\w-])--(\w+)", text))
     parser = RecipeParser((TrainArguments, MultiTurnPPOConfig, ModelConfig), command="train")
-    flags = {action.option_strings[0].removeprefix("--") for action in parser._actions}
+    flags = set(parser.flags)
     assert flags <= shown
 
 

@@ -79,13 +79,18 @@ def run_command(function: Callable[[Sequence[str]], int], argv: Sequence[str] | 
         return error.exit_code
 
 
-def model_problem(name: str | None, error: Exception) -> str:
-    """A loader's error about a model, with the flag and the fix."""
-    reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
-    return (
-        f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and tokenizer, "
-        "or the id of a model on the Hub that you may read."
-    )
+@contextlib.contextmanager
+def loading(name: str | None, *more: type[Exception]) -> Iterator[None]:
+    """As `users_mistakes`; what a loader says of the model `name` becomes an error with the flag and the fix, too."""
+    try:
+        with users_mistakes(*more):
+            yield
+    except OSError as error:
+        reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
+        raise UsageError(
+            f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and "
+            "tokenizer, or the id of a model on the Hub that you may read."
+        ) from error
 
 
 def with_fix(message: str) -> str:
@@ -111,15 +116,14 @@ class PlainParser(argparse.ArgumentParser):
         if unknown and not unknown[0].startswith("-"):
             raise UsageError(f"{unknown[0]!r} belongs to no option, and there is one too many. Remove it.")
         if unknown:
-            raise UsageError(no_such_option(self, unknown[0].partition("=")[0], unknown[0]))
+            flags = [option for action in self._actions for option in action.option_strings]
+            raise UsageError(no_such_option(self.prog, unknown[0].partition("=")[0], unknown[0], flags))
         return arguments
 
 
-def no_such_option(parser: argparse.ArgumentParser, flag: str, name: str, more: Sequence[str] = ()) -> str:
-    """The message about a flag that a parser does not know; `more`: names that it knows besides its options."""
-    flags = [option for action in parser._actions for option in action.option_strings if "-" not in option[2:]]
-    hint = did_you_mean(name, flags if name.startswith("--") else [*(option[2:] for option in flags), *more])
-    return f"{flag}: there is no such option.{hint} {parser.prog} --help lists all options."
+def no_such_option(command: str, flag: str, name: str, known: Sequence[str]) -> str:
+    """The message about a flag that a command does not have, whose options are `known`."""
+    return f"{flag}: there is no such option.{did_you_mean(name, known)} {command} --help lists all options."
 
 
 def is_main_process() -> bool:

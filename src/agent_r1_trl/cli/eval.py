@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.arguments import BASELINES, KEY, EvalArguments
 from agent_r1_trl.cli.console import PlainConsole, table_console
-from agent_r1_trl.cli.errors import DependencyError, UsageError, model_problem, users_mistakes
-from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser, given_flags
+from agent_r1_trl.cli.errors import DependencyError, UsageError, loading, users_mistakes
+from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.progress import trajectory_progress
-from agent_r1_trl.cli.recipe import without_package_paths
+from agent_r1_trl.cli.recipe import without_package_paths, words_of
 from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
 from agent_r1_trl.cli.tables import compare_command, new_table, result_table
 from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
@@ -85,7 +85,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     )
     (arguments,) = parser.parse(argv)
     if arguments.endpoint:
-        _check_flags(arguments, given_flags(argv))
+        _check_flags(arguments, {flag.replace("-", "_") for flag, _ in words_of(argv)})
     trained = parser.recipe.get("model_name_or_path")
     if arguments.base_model is None and [trained] != arguments.model_name_or_path:
         arguments.base_model = trained
@@ -141,7 +141,8 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
     models = planned_models(arguments)
     factories = {method: _factory(arguments, method, env_factory) for method in models}
     loaded = [_load(arguments, name) for name in names]
-    labels = short_names([name.removesuffix(Path(name).suffix) if _is_file(name) else name for name in names])
+    ends = [end if (end := Path(name).suffix) in FILE_FORMATS else "" for name in names]
+    labels = short_names([name.removesuffix(end) for name, end in zip(names, ends, strict=True)])
     is_alone = len(names) * len(models) == 1
     return [
         PlannedRow(
@@ -158,10 +159,6 @@ def make_plan(arguments: EvalArguments, env_factory: Callable[[], Any]) -> list[
     ]
 
 
-def _is_file(name: str) -> bool:
-    return Path(name).suffix in FILE_FORMATS
-
-
 def _load(arguments: EvalArguments, name: str) -> dict[str, Any]:
     """`rows`, `source` and `data` of a planned row."""
     flag, split = "eval_dataset_name", arguments.dataset_test_split
@@ -172,9 +169,8 @@ def _load(arguments: EvalArguments, name: str) -> dict[str, Any]:
     if arguments.by:
         with users_mistakes():
             tags_of(rows, arguments.by)
-    part = {} if _is_file(name) else {"dataset_config": config, "dataset_split": split}
-    source = {"dataset_name": without_package_paths(name), **part}
-    return {"rows": rows, "source": source, "data": f"{flag}={name!r}"}
+    part = {} if Path(name).suffix in FILE_FORMATS else {"dataset_config": config, "dataset_split": split}
+    return {"rows": rows, "source": {"dataset_name": without_package_paths(name), **part}, "data": f"{flag}={name!r}"}
 
 
 def _check_twice(flag: str, names: Sequence[str]) -> None:
@@ -197,17 +193,15 @@ def _baseline_model(arguments: EvalArguments, method: str, given: list[str]) -> 
     if arguments.replay:
         return None
     base, is_hosted = arguments.base_model, bool(arguments.endpoint) and method != "base"
-    if is_hosted and len(given) > 1:
+    if is_hosted or base is None:
+        base = given[0] if len(given) == 1 and (is_hosted or method != "base") else None
+    elif base in given and method == "base" and not arguments.endpoint:
+        base = None
+    if base is None:
+        which = f"{'which of the hosted models' if is_hosted else 'which model beside'} {', '.join(given)}"
         raise UsageError(
-            f"baselines={method!r}: which of the hosted models {', '.join(given)} is to play it? Pass one of them, or "
-            "remove the baseline."
-        )
-    if is_hosted or (base is None and len(given) == 1 and method != "base"):
-        return given[0]
-    if base is None or (base in given and method == "base" and not arguments.endpoint):
-        raise UsageError(
-            f"baselines={method!r}: no other model than {', '.join(given)} is named. Pass --base_model, the model "
-            "before training, or --model together with a recipe that names that model."
+            f"baselines={method!r}: {which} is to play it? Pass --base_model, the model before training, or --model "
+            "together with a recipe that names that model; of hosted models pass one, or remove the baseline."
         )
     return base
 
@@ -233,7 +227,18 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
     set_rules(arguments.secrets.names, arguments.secrets.patterns)
     if arguments.replay:
         plan = make_plan(arguments, lambda: None)
-        results = [_replay(arguments, row) for row in plan]
+        with users_mistakes(NothingPlayedError):
+            results = [
+                replay_evaluation(
+                    Path(arguments.replay) / row.folder,
+                    row.rows,
+                    num_generations=arguments.num_generations_eval,
+                    seed=arguments.seed,
+                    keep_going=True,
+                    limits=row.limits(_limits(arguments, row.is_hosted)),
+                )
+                for row in plan
+            ]
     else:
         env_factory = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
         plan = make_plan(arguments, env_factory)
@@ -250,16 +255,13 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                 results = _play_all(arguments, plan, console, description, goes_on)
                 check_some_played([item for result in results for item in result.trajectories])
         _leave_failures(arguments, results, console)
-    return EvaluationTable(
-        rows=[_table_row(arguments, row, result) for row, result in zip(plan, results, strict=True)]
-    )
-
-
-def _table_row(arguments: EvalArguments, row: PlannedRow, result: EvaluationResult) -> TableRow:
-    result.settings = {**result.settings, **row.source}
-    parts = {arguments.by: split_by(result, row.rows, arguments.by, seed=arguments.seed)} if arguments.by else {}
-    model = result.settings["model"] if row.is_hosted and row.model is not None else row.model
-    return TableRow(method=row.method, dataset=row.dataset, model=model, result=result, by=parts)
+    table = EvaluationTable()
+    for row, result in zip(plan, results, strict=True):
+        result.settings = {**result.settings, **row.source}
+        parts = {arguments.by: split_by(result, row.rows, arguments.by, seed=arguments.seed)} if arguments.by else {}
+        model = result.settings["model"] if row.is_hosted and row.model is not None else row.model
+        table.rows.append(TableRow(method=row.method, dataset=row.dataset, model=model, result=result, by=parts))
+    return table
 
 
 def _play_all(
@@ -272,14 +274,11 @@ def _play_all(
     results: dict[int, EvaluationResult] = {}
     for player in dict.fromkeys((row.model, row.is_hosted) for row in plan):
         rows = {index: row for index, row in enumerate(plan) if (row.model, row.is_hosted) == player}
-        try:
-            with raising(), _opened(arguments, *player) as agent:
-                for index, row in rows.items():
-                    title = f"{row.dataset}, {row.method}" if row.folder else description
-                    results[index] = _play(arguments, row, agent, console, title, goes_on)
-            del agent  # before the next one is loaded
-        except OSError as error:
-            raise UsageError(model_problem(player[0], error)) from error
+        with loading(player[0]), raising(), _opened(arguments, *player) as agent:
+            for index, row in rows.items():
+                title = f"{row.dataset}, {row.method}" if row.folder else description
+                results[index] = _play(arguments, row, agent, console, title, goes_on)
+        del agent  # before the next one is loaded
     return [results[index] for index in range(len(plan))]
 
 
@@ -343,19 +342,6 @@ def _play(
     result.settings = {"model": agent.name, **how, **result.settings}
     console.print(f"{title}: {result.settings['played']}")
     return result
-
-
-def _replay(arguments: EvalArguments, row: PlannedRow) -> EvaluationResult:
-    limits = _limits(arguments, row.is_hosted)
-    with users_mistakes(NothingPlayedError):
-        return replay_evaluation(
-            Path(str(arguments.replay)) / row.folder if row.folder else str(arguments.replay),
-            row.rows,
-            num_generations=arguments.num_generations_eval,
-            seed=arguments.seed,
-            keep_going=True,
-            limits=row.limits(limits),
-        )
 
 
 # ---------------------------------------------------------------- going on

@@ -1,24 +1,23 @@
-"""TRL's parser of dataclasses from a recipe and the command line, with errors that a user can act on."""
+"""Dataclasses from a recipe and the command line: one way to read a value, with errors that a user can act on."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any
 
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
 from agent_r1_trl.cli.errors import UsageError, no_such_option, with_fix
 from agent_r1_trl.cli.options import help_text
-from agent_r1_trl.cli.recipe import found_paths, read_recipe, read_value, split_config
+from agent_r1_trl.cli.recipe import config_of, found_paths, read_recipe, read_value, words_of
 from agent_r1_trl.features import MAPPINGS as OF_FEATURES
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.settings import groups_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-from agent_r1_trl.trainers.config import ModelConfig, TrlParser
+from agent_r1_trl.trainers.config import ModelConfig
 
 MAPPINGS = (*OF_FEATURES, *groups_of(MultiTurnPPOConfig))
 """Settings of training that are mappings."""
@@ -32,16 +31,11 @@ def _fields(kinds: Sequence[Any]) -> dict[str, Any]:
     return {item.name: item for kind in kinds for item in dataclasses.fields(kind) if item.init}
 
 
-def given_flags(argv: Sequence[str]) -> set[str]:
-    """Names of the options on a command line, with underscores."""
-    return {item.partition("=")[0][2:].replace("-", "_") for item in argv if item.startswith("--")}
-
-
-class RecipeParser(TrlParser):
+class RecipeParser:
     """Makes dataclass instances from a recipe and the command line.
 
     Args:
-        dataclass_types: the dataclasses to make, in this order.
+        kinds: the dataclasses to make, in this order.
         command: as the user typed it, for the help text.
         about: what the command does, for the help text.
         elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
@@ -50,21 +44,24 @@ class RecipeParser(TrlParser):
 
     def __init__(
         self,
-        dataclass_types: Sequence[type],
+        kinds: Sequence[type],
         *,
         command: str,
         about: str = "",
         elsewhere: Sequence[type] = (),
         private: Sequence[str] = (),
     ) -> None:
-        # No abbreviated flags: `--learning` would silently be taken for `--learning_rate`.
-        super().__init__(dataclass_types, prog=command, allow_abbrev=False, add_help=False)
-        self.add_argument("--config", metavar="RECIPE", help="YAML file with any of these settings.")
-        self._about, self._private = about, private
-        self._own, self._known = _fields(dataclass_types), _fields([*elsewhere, *dataclass_types])
-        kinds = (*elsewhere, *dataclass_types)
-        self._hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
-        self._keys = [key for kind in kinds for key in keys_of(kind)]
+        self.kinds, self.command, self._about, self._private = kinds, command, about, private
+        self._own, self._known = _fields(kinds), _fields([*elsewhere, *kinds])
+        known = (*elsewhere, *kinds)
+        self._hints = {name: hint for kind in known for name, hint in typing.get_type_hints(kind).items()}
+        self._keys = [key for kind in known for key in keys_of(kind)]
+        self.flags = {}
+        """Name of an option -> its field, and whether it is `--no_...`."""
+        for name, item in self._own.items():
+            aliases = [alias.removeprefix("--").replace("-", "_") for alias in item.metadata.get("aliases", ())]
+            self.flags |= {flag: (item, False) for flag in (name, *aliases)}
+            self.flags |= {f"no_{name}": (item, True)} if item.default is True else {}
         self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
@@ -82,37 +79,76 @@ class RecipeParser(TrlParser):
         """
         path = self.read(argv, defaults)
         source = f"{path} with the command line's options" if path else "The options"
-        return tuple(self.make(kind, source) for kind in self.dataclass_types)
+        return tuple(self.make(kind, source) for kind in self.kinds)
 
     def read(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> str | None:
         """As `parse`, but only into `settings`; returns the path of the recipe."""
         if {"-h", "--help"} & set(argv):
-            print(help_text(self.prog, self._about, self.dataclass_types), end="")
+            print(help_text(self.command, self._about, self.kinds), end="")
             raise SystemExit(0)
-        path, arguments = split_config(argv)
-        values = dict(defaults or {})
+        path = config_of(argv)
+        values = {name: _default(item) for name, item in self._own.items()} | (defaults or {})
         if path is not None:
             self.recipe = found_paths(read_recipe(path))
-            known = [*self._own, *sorted(self._known)]
-            if wrong := [
-                f"{key!r} is not a setting.{did_you_mean(key, [*known, *self._keys])}"
-                for key in self.recipe
-                if key not in known
-            ]:
-                raise UsageError(f"{path}: {' '.join(wrong)} Correct or remove it; --help lists all settings.")
-            for name, value in self.recipe.items():
-                allowed = self._known[name].metadata.get("choices") or ()
-                checked = read_value(path, name, value, self._hints[name], allowed)
-                if name in self._own and name not in self._private:
-                    values[name] = checked
-        self.set_defaults_with_config(**values)
-        unset, arguments = self._take_nulls(_fold_keys(arguments))
-        namespace, unknown = self.parse_known_args(arguments)
-        self._check_unknown(unknown)
-        vars(namespace).update(unset)
-        given = _over_recipe(vars(namespace), values, given_flags(arguments))
-        self.settings = {name: found_paths(value) for name, value in given.items()}
+            values |= self._of_recipe(path)
+        settings = values | _over_recipe(self._of_flags(argv), values)
+        texts = {name: read_text(settings[name]) for name in MAPPINGS if isinstance(settings.get(name), str)}
+        self.settings = {name: found_paths(value) for name, value in (settings | texts).items()}
         return path
+
+    def _of_recipe(self, path: str) -> dict[str, Any]:
+        known = [*self._own, *sorted(self._known)]
+        if wrong := [
+            f"{key!r} is not a setting.{did_you_mean(key, [*known, *self._keys])}"
+            for key in self.recipe
+            if key not in known
+        ]:
+            raise UsageError(f"{path}: {' '.join(wrong)} Correct or remove it; --help lists all settings.")
+        checked = {name: self._checked(path, name, value) for name, value in self.recipe.items()}
+        return {name: checked[name] for name in checked if name in self._own and name not in self._private}
+
+    def _checked(self, place: str, name: str, value: Any) -> Any:
+        return read_value(place, name, value, self._hints[name], self._known[name].metadata.get("choices") or ())
+
+    def _of_flags(self, argv: Sequence[str]) -> dict[str, Any]:
+        """The settings of the command line; `--echo.patience 5 --echo.actions clip stop` are keys of a mapping."""
+        given: dict[str, Any] = {}
+        keys: dict[str, dict[str, Any]] = {}
+        for flag, texts in words_of(argv):
+            name = flag.replace("-", "_")
+            group, _, key = name.partition(".")
+            if key and group in OVER_RECIPE and group in self._own:
+                values = [read_text(text) for text in texts]
+                keys.setdefault(group, {})[key] = values[0] if len(values) == 1 else values or True
+            elif name in self.flags:
+                item, is_off = self.flags[name]
+                given[item.name] = False if is_off else self._of_texts(flag, item.name, texts)
+            elif name != "config":
+                problem = no_such_option(self.command, f"--{flag}", name, [*self.flags, *self._keys])
+                if name in self._known:
+                    problem = f"--{flag}: {self.command} does not use it, another command has. Remove it."
+                raise UsageError(problem)
+        for group, mapping in keys.items():  # --context window --context.turns 2
+            value = given.get(group, {})
+            given[group] = (value if isinstance(value, dict) else _main(group, value)) | mapping
+        return given
+
+    def _of_texts(self, flag: str, name: str, texts: list[str]) -> Any:
+        """What the texts after a flag say."""
+        options = typing.get_args(self._hints[name]) or (self._hints[name],)
+        takes_list = list in map(typing.get_origin, (self._hints[name], *options))
+        problem = None
+        if not texts and bool not in options and name not in MAPPINGS:
+            problem = f"--{flag}: no value is given."
+        if len(texts) > 1 and not takes_list:
+            problem = f"{texts[1]!r} belongs to no option."
+        if problem is not None:
+            raise UsageError(f"{problem} Options are written --name value.")
+        if texts == ["null"] and NoneType in options:
+            return None
+        if name in OVER_RECIPE:
+            return read_text(texts[0]) if texts else True
+        return self._checked("The command line", name, texts if len(texts) > 1 else texts[0]) if texts else True
 
     def make(self, kind: type, source: str = "The options", **changes: Any) -> Any:
         """One of the dataclasses, anew: with the settings that were parsed, and some in their place."""
@@ -124,66 +160,10 @@ class RecipeParser(TrlParser):
         except (ValueError, TypeError, NotImplementedError, ImportError) as error:
             raise UsageError(f"{source}: {with_fix(str(error))}") from error
 
-    def _take_nulls(self, arguments: Sequence[str]) -> tuple[dict[str, None], list[str]]:
-        """The settings that `--name null` unsets, which argparse would read as a text, and the other arguments."""
-        unset: dict[str, None] = {}
-        rest: list[str] = []
-        words = list(arguments)
-        while words:
-            item = words.pop(0)
-            flag, has_value, value = item.partition("=")
-            action = self._option_string_actions.get(flag)
-            is_null = value == "null" if has_value else words[:1] == ["null"]
-            if is_null and action is not None and NoneType in typing.get_args(self._hints.get(action.dest)):
-                unset[action.dest] = None
-                words = words[not has_value :]
-            else:
-                rest.append(item)
-        return unset, rest
 
-    def _check_unknown(self, unknown: list[str]) -> None:
-        if not unknown:
-            return
-        flag = unknown[0].partition("=")[0]
-        name = flag.lstrip("-").replace("-", "_")
-        if not flag.startswith("--"):
-            raise UsageError(f"{unknown[0]!r} belongs to no option. Options are written --name value.")
-        if name in self._known:
-            raise UsageError(f"{flag}: {self.prog} does not use this setting, which another command has. Remove it.")
-        raise UsageError(no_such_option(self, flag, name, self._keys))
-
-    def error(self, message: str) -> NoReturn:
-        """Raise argparse's error as a `UsageError`."""
-        raise UsageError(f"{message}. {self.prog} --help lists the options.")
-
-
-def _fold_keys(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--echo.patience 5 --echo.actions clip stop` as one mapping, `--echo {"patience": 5}`."""
-    rest: list[str] = []
-    folded: dict[str, dict[str, Any]] = {}
-    values: list[str] | None = None
-    found: list[tuple[str, str, list[str]]] = []
-    for item in arguments:
-        flag, has_value, value = item.partition("=")
-        group, _, key = flag.removeprefix("--").replace("-", "_").partition(".")
-        if flag.startswith("--") and key and group in OVER_RECIPE:
-            values = [value] if has_value else []
-            found.append((group, key, values))
-        elif item.startswith("--") or values is None:
-            values = None
-            rest.append(item)
-        else:
-            values.append(item)
-    for group, key, texts in found:
-        given = [read_text(text) for text in texts]
-        folded.setdefault(group, {})[key] = given[0] if len(given) == 1 else given or True
-    for place, item in reversed(list(enumerate(rest))):  # --context window --context.turns 2
-        group = item.removeprefix("--").partition("=")[0]
-        if item.startswith("--") and group in folded:
-            value = read_text(item.partition("=")[2] if "=" in item else rest[place + 1])
-            del rest[place : place + (1 if "=" in item else 2)]
-            folded[group] = (value if isinstance(value, dict) else _main(group, value)) | folded[group]
-    return rest + [part for group, mapping in folded.items() for part in (f"--{group}", json.dumps(mapping))]
+def _default(item: Any) -> Any:
+    has_factory = item.default_factory is not dataclasses.MISSING
+    return item.default_factory() if has_factory else item.default
 
 
 def _main(group: str, value: Any) -> dict[str, Any]:
@@ -192,16 +172,17 @@ def _main(group: str, value: Any) -> dict[str, Any]:
     return {} if kind is None or kind.main_key is None else {kind.main_key: value}
 
 
-def _over_recipe(given: dict[str, Any], recipe: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
-    """The settings, with the mappings of the command line put over the recipe's, key by key.
+def _over_recipe(given: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the command line, with its mappings put over the recipe's, key by key.
 
     The arguments of the recipe's environment are no arguments of another one that the command line names.
     """
-    merged = {name: read_text(given[name]) for name in MAPPINGS if isinstance(given.get(name), str)}
-    for name in OVER_RECIPE:
-        is_of_another = name == "env_kwargs" and "env" in flags and given.get("env") != recipe.get("env")
-        is_switch = name in MAPPINGS and not isinstance(merged.get(name), dict)
-        if name in flags and recipe.get(name) not in (None, "", {}, True, False) and not (is_of_another or is_switch):
-            of_recipe = recipe[name] if isinstance(recipe[name], dict) else _main(name, recipe[name])
-            merged[name] = (of_recipe or read_mapping(name, recipe[name])) | read_mapping(name, given[name])
-    return given | merged
+    merged = dict(given)
+    for name in given.keys() & set(OVER_RECIPE):
+        before, now = recipe.get(name), given[name]
+        is_of_another = name == "env_kwargs" and given.get("env", recipe.get("env")) != recipe.get("env")
+        is_switch = name in MAPPINGS and not isinstance(now, dict)
+        if before not in (None, "", {}, True, False) and not (is_of_another or is_switch):
+            of_recipe = before if isinstance(before, dict) else _main(name, before)
+            merged[name] = (of_recipe or read_mapping(name, before)) | read_mapping(name, now)
+    return merged

@@ -20,7 +20,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from agent_r1_trl.cli.errors import PlainParser, UsageError
+from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.options import default_text, option_groups
 from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.objects import did_you_mean
@@ -105,14 +105,31 @@ def _each_text(change: Callable[[str], str], value: Any) -> Any:
 # ---------------------------------------------------------------- reading
 
 
-def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Separate `--config PATH` from the other arguments."""
-    parser = PlainParser("agent-r1-trl COMMAND", add_help=False)
-    parser.add_argument("--config", action="append", default=[])
-    given, rest = parser.parse_known_args(list(argv))
-    if len(given.config) > 1:
-        raise UsageError(f"--config was given twice ({', '.join(given.config)}). Remove one: a run has one recipe.")
-    return next(iter(given.config), None), rest
+def words_of(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each flag of a command line without its dashes, and the texts behind it.
+
+    >>> words_of(["--seed=3", "--tools", "a", "b"])
+    [('seed', ['3']), ('tools', ['a', 'b'])]
+    """
+    found: list[tuple[str, list[str]]] = []
+    for item in argv:
+        if item.startswith("--"):
+            flag, has_value, text = item.partition("=")
+            found.append((flag[2:], [text] if has_value else []))
+        elif found:
+            found[-1][1].append(item)
+        else:
+            raise UsageError(f"{item!r} belongs to no option. Options are written --name value.")
+    return found
+
+
+def config_of(argv: Sequence[str]) -> str | None:
+    """The recipe that a command line names."""
+    given = [texts for flag, texts in words_of(argv) if flag == "config"]
+    if len(given) > 1 or (given and len(given[0]) != 1):
+        named = " and ".join(" ".join(texts) or "nothing" for texts in given)
+        raise UsageError(f"--config names {named}: a run has one recipe. Pass one file.")
+    return given[0][0] if given else None
 
 
 class _Loader(yaml.SafeLoader):
@@ -127,12 +144,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
-    """Read the mapping in a YAML file.
-
-    Args:
-        path: of the file, or the name of a recipe that comes with the package.
-        flag: the option that named the file, for errors; names are for `--config`.
-    """
+    """Read the mapping in a YAML file, or for `--config` also in a recipe of the package by its name."""
     named = shipped_recipes() if flag == "--config" else {}
     file = Path(path) if Path(path).is_file() else named.get(path, Path(path))
     if not file.is_file():
@@ -143,10 +155,9 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
             f"{', or a name that agent-r1-trl train --list-recipes shows' if named else ''}."
         )
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from error
-    values = {} if values is None else values
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(
             f"{path} must be a mapping of setting names to values. Write one setting per line, such as "
@@ -157,28 +168,26 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
 
 def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:
     """A recipe in which `echo.patience: 5` is a key of the mapping `echo`, as on the command line."""
-    keys = [name for name in values if "." in name]
-    folded = {name: value for name, value in values.items() if name not in keys}
-    for name in keys:
+    folded = {name: value for name, value in values.items() if "." not in name}
+    for name in values.keys() - folded.keys():
         group, _, key = name.partition(".")
-        into = folded.get(group)
-        into = {} if into is None else into
+        into = {} if folded.get(group) is None else folded[group]
         if not isinstance(into, dict) or key in into:
             raise UsageError(f"{path}: {group} and {name} contradict each other. Remove one of the two lines.")
         folded[group] = into | {key: values[name]}
     return folded
 
 
-def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[Any] = ()) -> Any:
-    """Check a recipe's value against the type of its field.
+def read_value(place: str, name: str, value: Any, hint: Any, allowed: Sequence[Any] = ()) -> Any:
+    """Check a value against the type of its field.
 
-    Text is converted as on the command line, because YAML takes 1e-5 for text. Any other value must have the type
-    already: `true` is not a number, and 1 is not a boolean.
+    Text is converted, because YAML takes 1e-5 for text and a command line knows nothing else. Any other value must
+    have the type already: `true` is not a number, and 1 is not a boolean.
 
     Args:
-        path: of the recipe, for errors.
+        place: where it stands, for errors.
         name: of the setting.
-        value: as YAML read it.
+        value: as YAML or the command line has it.
         hint: the annotation of the field.
         allowed: the choices, where the annotation does not list them.
     """
@@ -204,7 +213,7 @@ def read_value(path: str, name: str, value: Any, hint: Any, allowed: Sequence[An
         rule = " or ".join(dict.fromkeys([*rules, *(["null"] if NoneType in options else [])]))
         suggestion = did_you_mean(str(value), map(str, choices))
         raise UsageError(
-            f"{path}: {name}={value!r} must be {rule}.{suggestion} Set {name} to such a value, or remove the line."
+            f"{place}: {name}={value!r} must be {rule}.{suggestion} Set {name} to such a value, or remove the line."
         ) from error
     return checked if has_text else value
 
@@ -219,7 +228,7 @@ def write_resolved_recipe(
     facts: Mapping[str, str],
     folder: str,
 ) -> Path:
-    """Write `recipe.yaml`, from which a run can be started again, every default included, into a directory.
+    """Write `recipe.yaml`, from which a run can be started again, every default included, into its `folder`.
 
     Args:
         settings: every setting of the run by its name, as it was given or with its default.

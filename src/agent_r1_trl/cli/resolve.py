@@ -37,38 +37,29 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
             f"env={name!r}: must be a built-in environment ({', '.join(BUILT_IN_ENVS)}) or an import path."
             f"{did_you_mean(name, BUILT_IN_ENVS)} Set env to one of them, or to a path such as my_module.MyEnv."
         )
-    target = resolve_object("env", found_paths(path))
-    kwargs = found_paths(dict(kwargs or {}))
-    if not callable(target) or (hasattr(target, "step") and not inspect.isclass(target)):
-        raise UsageError(
-            f"env={name!r} is a {type(target).__name__}: every trajectory needs its own environment. Name the class, "
-            "or a function that makes one."
-        )
+    target, kwargs = resolve_object("env", found_paths(path)), found_paths(dict(kwargs or {}))
     rules().note(kwargs)
-    problem = makes_environments(target, named=True)
-    if problem is not None:
-        raise UsageError(
-            f"env={name!r} {problem}; it was not called. Name a class with reset and step (subclass "
-            "agent_r1_trl.ToolEnv), or a function in a module of yours that makes one (def make() -> MyEnv: ...)."
-        )
-    factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
-    try:
-        with made_and_closed(factory) as env:
-            made = type(env).__name__
-            missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
-    except Exception as error:  # the user's class may raise anything
-        accepted = list(inspect.signature(target).parameters)
-        hints = "".join(did_you_mean(key, accepted) for key in kwargs if key not in accepted)
-        raise UsageError(
-            f"env={name!r} with env_kwargs={kwargs} cannot be created: {locate_error(error)}.{hints} Set env_kwargs "
-            "accordingly, or correct the environment."
-        ) from error
-    if missing:
-        raise UsageError(
-            f"env={name!r} makes a {made}, which has no {' and no '.join(missing)} method. Subclass "
-            "agent_r1_trl.ToolEnv, or give it the methods of agent_r1_trl.Environment."
-        )
-    return factory
+    if not callable(target) or (hasattr(target, "step") and not inspect.isclass(target)):
+        problem: str | None = f"is a {type(target).__name__}, and every trajectory needs its own environment"
+    elif (problem := makes_environments(target, named=True)) is None:
+        factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
+        try:
+            with made_and_closed(factory) as env:
+                missing = [method for method in ("reset", "step") if not callable(getattr(env, method, None))]
+        except Exception as error:  # the user's class may raise anything
+            accepted = list(inspect.signature(target).parameters)
+            hints = "".join(did_you_mean(key, accepted) for key in kwargs if key not in accepted)
+            raise UsageError(
+                f"env={name!r} with env_kwargs={kwargs} cannot be created: {locate_error(error)}.{hints} Set "
+                "env_kwargs accordingly, or correct the environment."
+            ) from error
+        if not missing:
+            return factory
+        problem = f"makes a {type(env).__name__}, which has no {' and no '.join(missing)} method"
+    raise UsageError(
+        f"env={name!r} {problem}. Name a class with reset and step (subclass agent_r1_trl.ToolEnv), or a function in "
+        "a module of yours that makes one (def make() -> MyEnv: ...)."
+    )
 
 
 def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: Any) -> None:
@@ -120,24 +111,18 @@ def resolve_function(flag: str, path: str) -> Callable[..., Any]:
     return function
 
 
-def resolve_instance(flag: str, path: str) -> Any:
-    """Import an object by its path; a class is called without arguments."""
-    with users_mistakes():
-        return make_own(f"{flag}={path!r}", import_object(path, flag))
-
-
 def resolve_generator(path: str) -> Any:
     """Import a generator by its path; a class is called without arguments."""
-    made = resolve_instance("generator", path)
     with users_mistakes():
-        return as_generator(made, path)
+        return as_generator(make_own(f"generator={path!r}", import_object(path, "generator")), path)
 
 
 def resolve_callback(path: str) -> Any:
     """Import a callback by its path; a class is called without arguments."""
     from transformers import TrainerCallback
 
-    made = resolve_instance("callbacks", path)
+    with users_mistakes():
+        made = make_own(f"callbacks={path!r}", import_object(path, "callbacks"))
     if not isinstance(made, TrainerCallback):
         raise UsageError(
             f"callbacks={path!r} is {made!r:.50}, which is no TrainerCallback. Name a subclass of "

@@ -24,10 +24,9 @@ from agent_r1_trl.cli.arguments import TrainArguments
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import (
     DependencyError,
-    PlainParser,
     UsageError,
     is_main_process,
-    model_problem,
+    loading,
     run_command,
     users_mistakes,
     with_fix,
@@ -36,11 +35,12 @@ from agent_r1_trl.cli.parser import OVER_RECIPE, RecipeParser
 from agent_r1_trl.cli.progress import TrainingProgress
 from agent_r1_trl.cli.recipe import (
     FILE,
+    config_of,
     facts_of_run,
     found_paths,
     read_recipe,
     recipe_list,
-    split_config,
+    words_of,
     write_resolved_recipe,
 )
 from agent_r1_trl.cli.resolve import (
@@ -164,11 +164,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[Any, Any, Any]:
 
 def find_trainer(argv: Sequence[str]) -> str:
     """Find the algorithm in the recipe or on the command line; it decides which settings exist."""
-    path, arguments = split_config(argv)
+    path = config_of(argv)
     recipe = {} if path is None else read_recipe(path)
-    parser = PlainParser(COMMAND, add_help=False)
-    parser.add_argument("--trainer", "--algo", default=recipe.get("trainer", TrainArguments.trainer))
-    name = str(parser.parse_known_args(arguments)[0].trainer)
+    flags = {flag: texts[0] for flag, texts in words_of(argv) if texts}
+    name = str(flags.get("trainer", flags.get("algo", recipe.get("trainer", TrainArguments.trainer))))
     if name not in TRAINERS and not any(mark in name for mark in ".:"):
         raise UsageError(
             f"trainer={name!r} must be one of {', '.join(map(repr, TRAINERS))}, or the path of a subclass of their "
@@ -195,19 +194,14 @@ def trainer_class(name: str) -> Any:
 
 
 def check_num_processes(environment: Mapping[str, str], running: int, expected: int | None) -> None:
-    """Refuse a run with another number of processes than the launcher announced or the recipe expects."""
+    """Refuse a run with another number of processes than the recipe expects, or than the launcher announced."""
     announced = int(environment.get("WORLD_SIZE") or running)
-    if announced != running:
-        raise UsageError(
-            f"WORLD_SIZE={announced}: the launcher announced {announced} processes and {running} train together. "
-            "Start through accelerate launch or torchrun, and leave RANK, WORLD_SIZE and MASTER_ADDR to them."
-        )
-    if expected is not None and expected != running:
-        raise UsageError(
-            f"num_processes_expected={expected}: {running} process(es) started, so a step would train on another "
-            f"number of trajectories than the recipe intends. Launch with --num_processes {expected}, or change "
-            "num_processes_expected (leave it out for any number)."
-        )
+    for flag, number in {"WORLD_SIZE": announced, "num_processes_expected": expected}.items():
+        if number not in (None, running):
+            raise UsageError(
+                f"{flag}={number}: {running} process(es) train together, so a step would train on another number "
+                f"of trajectories. Launch with accelerate launch --num_processes {number}, or change {flag}."
+            )
 
 
 def device_defaults() -> dict[str, Any]:
@@ -288,8 +282,8 @@ def _prepare_folder(script_args: Any, args: Any, model_args: Any, checkpoint: An
             f"{args.output_dir.rstrip('/')}.1 and deletes nothing (resume_from_checkpoint: true goes on with a run "
             "from its last checkpoint)."
         )
-    inside = [str(path) for path in (Path.cwd(), Path(model_args.model_name_or_path)) if _lies_in(path, folder)]
-    if inside:
+    needed = [path for path in (Path.cwd(), Path(model_args.model_name_or_path)) if path.exists()]
+    if inside := [str(path) for path in needed if path.resolve().is_relative_to(folder.resolve())]:
         raise UsageError(
             f"overwrite: true would move {flag}, where {inside[0]} lies, which this run needs. Set another output_dir."
         )
@@ -298,10 +292,6 @@ def _prepare_folder(script_args: Any, args: Any, model_args: Any, checkpoint: An
             console.print(f"The old run of {args.output_dir} is now in {set_aside(folder)}.")
         except OSError as error:
             raise UsageError(f"overwrite: true: {flag} cannot be moved ({error}). Set another output_dir.") from error
-
-
-def _lies_in(path: Path, folder: Path) -> bool:
-    return path.exists() and path.resolve().is_relative_to(folder.resolve())
 
 
 def load_data(script_args: Any) -> tuple[Any, Any]:
@@ -319,11 +309,10 @@ def load_data(script_args: Any) -> tuple[Any, Any]:
 def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
     """The trainer of a recipe, with its model loaded."""
     names = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
-    options = {name: getattr(model_args, setting) for name, setting in names.items()}
-    options = {name: value for name, value in options.items() if value is not None}
-    args.model_init_kwargs = options | (args.model_init_kwargs or {})
+    given = {name: value for name, setting in names.items() if (value := getattr(model_args, setting)) is not None}
+    args.model_init_kwargs = given | (args.model_init_kwargs or {})
     try:
-        with users_mistakes(ImportError):  # wrong settings, missing packages
+        with loading(model_args.model_name_or_path, ImportError):  # wrong settings, missing packages
             check_model_folder(model_args.model_name_or_path, flag="model_name_or_path")
             return trainer_class(script_args.trainer)(
                 model=model_args.model_name_or_path,
@@ -332,8 +321,6 @@ def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **part
                 quantization_config=get_quantization_config(model_args),
                 **parts,
             )
-    except OSError as error:
-        raise UsageError(model_problem(model_args.model_name_or_path, error)) from error
     except RunError:
         raise
     except RuntimeError as error:  # from a tracker that is not installed; any other is not the recipe's fault
@@ -352,16 +339,12 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
         raise
     finally:
         progress.stop()
-        if trainer.env_factory is not None:
-            _close(trainer)
-
-
-def _close(trainer: Any) -> None:
-    """Close engine and event loop; a failure to do so hides neither how the run ended nor its model."""
-    try:
-        trainer.rollouts.close()
-    except Exception as error:
-        print(shown(f"warning: the rollouts could not be closed: {type(error).__name__}: {error}"), file=sys.stderr)
+        try:
+            if trainer.env_factory is not None:
+                trainer.rollouts.close()
+        except Exception as error:  # hides neither how the run ended nor its model
+            problem = f"{type(error).__name__}: {error}"
+            print(shown(f"warning: the rollouts could not be closed: {problem}"), file=sys.stderr)
 
 
 def _save(trainer: Any, output_dir: str) -> None:
@@ -379,14 +362,13 @@ def wants_resume(args: Any) -> bool:
 
 def _checkpoint(args: Any) -> str | bool | None:
     """The value of `resume_from_checkpoint`: a path, or True for the last checkpoint if there is one."""
-    value = args.resume_from_checkpoint
+    value, folder = str(args.resume_from_checkpoint), Path(args.output_dir)
     if not wants_resume(args):
         return None
-    folder = Path(args.output_dir)
-    if str(value).lower() in ("true", "last"):
+    if value.lower() in ("true", "last"):
         return True if any(folder.glob("checkpoint-*")) else None
     choose_checkpoint(value, folder, without=args.resume_without or ())
-    return str(value)
+    return value
 
 
 def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, evaluation: Any) -> str:

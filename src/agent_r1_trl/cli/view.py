@@ -118,40 +118,33 @@ def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Reco
 
     run = arguments.run
     split = arguments.split or ("train" if trajectory_files(run, split="train") else "eval")
-    files = trajectory_files(run, split=split)
-    if not files:
-        raise ValueError(
-            f"RUN {run}: no recorded trajectories{f' of split {split}' if arguments.split else ''} "
-            "(trajectories/step_*.jsonl). Train with record_trajectories: jsonl, or pass another run."
-        )
-    is_folder = Path(run).is_dir()
+    files, is_folder = trajectory_files(run, split=split), Path(run).is_dir()
     steps = sorted({file_step(path) for path in files}) if is_folder else []
     step = arguments.step if arguments.step is not None or not steps else steps[-1]
+    if steps and step not in steps and not _is_over_steps(arguments):
+        raise ValueError(f"--step {step}: was not recorded. There are steps {steps[0]} to {steps[-1]}.")
     if _is_over_steps(arguments):
         step, split = None, arguments.split
-    if step is not None and steps and step not in steps:
-        raise ValueError(f"--step {step}: was not recorded. There are steps {steps[0]} to {steps[-1]}.")
     where = f"step {step}" if step is not None else run
-    played: Iterable[Record] = read_records(run, step=step, split=split if is_folder else arguments.split)
-    if _is_over_steps(arguments):
-        played = _of_example(arguments.example, played, where)
-    records = played = list(played)
-    if not records:
-        raise ValueError(f"RUN {run}: holds no trajectory. Pass the output directory of a run.")
-    if arguments.example is not None:
+    records: Iterable[Record] = read_records(run, step=step, split=split if is_folder else arguments.split)
+    if _is_over_steps(arguments) and files:
         records = _of_example(arguments.example, records, where)
-    selections: list[tuple[str, Callable[[Record], bool]]] = []
-    if arguments.filter:
-        belongs = FILTERS[arguments.filter][1]
-        selections.append((f"--filter {arguments.filter}", lambda record: belongs(record.trajectory)))
-    if arguments.index is not None:
-        selections.append((f"--index {arguments.index}", lambda record: record.index == arguments.index))
-    for option, is_selected in selections:
-        selected = [record for record in records if is_selected(record)]
-        if not selected:
-            raise ValueError(f"{option}: selects none of {len(records)} trajectories of {where}. --list shows them.")
-        records = selected
-    return records, played
+    played = list(records) if files else []
+    if not played:
+        raise ValueError(
+            f"RUN {run}: holds no recorded trajectories{f' of split {split}' if split else ''} "
+            "(trajectories/step_*.jsonl). Train with record_trajectories: jsonl, or pass another run."
+        )
+    chosen = played if arguments.example is None else _of_example(arguments.example, played, where)
+    for option, value in {"filter": arguments.filter, "index": arguments.index}.items():
+        before = len(chosen)
+        if option == "filter" and value:
+            chosen = [record for record in chosen if FILTERS[value][1](record.trajectory)]
+        elif value is not None:
+            chosen = [record for record in chosen if record.index == value]
+        if not chosen:
+            raise ValueError(f"--{option} {value}: none of {before} trajectories of {where} is. --list shows them.")
+    return chosen, played
 
 
 def _is_over_steps(arguments: argparse.Namespace) -> bool:

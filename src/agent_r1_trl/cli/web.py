@@ -17,26 +17,21 @@ Port = Annotated[int, Number(minimum=0, maximum=65535)]
 """0: a free one."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there.
-
-    Raises:
-        DependencyError: the address is taken, or not this machine's.
-    """
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        problem = f"cannot listen there ({error.strerror or error})"
-        raise DependencyError(f"--host {host} --port {port}: {problem}. Pass another port.") from error
-
-
 def serve_app(app: web.Application, host: str, port: int, on_start: Callable[[str], None], **options: Any) -> None:
     """Serve an application until the process is told to end (SIGINT, SIGTERM).
 
     `on_start` is told the URL, with the port that a port of 0 became; `options` are those of aiohttp's `run_app`.
+
+    Raises:
+        DependencyError: the address is taken, or not this machine's.
     """
     from aiohttp import web
 
-    listening = listen(host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        problem = f"cannot listen there ({error.strerror or error})"
+        raise DependencyError(f"--host {host} --port {port}: {problem}. Pass another port.") from error
     on_start(f"http://{host}:{listening.getsockname()[1]}")
     web.run_app(app, sock=listening, print=None, access_log=None, backlog=1024, **options)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 import trl
 from accelerate.utils import is_deepspeed_available
-from trl import GRPOConfig, TrlParser, get_quantization_config
+from trl import GRPOConfig, get_quantization_config
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, estimator_names, find_estimator
 from agent_r1_trl.critic import CRITIC_KINDS
@@ -61,7 +61,6 @@ __all__ = [
     "MultiTurnConfig",
     "MultiTurnGRPOConfig",
     "MultiTurnPPOConfig",
-    "TrlParser",
     "get_peft_config",
     "get_quantization_config",
 ]

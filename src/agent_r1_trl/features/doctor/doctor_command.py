@@ -15,7 +15,7 @@ import torch
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
-from agent_r1_trl.cli.recipe import split_config
+from agent_r1_trl.cli.recipe import config_of
 from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.loading import is_local
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     )
     if problem := problem_of_recipe(parser.recipe):
         report.warning("precision", problem, REMEDY)
-    path, _ = split_config(argv)
+    path = config_of(argv)
     if path is not None:
         _report_memory(report, ["--config", path, "--model_name_or_path", arguments.model_name_or_path])
     PlainConsole().print(render(report.findings))

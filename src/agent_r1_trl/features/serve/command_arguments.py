@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.cli.arguments import ENV_HELP, ENV_KWARGS_HELP, ENV_OR_TOOLS, PlayArguments
-from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
+from agent_r1_trl.cli.errors import loading, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
-from agent_r1_trl.cli.recipe import split_config
+from agent_r1_trl.cli.recipe import config_of
 from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
@@ -72,8 +72,7 @@ def read_conversation_arguments(
     )
     if argv and not argv[0].startswith("-"):
         argv = ["--model_name_or_path", *argv]
-    config, _ = split_config(argv)
-    (arguments,) = parser.parse(argv, {} if config else NO_RECIPE)
+    (arguments,) = parser.parse(argv, {} if config_of(argv) else NO_RECIPE)
     set_rules(arguments.secrets.names, arguments.secrets.patterns)
     return arguments
 
@@ -103,11 +102,8 @@ def agent_of(arguments: ConversationArguments) -> Iterator[Agent]:
     """
     name, options = arguments.model_name_or_path, {"limits": arguments.rollout_limits(), **arguments.chat_options()}
     with contextlib.ExitStack() as stack:
-        try:
-            with users_mistakes():
-                check_model_folder(str(name), flag="model_name_or_path")
-                opened = open_agent(name, use_vllm=arguments.use_vllm, dtype=arguments.dtype, **options)
-                agent = stack.enter_context(opened)
-        except OSError as error:
-            raise UsageError(model_problem(name, error)) from error
+        with loading(name):
+            check_model_folder(str(name), flag="model_name_or_path")
+            opened = open_agent(name, use_vllm=arguments.use_vllm, dtype=arguments.dtype, **options)
+            agent = stack.enter_context(opened)
         yield agent

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.cli.arguments import DTYPES
-from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError, model_problem, users_mistakes
+from agent_r1_trl.cli.errors import DependencyError, PlainParser, loading
 
 COMMAND = "agent-r1-trl merge"
 
@@ -34,13 +34,8 @@ def make_parser() -> PlainParser:
 def run(argv: Sequence[str]) -> int:
     """Write the model; returns the exit code."""
     arguments = make_parser().read(argv)
-    try:
-        with users_mistakes():
-            print(_merge(arguments))
-    except OSError as error:
-        if error.errno is not None:  # of the file system: a full disk, no permission
-            raise DependencyError(f"output_dir={arguments.output_dir!r}: cannot be written ({error}).") from error
-        raise UsageError(model_problem(arguments.model, error)) from error
+    with loading(arguments.model):
+        print(_merge(arguments))
     return 0
 
 
@@ -65,13 +60,16 @@ def _merge(arguments: argparse.Namespace) -> str:
     model, tokenizer = load_agent(source, dtype=loaded, trust_remote_code=trust, to_device=False, keep_pad_token=True)
     model = (_merged(model, source) if is_adapter else model).to(getattr(torch, dtype))
     unfinished = target.with_name(f"{target.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished)
-    tokenizer.save_pretrained(unfinished)
-    if target.exists():
-        target.rmdir()
-    unfinished.rename(target)
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        if target.exists():
+            target.rmdir()
+        unfinished.rename(target)
+    except OSError as error:  # a full disk, no permission
+        raise DependencyError(f"output_dir={str(target)!r}: cannot be written ({error}).") from error
     done = "adapter merged into its base" if is_adapter else "copied"
     return f"{target}: {model.num_parameters():,} parameters, {dtype}; {done}"
 
