@@ -81,7 +81,10 @@ def test_a_model_that_was_written_anew_is_another_one(killed, refusal, model_fol
 
 @pytest.mark.parametrize(
     ("temperature", "num_attempts", "words"),
-    [(0.0, 1, "(greedy, 1 attempt per example"), (1.0, 2, "(sampled at temperature 1, top_p 0.9, 2 attempts per")],
+    [
+        pytest.param(0.0, 1, "(greedy, 1 attempt per example", marks=pytest.mark.matrix),
+        (1.0, 2, "(sampled at temperature 1, top_p 0.9, 2 attempts per"),
+    ],
 )
 def test_evaluation_in_training_plays_the_same_trajectories(recipe, capsys, temperature, num_attempts, words):
     path = recipe(
@@ -120,7 +123,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["summarise", pytest.param("window", marks=pytest.mark.matrix)])
 def test_a_context_policy_shows_the_model_the_same_in_training_and_evaluation(recipe, policy):
     Path("long_task.py").write_text(LONG_TASK)
     path = recipe(

@@ -91,29 +91,11 @@ def test_several_models_stand_in_one_table_under_names_of_their_own(search_recip
     capsys.readouterr()
     assert main(["eval", "compare", "scores/test/grpo_checkpoint-8", "scores/test/ppo_checkpoint-8"]) == 0
     assert "+0.000" in capsys.readouterr().out
-    first, second = (
-        json.loads(Path(folder, "evaluation.json").read_text())["rows"]
-        for folder in ("scores", _replayed(search_recipe, copies))
-    )
-    assert [(row["method"], row["turns"]) for row in first[2:]] == [(row["method"], row["turns"]) for row in second]
-
-
-def _replayed(search_recipe, copies):
-    flags = ["--models", *copies, "--journal.replay", "scores", "--output_dir", "again"]
-    assert main(["eval", "--config", search_recipe, *flags]) == 0
-    return "again"
 
 
 def test_of_several_models_none_has_the_name_that_a_card_takes_for_its_own_models():
     arguments = SimpleNamespace(model_name_or_path=["old/model", "new/grpo"], baselines=None)
     assert list(planned_models(arguments)) == ["old_model", "new_grpo"]
-
-
-def test_a_table_of_one_row_is_flat(recipe):
-    assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == 0
-    result = json.loads(Path("scores/evaluation.json").read_text())
-    assert (result["dataset"], result["method"]) == ("test", "model") and "rows" not in result
-    assert Path("scores/evaluation.md").exists()
 
 
 def test_a_table_is_replayed_from_its_journals(search_recipe, other_model):

@@ -68,7 +68,7 @@ def interrupted(recipe):
     return run
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.matrix)])
 def test_an_interrupted_evaluation_closes_its_environments_and_says_what_was_finished(interrupted, capsys, signum):
     assert interrupted(signum, "eval", "--output_dir", "scores") == 128 + signum
     assert "interrupted: 0 of 2 trajectories finished" in capsys.readouterr().out
@@ -76,7 +76,7 @@ def test_an_interrupted_evaluation_closes_its_environments_and_says_what_was_fin
     assert not Path("scores/evaluation.json").exists()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])
 def test_an_interrupted_training_closes_its_environments(interrupted, signum):
     assert interrupted(signum, "train") == 128 + signum
     assert not list(Path().glob("open-*"))

@@ -178,9 +178,13 @@ def test_a_misspelt_name_is_told_the_nearest(own_recipe, refusal, flag, value, n
     assert f"{flag}={value!r}" in message and f"Did you mean {near}?" in message
 
 
-@pytest.mark.parametrize("flag", ["advantage_estimator", "loss_term", "sampling.filter_groups"])
 @pytest.mark.parametrize(
-    ("name", "said"), [("fails", r"raised KeyError: 'nothing' \(.*own.py, line"), ("nothing", "returned ")]
+    ("flag", "name", "said"),
+    [
+        ("advantage_estimator", "fails", r"raised KeyError: 'nothing' \(.*own.py, line"),
+        ("loss_term", "nothing", "returned "),
+        ("sampling.filter_groups", "nothing", "returned "),
+    ],
 )
 def test_what_it_does_wrong_in_the_run_is_one_line_that_names_it(own_recipe, refusal, flag, name, said):
     message = refusal("train", "--config", own_recipe(**{flag: f"own.py:{name}"}))

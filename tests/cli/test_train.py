@@ -93,18 +93,8 @@ def test_rewards_for_reasoning_are_named_in_a_recipe_with_their_options(recipe):
 @pytest.mark.slow
 def test_accelerate_launch_trains_one_step_from_a_recipe(recipe):
     path = recipe(max_steps=1, eval_dataset_name=None)
-    flags = [
-        "--cpu",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-    ]
-    command = ["accelerate.commands.launch", *flags, "-m", "agent_r1_trl.cli.train", "--config", path]
+    flags = ["--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = ["accelerate.commands.launch", "--cpu", *flags, "-m", "agent_r1_trl.cli.train", "--config", path]
     finished = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "Done. The model is in out" in finished.stdout
@@ -129,17 +119,8 @@ def test_two_ranks_leave_no_process_group_behind(recipe):
     path = recipe(max_steps=1, eval_dataset_name=None)
     task = Path("task.py")
     task.write_text(AT_EXIT + task.read_text())
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "agent_r1_trl.cli.train",
-        "--config",
-        path,
-    ]
-    finished = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    command = ["torch.distributed.run", "--nproc_per_node", "2", "-m", "agent_r1_trl.cli.train", "--config", path]
+    finished = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert [Path(f"rank-{rank}").read_text() for rank in range(2)] == ["False", "False"]
 

@@ -104,12 +104,6 @@ def test_what_is_no_result_of_the_model_is_not_in_the_metadata(evaluation):
     assert "model-index" not in str(card(evaluation=evaluation))
 
 
-def test_bounds_that_are_no_numbers_are_no_interval():
-    made = card(evaluation={"f1": 0.5, "intervals": {"f1": ["low", float("nan")]}})
-    assert made.data.eval_results[0].metric_args is None and "| f1 | 0.5 |\n" in made.text
-    assert "? examples; 95%" in made.text
-
-
 @pytest.mark.parametrize("text", ['{"rows": 3}', '{"rows": ["x"]}', '{"f1": 0.5, "intervals": [1]}', "[]", "{"])
 def test_a_file_that_is_no_evaluation_is_named(tmp_path, text):
     (tmp_path / "evaluation.json").write_text(text)
@@ -189,11 +183,6 @@ def test_settings_that_the_model_was_trained_with_are_those_of_the_chat():
     kept = {name: plain(getattr(arguments, name)) for name in recipe}
     assert kept == recipe | {"max_turns": 100, "max_completion_length": 8192}, "limits of a whole conversation"
     assert names(env) == []
-
-
-def test_the_tools_of_a_recipe_are_given_to_the_chat():
-    _, env = started(recipe={"tools": ["tests.toys.add", "tests.toys.echo"]})
-    assert names(env) == ["add", "echo"]
 
 
 @pytest.mark.parametrize(

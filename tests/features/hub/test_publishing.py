@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_r1_trl import safe_text
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.chat.grammars import GRAMMARS
 from agent_r1_trl.tools import tool
-from tests.tokenizers import read_template
 from tests.toys import AddEnv, add
 from tests.trainers.helpers import make_trainer
 
@@ -33,17 +31,6 @@ def test_a_saved_model_loads_with_its_chat_template(tmp_path):
     )
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(model(ids).logits, trainer.model.eval()(ids).logits)
-
-
-def test_the_template_and_the_grammar_that_were_asked_for_are_used_and_saved(tmp_path):
-    options = {"chat_template": "qwen2_5_training", "response_template": "hermes"}
-    trainer = make_trainer(tmp_path, family="qwen3", **options)
-    assert trainer.chat.chat_template == read_template("qwen2_5_training")
-    assert trainer.chat.grammar == GRAMMARS["hermes"]
-    trainer.save_model(tmp_path / "final")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
-    assert tokenizer.chat_template == read_template("qwen2_5_training")
-    assert ChatFormat(tokenizer).grammar == GRAMMARS["hermes"]
 
 
 def test_a_lora_run_saves_an_adapter_that_loads_on_the_base(tmp_path):
@@ -82,14 +69,6 @@ def test_the_card_is_trls_with_environment_tools_settings_result_and_method(tmp_
             "Citations",
         )
     ]  # fmt: skip
-
-
-def test_a_card_without_environment_is_written_too(tmp_path):
-    trainer = make_trainer(
-        tmp_path, env=None, script=None, reward_funcs=lambda completions, **kwargs: [1.0] * len(completions)
-    )
-    trainer.create_model_card()
-    assert "## Method" in (tmp_path / "README.md").read_text()
 
 
 def test_every_estimator_has_a_card_with_its_settings_and_papers(tmp_path):
@@ -202,21 +181,6 @@ def test_a_row_that_no_reward_function_scored_is_not_logged(tmp_path, caplog):
     said = [item.getMessage() for item in caplog.records if "reward functions returned None" in item.getMessage()]
     assert said and all("infrastructure failure" in text for text in said)
     assert "SECRET" not in caplog.text
-
-
-def test_the_card_of_an_environment_whose_tools_exist_only_after_reset_is_written(tmp_path):
-    class Late(AddEnv):
-        @property
-        def tools(self):
-            return {"question": [add]}[getattr(self, "kind", None)]
-
-        def reset(self, example):
-            self.kind = "question"
-            return super().reset(example)
-
-    trainer = make_trainer(tmp_path, env=Late)
-    trainer.create_model_card()
-    assert "## Tools\n\nNone, or chosen for each row." in (tmp_path / "README.md").read_text()
 
 
 KEY = "sk-live-0123456789"

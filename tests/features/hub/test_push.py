@@ -138,12 +138,6 @@ def test_a_secret_in_a_trajectory_stops_the_data_set(hub, run_folder, capsys):
 # ---------------------------------------------------------------- what the Hub refuses
 
 
-@pytest.mark.parametrize("repo_id", ["a/b/c", "ada/-x", "ada/x--y", "ada/" + "x" * 97, "ada/x y"])
-def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_sent(hub, run_folder, capsys, repo_id):
-    assert f"--repo_id {repo_id!r}" in refusal(capsys, run_folder, "--repo_id", repo_id)
-    assert hub.requests == []
-
-
 @pytest.mark.parametrize(
     ("token", "repo_id", "said"),
     [
@@ -194,21 +188,21 @@ def test_a_hub_that_fails_or_cannot_be_reached_is_worth_another_try(hub, run_fol
 # ---------------------------------------------------------------- mistakes
 
 
-def test_a_directory_without_a_model_names_the_fix(hub, run_folder, capsys, tmp_path):
-    assert "is no directory with weights" in refusal(capsys, tmp_path / "nowhere", "--repo_id", "ada/adder")
+def test_what_cannot_be_sent_is_refused_with_the_fix(hub, run_folder, capsys, tmp_path):
+    for repo_id in ("a/b/c", "ada/x--y", "ada/" + "x" * 97):
+        assert f"--repo_id {repo_id!r}" in refusal(capsys, run_folder, "--repo_id", repo_id)
+    flags = (run_folder, "--repo_id", "ada/adder")
+    assert "is no directory with weights" in refusal(capsys, tmp_path / "nowhere", *flags[1:])
+    assert "--trajectories" in refusal(capsys, *flags, "--critic", "--trajectories")
+    (run_folder / "critic" / "critic.safetensors").unlink()
+    assert "--critic" in refusal(capsys, *flags, "--critic")
+    (run_folder / "recipe.yaml").write_text("a: [")
+    assert "recipe.yaml: cannot be read" in refusal(capsys, *flags)
     (run_folder / "model.safetensors").unlink()
-    assert "is no directory with weights" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
     (run_folder / "global_step1").mkdir()
     (run_folder / "global_step1" / "zero_pp_rank_0_model_states.pt").touch()
-    assert "zero_to_fp32.py" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
-
-
-def test_a_critic_that_is_not_there_and_options_that_contradict_are_refused(hub, run_folder, capsys):
-    assert "--trajectories" in refusal(capsys, run_folder, "--repo_id", "ada/a", "--critic", "--trajectories")
-    (run_folder / "critic" / "critic.safetensors").unlink()
-    assert "critic" in refusal(capsys, run_folder, "--repo_id", "ada/a", "--critic")
-    (run_folder / "recipe.yaml").write_text("a: [")
-    assert "recipe.yaml: cannot be read" in refusal(capsys, run_folder, "--repo_id", "ada/a")
+    assert "zero_to_fp32.py" in refusal(capsys, *flags)
+    assert hub.requests == []
 
 
 def test_an_environment_that_cannot_be_made_here_is_said_and_the_model_is_sent(hub, run_folder, capsys):
@@ -220,13 +214,10 @@ def test_an_environment_that_cannot_be_made_here_is_said_and_the_model_is_sent(h
     assert "`no_such_module.Env`" in body and "model-index" not in metadata and "## Results" not in body
 
 
-def test_a_card_of_an_odd_form_is_completed(hub, run_folder):
+def test_a_card_of_an_odd_form_is_completed_and_one_that_is_no_text_is_named(hub, run_folder, capsys):
     (run_folder / "README.md").write_text("---\ntags: 3\ndatasets: {a: b}\n---\n# Mine\n")
     assert push(run_folder, "--repo_id", "ada/adder") == 0
-    assert "# " in hub.files("ada/adder")["README.md"].decode()
-
-
-def test_a_card_that_is_no_text_is_named(hub, run_folder, capsys):
+    assert "# Mine" in hub.files("ada/adder")["README.md"].decode()
     (run_folder / "README.md").write_bytes(b"# \xff")
     assert "README.md: cannot be read" in refusal(capsys, run_folder, "--repo_id", "ada/adder")
 

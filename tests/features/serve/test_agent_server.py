@@ -169,33 +169,26 @@ def test_a_limit_is_the_finish_reason_length():
     served(test, limits={"max_turns": 1})
 
 
-def test_every_other_failure_is_json_too():
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "words"),
+    [
+        ("{", "application/json", 400, "not JSON"),
+        ("[" * 200_000, "application/json", 400, "not JSON"),
+        (json.dumps(ASK), "text/plain", 415, "application/json"),  # as a browser's page could send it
+        (json.dumps(ASK), "application/json", 503, "it is down"),
+    ],
+    ids=["no JSON", "too deep", "another type", "a failure"],
+)
+def test_every_other_failure_is_json_too(body, kind, status, words):
     async def test(session, url):
-        async with session.post(
-            f"{url}/v1/chat/completions", data="{", headers={"Content-Type": "application/json"}
-        ) as answer:
-            assert answer.status == 400 and "not JSON" in (await answer.json())["error"]["message"]
-        async with session.post(
-            f"{url}/v1/chat/completions", data=json.dumps(ASK)
-        ) as answer:  # as a browser's page could
-            assert answer.status == 415
+        headers = {"Content-Type": kind}
+        async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as answer:
+            assert answer.status == status and words in (await answer.json())["error"]["message"]
+            assert answer.headers["x-should-retry"] == "false"
         async with session.get(f"{url}/v1/nothing") as answer:
             assert answer.status == 404 and "/v1/nothing" in (await answer.json())["error"]["message"]
-        status, answer, headers = await post(session, url)
-        assert status == 503 and "it is down" in answer["error"]["message"]
-        assert headers["x-should-retry"] == "false"
 
     served(test, script=ScriptedGenerator([GenerationError("it is down")]))
-
-
-def test_json_that_is_nested_too_deeply_is_the_mistake_of_the_request():
-    async def test(session, url):
-        async with session.post(
-            f"{url}/v1/chat/completions", data="[" * 200_000, headers={"Content-Type": "application/json"}
-        ) as answer:
-            assert answer.status == 400 and "not JSON" in (await answer.json())["error"]["message"]
-
-    served(test)
 
 
 @pytest.mark.parametrize(
