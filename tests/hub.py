@@ -1,8 +1,8 @@
 """A stand-in for the Hub: the part of its HTTP API that uploads and downloads use, and what it refuses.
 
 It keeps what it receives. Refused are: no token or an unknown one, a token that may only read, names of repositories
-that the Hub does not take, namespaces of others, cards whose metadata is no YAML, too long, or names data sets and
-models that cannot exist, and commits of files whose bytes were not sent or differ from their hash.
+that the Hub does not take, namespaces of others, and cards whose metadata is no YAML, too long, or names data sets and
+models that cannot exist. All files are small ones to it, which are sent in the commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import yaml
 USER, TOKEN, READ_TOKEN = "ada", "hf_" + "w" * 34, "hf_" + "r" * 34
 MAX_METADATA = 60_000
 """Characters at the top of a card."""
-LFS_ENDINGS = (".safetensors", ".bin", ".parquet", ".png", "tokenizer.json")
 _NAME = re.compile(r"[A-Za-z0-9_](?:[\w.-]{0,94}[A-Za-z0-9_])?")
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w-]*(?:/[A-Za-z0-9][\w.-]*)?")
 
@@ -34,7 +33,6 @@ class Hub:
         self.repos: dict[tuple[str, str], dict[str, bytes]] = {}
         """(type, id) -> path -> bytes."""
         self.private: set[str] = set()
-        self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.url = ""
         self.broken: str | None = None
@@ -101,18 +99,6 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def do_PUT(self) -> None:
-        self._answer()
-
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
         self.hub.requests.append(f"{self.command} {path}")
@@ -132,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
+    do_GET = do_HEAD = do_POST = _answer
+
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = b""
@@ -143,8 +131,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _route(self, path: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        if self.command == "PUT" and path.startswith("/lfs/"):
-            return self._receive(path.rpartition("/")[2], body)
         if self.command in ("GET", "HEAD"):
             return self._download(path)
         data = json.loads(body) if body[:1] == b"{" and not path.rpartition("/")[0].endswith("/commit") else {}
@@ -156,13 +142,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._check_token()
         if path == "/api/repos/create":
             return self._create(data)
-        if path == "/lfs/verify":
-            if len(self.hub.objects.get(data["oid"], b"")) != data["size"]:
-                raise Refused(404, "object not found")
-            return self._json({})
-        if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            self._repo("dataset" if match[1] else "model", match[2])
-            return self._json({"transfer": "basic", "objects": [self._instruct(item) for item in data["objects"]]})
         if match := re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/(preupload|commit)/main", path):
             repo = self._repo(match[1], match[2])
             return self._preupload(data) if match[3] == "preupload" else self._commit(repo, body, match[1], match[2])
@@ -201,25 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._json({"url": url, "name": repo_id, "id": "1"})
 
     def _preupload(self, data: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        def mode(item: dict[str, Any]) -> str:
-            is_large = item["size"] > 100_000 or item["path"].endswith(LFS_ENDINGS)
-            return "lfs" if is_large else "regular"
-
-        files = [{"path": item["path"], "uploadMode": mode(item), "shouldIgnore": False} for item in data["files"]]
+        files = [{"path": item["path"], "uploadMode": "regular", "shouldIgnore": False} for item in data["files"]]
         return self._json({"files": files})
-
-    def _instruct(self, item: dict[str, Any]) -> dict[str, Any]:
-        known = {"oid": item["oid"], "size": item["size"]}
-        if item["oid"] in self.hub.objects:
-            return known
-        actions = {"upload": {"href": f"{self.hub.url}/lfs/{item['oid']}"}}
-        return known | {"actions": actions | {"verify": {"href": f"{self.hub.url}/lfs/verify"}}}
-
-    def _receive(self, oid: str, body: bytes) -> tuple[int, bytes, dict[str, str]]:
-        if hashlib.sha256(body).hexdigest() != oid:
-            raise Refused(400, "the bytes have another hash")
-        self.hub.objects[oid] = body
-        return self._json({})
 
     def _commit(
         self, repo: dict[str, bytes], body: bytes, kind: str, repo_id: str
@@ -236,10 +198,6 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(400, f"invalid path {value['path']}")
             if item["key"] == "file":
                 new[value["path"]] = base64.b64decode(value["content"])
-            elif item["key"] == "lfsFile":
-                if value["oid"] not in self.hub.objects:
-                    raise Refused(400, f"{value['path']}: its LFS object {value['oid']} was not uploaded")
-                new[value["path"]] = self.hub.objects[value["oid"]]
         if "README.md" in new:
             _check_card(new["README.md"].decode(), kind)
         repo |= new

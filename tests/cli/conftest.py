@@ -125,3 +125,37 @@ def finished_run(tmp_path_factory, model_folder):
         path = write_task(folder, model_folder, save_strategy="steps", save_steps=1)
         assert main(["train", "--config", str(path), "--num_eval_examples", "1"]) == 0
     return folder
+
+
+SEARCH_ENV = """
+
+class Shelf:
+    def search(self, query, top_k):
+        SEARCHED.append(query)
+        return [Passage(id="p", title="Sums", text="Four is the sum.", score=1.0)]
+
+
+SEARCHED = []
+
+
+class ShelfEnv(SearchQAEnv):
+    def __init__(self):
+        super().__init__(Shelf(), answer_tag=False)
+"""
+
+
+@pytest.fixture
+def write_search_task():
+    """`write_search_task(test=2)` adds `ShelfEnv` to `task.py`, and questions for it."""
+
+    def write(**counts):
+        task = Path("task.py")
+        imports = "from agent_r1_trl import SearchQAEnv\nfrom agent_r1_trl.tools import Passage\n"
+        task.write_text(imports + task.read_text() + SEARCH_ENV)
+        for name, count in counts.items():
+            rows = [
+                {"id": f"{name}{i}", "question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(count)
+            ]
+            Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write

@@ -11,8 +11,7 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_records
-from tests.cli.test_eval_table import SEARCH_ENV
-from tests.hosted import called, error, hosted, said
+from tests.hosted import called, error, hosted, said, whole
 
 KEY = "sk-very-secret-4711"
 
@@ -30,21 +29,15 @@ def read_table(folder="scores"):
 
 def answer(body):
     """A model that searches if it can, and else answers at once."""
-    from tests.hosted import whole
-
     has_searched = any(message["role"] == "tool" for message in body["messages"])
     message = said("4") if has_searched or not body.get("tools") else called(("search", {"query": "sum"}))
     return whole(message, num_messages=len(body["messages"]))
 
 
 @pytest.fixture
-def search_recipe(recipe):
+def search_recipe(write_search_task, recipe):
     path = recipe(env="task.py:ShelfEnv", output_dir="scores", max_completion_length=200)
-    task = Path("task.py")
-    imports = "from agent_r1_trl import SearchQAEnv\nfrom agent_r1_trl.tools import Passage\n"
-    task.write_text(imports + task.read_text() + SEARCH_ENV)
-    rows = [{"id": f"t{i}", "question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(4)]
-    Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_search_task(test=4)
     return path
 
 
@@ -71,7 +64,7 @@ def test_a_hosted_model_stands_in_the_table_beside_its_baselines_and_a_model_of_
     assert main(["eval", "compare", "scores/test/base", "scores/test/model", "--metric", "exact_match"]) == 0
     assert main(["view", "scores/test/model", "--terminal", "--index", "2"]) == 0
     printed = capsys.readouterr().out
-    assert "exact_match" in printed and "search({'query': 'sum'})" in printed and "t2" in printed
+    assert "exact_match" in printed and "search({'query': 'sum'})" in printed and "test2" in printed
     everything = b"".join(path.read_bytes() for path in Path().rglob("*") if path.is_file())
     assert KEY.encode() not in everything
 
@@ -145,16 +138,6 @@ def test_what_failed_is_said_and_the_same_command_plays_it_again_and_nothing_els
         message = refusal("eval", *flags, code=3)
         assert "3 x generation_error: RefusedRequestError: HTTP 400: strange" in message
         assert main(["eval", *flags]) == 0
-
-
-def test_without_counts_of_the_server_there_are_no_tokens(recipe):
-    from tests.hosted import whole
-
-    flags = ["--model", "gpt", "--output_dir", "scores"]
-    with hosted([lambda body: whole(said("5"), usage=False)]) as (url, _, _):
-        assert main(["eval", "--config", recipe(), *flags, "--endpoint", url]) == 0
-    (row,) = read_table()
-    assert row["turns"] == 1 and "input_tokens" not in row
 
 
 def test_of_several_hosted_models_it_is_not_known_which_plays_a_baseline(search_recipe, refusal):

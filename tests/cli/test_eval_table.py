@@ -16,33 +16,12 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.cli.eval import planned_models
 from agent_r1_trl.recording import read_records
 
-SEARCH_ENV = """
-
-class Shelf:
-    def search(self, query, top_k):
-        SEARCHED.append(query)
-        return [Passage(id="p", title="Sums", text="Four is the sum.", score=1.0)]
-
-
-SEARCHED = []
-
-
-class ShelfEnv(SearchQAEnv):
-    def __init__(self):
-        super().__init__(Shelf(), answer_tag=False)
-"""
-
 
 @pytest.fixture
-def search_recipe(recipe):
+def search_recipe(write_search_task, recipe):
     """A recipe with a search environment, and a second data set `more.jsonl`."""
     path = recipe(env="task.py:ShelfEnv", output_dir="scores", max_observation_tokens=64, max_completion_length=200)
-    task = Path("task.py")
-    imports = "from agent_r1_trl import SearchQAEnv\nfrom agent_r1_trl.tools import Passage\n"
-    task.write_text(imports + task.read_text() + SEARCH_ENV)
-    for name in ("train", "test", "more"):
-        rows = [{"id": f"{name}{i}", "question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(2)]
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_search_task(train=2, test=2, more=2)
     return path
 
 

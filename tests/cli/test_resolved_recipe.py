@@ -20,11 +20,10 @@ def losses(folder):
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
-def test_a_run_starts_again_from_the_recipe_that_it_left(recipe):
-    path = recipe(eval_dataset_name=None, env_kwargs={"bonus": 2})
-    assert main(["train", "--config", path, "--seed", "11"]) == 0
+def test_a_run_starts_again_from_the_recipe_that_it_left_with_the_environments_defaults(recipe):
+    assert main(["train", "--config", recipe(eval_dataset_name=None), "--seed", "11"]) == 0
     kept = yaml.safe_load(Path("out/recipe.yaml").read_text())
-    assert kept["seed"] == 11 and kept["env_kwargs"] == {"bonus": 2}
+    assert kept["seed"] == 11 and kept["env_kwargs"] == {"bonus": 1.0}
     assert main(["train", "--config", "out/recipe.yaml", "--output_dir", "again"]) == 0
     first, second = ([item.trajectory.completion_ids for item in read_records(name)] for name in ("out", "again"))
     assert first == second and losses("out") == losses("again")
@@ -32,27 +31,28 @@ def test_a_run_starts_again_from_the_recipe_that_it_left(recipe):
     assert again | {"output_dir": "out"} == kept
 
 
-def test_the_commands_that_a_run_names_at_its_end_work(recipe, capsys):
-    assert main(["train", "--config", recipe(max_steps=1)]) == 0
-    commands = re.findall(r"^  agent-r1-trl (.+)$", capsys.readouterr().out, re.MULTILINE)
-    assert [command.split()[0] for command in commands] == ["view", "eval"]
-    for command in commands:
-        assert main(shlex.split(command)) == 0, command
-
-
-def test_the_environments_defaults_are_written(recipe):
-    assert main(["train", "--config", recipe(eval_dataset_name=None, max_steps=1)]) == 0
-    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["env_kwargs"] == {"bonus": 1.0}
-
-
-def test_arguments_that_the_environments_signature_does_not_name_are_written(recipe):
-    path = recipe(eval_dataset_name=None, max_steps=1, env_kwargs={"bonus": 2, "system_prompt": ""})
+def test_the_recipe_of_a_run_holds_facts_and_arguments_no_secrets_and_what_is_named_at_its_end_works(
+    recipe, monkeypatch, capsys
+):
+    """`system_prompt` is an argument that the signature does not name."""
+    monkeypatch.setenv("SERVICE_API_KEY", "sk-very-secret-1")
+    given = {"bonus": 2, "system_prompt": ""}
+    path = recipe(max_steps=1, env_kwargs=given, run_name="by sk-very-secret-1", hub_token="hf_abcdefghijkl")
     task = Path("task.py")
     task.write_text(task.read_text().replace("bonus: float = 1.0", "bonus=1.0, **settings").replace(
         "super().__init__()", "super().__init__(**settings)"
     ))  # fmt: skip
     assert main(["train", "--config", path]) == 0
-    assert yaml.safe_load(Path("out/recipe.yaml").read_text())["env_kwargs"] == {"bonus": 2, "system_prompt": ""}
+    text = Path("out/recipe.yaml").read_text()
+    assert "sk-very-secret-1" not in text and "hf_abcdefghijkl" not in text
+    assert yaml.safe_load(text)["env_kwargs"] == given
+    top = text.split("\n\n")[0]
+    assert "# data: dataset_name 4 rows (id, prompt); eval_dataset_name 2 rows (id, prompt)" in top
+    assert "trl 1." in top and "1 process(es), cpu" in top and "# git: " in top
+    commands = re.findall(r"^  agent-r1-trl (.+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["view", "eval"]
+    for command in commands:
+        assert main(shlex.split(command)) == 0, command
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "ppo"])
@@ -68,21 +68,6 @@ def test_every_setting_survives(recipe, trainer):
         name: value for name, value in settings.items() if name != "config"
     }
     assert [type(item) for item in made_again] == [type(item) for item in made]
-
-
-def test_the_facts_of_the_run_stand_at_the_top(recipe):
-    assert main(["train", "--config", recipe(max_steps=1)]) == 0
-    top = Path("out/recipe.yaml").read_text().split("\n\n")[0]
-    assert "# data: dataset_name 4 rows (id, prompt); eval_dataset_name 2 rows (id, prompt)" in top
-    assert "trl 1.16" in top and "1 process(es), cpu" in top and "# git: " in top
-
-
-def test_secrets_are_left_out(recipe, monkeypatch):
-    monkeypatch.setenv("SERVICE_API_KEY", "sk-very-secret-1")
-    path = recipe(max_steps=1, env_kwargs={"bonus": 1}, run_name="by sk-very-secret-1", hub_token="hf_abcdefghijkl")
-    assert main(["train", "--config", path]) == 0
-    text = Path("out/recipe.yaml").read_text()
-    assert "sk-very-secret-1" not in text and "hf_abcdefghijkl" not in text
 
 
 def test_the_state_of_the_code(tmp_path):

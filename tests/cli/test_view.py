@@ -13,7 +13,6 @@ import sys
 import pytest
 
 from agent_r1_trl.cli import main
-from agent_r1_trl.cli.view import FILTERS
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
@@ -62,6 +61,10 @@ def test_by_default_the_first_three_of_the_last_step_are_shown(run_folder, view)
 def test_a_step_a_number_and_an_index_are_obeyed(run_folder, view):
     assert "early" in view(run_folder, "--step", 1)
     assert "step 2, index 3, " in view(run_folder, "--num", 4)
+    listed = view(run_folder, "--list", "--num", 2, "--width", 150)
+    assert "right" in listed and "cut" not in listed and "2 of 4 listed." in listed
+    assert "\x1b[" not in view(run_folder, "--index", 0)
+    assert "\x1b[32m" in view(run_folder, "--index", 0, "--color", "always")
     chosen = view(run_folder, "--index", 1)
     assert "wrong" in chosen and "right" not in chosen and "shown;" not in chosen
 
@@ -92,15 +95,6 @@ def test_a_filter_leaves_what_its_name_says(run_folder, view, name, expected):
     shown = view(run_folder, "--list", "--filter", name, "--width", 150)
     assert [word for word in ("right", "wrong", "cut") if word in shown] == [word for word in expected if word != "-"]
     assert ("prompt_too_long" in shown) == ("-" in expected)
-
-
-def test_every_filter_is_tested():
-    assert set(FILTERS) == {"failed", "solved", "truncated", "tool_errors", "invalid", "infrastructure"}
-
-
-def test_colours_are_for_terminals_only(run_folder, view):
-    assert "\x1b[" not in view(run_folder, "--index", 0)
-    assert "\x1b[32m" in view(run_folder, "--index", 0, "--color", "always")
 
 
 def test_a_run_without_a_tokenizer_shows_messages_and_says_so(view, tmp_path):
@@ -192,19 +186,6 @@ def test_a_mistake_is_refused(run_folder, refusal, arguments, names):
     assert re.search(names, message), message
 
 
-def test_a_list_is_as_long_as_num_says_and_complete_without_it(run_folder, view):
-    shown = view(run_folder, "--list", "--num", 2, "--width", 150)
-    assert "right" in shown and "wrong" in shown and "cut" not in shown
-    assert "2 of 4 listed." in shown
-    assert "cut" in view(run_folder, "--list", "--width", 150)
-
-
-def test_steps_are_those_that_the_console_and_the_log_name(finished_run, view):
-    names = sorted(path.name for path in (finished_run / "out" / "trajectories").glob("step_*"))
-    assert names == ["step_000001.jsonl", "step_000002.jsonl"]
-    assert "step 2, index 0, " in view(finished_run / "out")
-
-
 REMOTE_CODE = """
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
@@ -235,9 +216,3 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(run_folder,
         marker.unlink()
         for name in [name for name in sys.modules if name.startswith("transformers_modules.own")]:
             del sys.modules[name]
-
-
-def test_the_path_of_a_run_cannot_control_the_terminal(tmp_path, view):
-    folder = tmp_path / "run\x1b[2J"
-    TrajectoryStore(folder).write(1, [short("one")])
-    assert "\x1b[2J" not in view(folder)

@@ -36,26 +36,20 @@ def new_table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]
 
 def result_table(result: EvaluationResult, title: str = "") -> Table:
     """A table with one line per metric and its 95% interval."""
-    lines = [
-        [name, number_text(value), interval_text(result.intervals[name])] for name, value in result.metrics.items()
-    ]
+    intervals = result.intervals
+    lines = [[name, number_text(value), interval_text(intervals[name])] for name, value in result.metrics.items()]
     return new_table(title, ("metric", "value", "95% interval"), lines)
 
 
 def changes_table(changes: Mapping[str, MetricChange], title: str) -> Table:
     """The change of each metric from A to B."""
+    headings = ("metric", "A", "B", "change", "95% interval", "better", "worse", "equal")
     lines = [
-        [
-            name,
-            number_text(change.before),
-            number_text(change.after),
-            number_text(change.after - change.before, "+"),
-            interval_text((change.low, change.high), "+"),
-            *map(str, change.counts),
-        ]
-        for name, change in changes.items()
-    ]
-    return new_table(title, ("metric", "A", "B", "change", "95% interval", "better", "worse", "equal"), lines)
+        [name, number_text(one.before), number_text(one.after), number_text(one.after - one.before, "+"),
+         interval_text((one.low, one.high), "+"), *map(str, one.counts)]
+        for name, one in changes.items()
+    ]  # fmt: skip
+    return new_table(title, headings, lines)
 
 
 def compare_command(argv: Sequence[str]) -> int:

@@ -167,25 +167,20 @@ def find_trainer(argv: Sequence[str]) -> str:
     path = config_of(argv)
     recipe = {} if path is None else read_recipe(path)
     flags = {flag: texts[0] for flag, texts in words_of(argv) if texts}
-    name = str(flags.get("trainer", flags.get("algo", recipe.get("trainer", TrainArguments.trainer))))
-    if name not in TRAINERS and not any(mark in name for mark in ".:"):
-        raise UsageError(
-            f"trainer={name!r} must be one of {', '.join(map(repr, TRAINERS))}, or the path of a subclass of their "
-            f"trainers.{did_you_mean(name, TRAINERS)} Set it to one."
-        )
-    return name
+    return str(flags.get("trainer", flags.get("algo", recipe.get("trainer", TrainArguments.trainer))))
 
 
 def trainer_class(name: str) -> Any:
     """The trainer class for a value of `trainer`."""
     if name in TRAINERS:
         return getattr(trainers, TRAINERS[name])
-    found = resolve_object("trainer", found_paths(name))
-    kinds = tuple(map(trainer_class, TRAINERS))
-    if not isinstance(found, type) or not issubclass(found, kinds):
+    is_path = any(mark in name for mark in ".:")
+    found = resolve_object("trainer", found_paths(name)) if is_path else None
+    if not isinstance(found, type) or not issubclass(found, tuple(map(trainer_class, TRAINERS))):
         raise UsageError(
-            f"trainer={name!r} is {found!r:.100}, which is no trainer of ours. Name a subclass of "
-            f"{' or '.join(kind.__name__ for kind in kinds)}."
+            f"trainer={name!r} is {f'{found!r:.100}, no trainer of ours' if is_path else 'no algorithm'}."
+            f"{did_you_mean(name, TRAINERS)} Name a subclass of {' or '.join(TRAINERS.values())} by its path, or set "
+            f"trainer to one of {', '.join(map(repr, TRAINERS))}."
         )
     return found
 

@@ -215,20 +215,11 @@ def leaky_run(tmp_path, **options):
     return written(tmp_path)
 
 
-def test_names_of_secrets_decide_what_is_masked_in_records_and_in_the_table(tmp_path, key):
+def test_secrets_are_masked_in_records_and_in_the_table_of_completions(tmp_path, key, capsys):
     texts = leaky_run(tmp_path / "default")
     assert texts and all("[secret: SEARCH_API_KEY]" in text and KEY not in text for text in texts)
-    assert all("pin-998877" in text for text in texts)
-    texts = leaky_run(tmp_path / "own", secrets={"names": "^pin$"})
+    assert all("pin-998877" in text and "1234-5678" in text for text in texts)
+    assert "\x1b[2J" not in capsys.readouterr().out, "the table cannot control the terminal"
+    texts = leaky_run(tmp_path / "own", secrets={"names": "^pin$", "patterns": [r"\b\d{4}-\d{4}\b"]})
     assert all("[secret: pin]" in text and "pin-998877" not in text and KEY in text for text in texts)
-
-
-def test_patterns_of_secrets_are_masked_in_records_and_in_the_table(tmp_path, key):
-    assert all("1234-5678" in text for text in leaky_run(tmp_path / "default"))
-    texts = leaky_run(tmp_path / "own", secrets={"patterns": [r"\b\d{4}-\d{4}\b"]})
-    assert texts and all("[secret]" in text and "1234-5678" not in text for text in texts)
-
-
-def test_the_table_of_completions_cannot_control_the_terminal(tmp_path, key, capsys):
-    leaky_run(tmp_path)
-    assert "\x1b[2J" not in capsys.readouterr().out
+    assert all("[secret]" in text and "1234-5678" not in text for text in texts)

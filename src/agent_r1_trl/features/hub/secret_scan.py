@@ -42,7 +42,7 @@ TOKEN_FORMS: dict[str, tuple[str, str]] = {
     "private key": ("PRIVATE", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
 }
 """Kind -> (words of which one stands in every such token, regular expression)."""
-WEIGHTS = (".safetensors", ".gguf", ".pt", ".pth", ".bin", ".npz")
+WEIGHTS = (".gguf", ".pt", ".pth", ".bin", ".npz")
 MAX_BINARY_BYTES = 16 * 2**20
 """Larger weights are not searched, but for the header of safetensors."""
 TOKEN_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
@@ -74,37 +74,31 @@ class SecretFinding(NamedTuple):
 
 
 def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), fix: str) -> None:
-    """Refuse files in which something looks like a secret.
+    """Refuse files (by their names in the repository) in which something looks like a secret.
 
-    Args:
-        files: name, as it will stand in the repository -> file.
-        allowed: patterns of names that are not searched.
-        fix: the option that takes `allowed`, such as `--allow_secrets`.
+    `allowed` are patterns of names that are not searched, which the option `fix` takes.
 
     Raises:
         SecretFoundError: names the first places, and how to allow them.
     """
     searched = {name: path for name, path in files.items() if not any(fnmatch(name, one) for one in allowed)}
     found = {name: findings for name, path in searched.items() if (findings := scan_file(path))}
-    if not found:
-        return
-    shown = []
-    for name, findings in found.items():
-        unit = "row" if name.endswith(".parquet") else "line"
-        shown += [f"  {name}{f', {unit} {one.line}' if one.line else ''}: {one.kind}" for one in findings]
-    more = [f"  and {len(shown) - 10} more"] if len(shown) > 10 else []
-    raise SecretFoundError(
-        "\n".join(["Nothing was sent, because something looks like a secret:", *shown[:10], *more])
-        + f"\nTake it out, and make the key void if it was real. If it is none: {fix} {' '.join(found)}"
-    )
+    places = [
+        f"  {name}{f', {unit} {one.line}' if one.line else ''}: {one.kind}"
+        for name, findings in found.items()
+        for unit in ["row" if name.endswith(".parquet") else "line"]
+        for one in findings
+    ]
+    if places:
+        more = [f"  and {len(places) - 10} more"] if len(places) > 10 else []
+        raise SecretFoundError(
+            "\n".join(["Nothing was sent, because something looks like a secret:", *places[:10], *more])
+            + f"\nTake it out, and make the key void if it was real. If it is none: {fix} {' '.join(found)}"
+        )
 
 
 def scan_file(path: Path) -> list[SecretFinding]:
-    """What looks like a secret in a file, at most one finding of a kind and line.
-
-    Args:
-        path: of any kind of file; its ending says which.
-    """
+    """What looks like a secret in a file, whose ending says what it is; at most one finding of a kind and line."""
     is_config, rules = path.name.endswith("config.json"), safe_text.rules()
     found: dict[SecretFinding, None] = {}
     for line, text, value in _pieces(path):
@@ -140,10 +134,9 @@ def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:
             size = file.read(8)
             header = file.read(min(int.from_bytes(size, "little"), MAX_BINARY_BYTES))
         yield 0, (size + header).decode("utf-8", "replace"), None
-    elif path.suffix in WEIGHTS and path.stat().st_size > MAX_BINARY_BYTES:
-        return
     elif b"\0" in beginning:
-        yield 0, path.read_bytes().decode("latin-1"), None
+        if path.suffix not in WEIGHTS or path.stat().st_size <= MAX_BINARY_BYTES:
+            yield 0, path.read_bytes().decode("latin-1"), None
     else:
         has_names = (path.suffix or path.name) in SETTINGS and path.name not in TOKEN_FILES
         with path.open(encoding="utf-8", errors="replace") as file:

@@ -78,11 +78,7 @@ def read_conversation_arguments(
 
 
 def environment_of(arguments: ConversationArguments) -> Callable[[], Any]:
-    """What makes the environment: that of `env`, one with `tools`, or one without any.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
+    """What makes the environment: that of `env`, one with `tools`, or one without any."""
     if arguments.env:
         return resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
     if not arguments.tools:
@@ -95,11 +91,7 @@ def environment_of(arguments: ConversationArguments) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def agent_of(arguments: ConversationArguments) -> Iterator[Agent]:
-    """The model, loaded.
-
-    Raises:
-        UsageError: it cannot be loaded.
-    """
+    """The model, loaded."""
     name, options = arguments.model_name_or_path, {"limits": arguments.rollout_limits(), **arguments.chat_options()}
     with contextlib.ExitStack() as stack:
         with loading(name):

@@ -141,7 +141,7 @@ class Conversation:
         reason = trajectory.stop_reason
         if reason.is_infrastructure_failure or len(self._tape.recorded) == num_generations:
             await self._take_back(num_generations, num_steps)
-            raise ConversationError(trajectory.error or self._limit(reason), reason)
+            raise ConversationError(trajectory.error or str(self._end_of(reason)), reason)
         self.trajectory = trajectory
         self.ended = self._end_of(reason)
         return trajectory
@@ -170,19 +170,15 @@ class Conversation:
             self.ended = "the environment has acted on a message that was not answered"
 
     def _end_of(self, reason: StopReason) -> str | None:
-        if reason is not StopReason.DONE:
-            return self._limit(reason)
-        return None if self._stage.steps[-1].is_answer else "the environment has ended the episode"
-
-    def _limit(self, reason: StopReason) -> str:
+        if reason is StopReason.DONE:
+            return None if self._stage.steps[-1].is_answer else "the environment has ended the episode"
+        longest = self.limits.max_model_length
         if reason is StopReason.PROMPT_TOO_LONG:
-            longest = self.limits.max_model_length
             return f"the prompt leaves no room for an answer within the model's limit of {longest} tokens"
-        name = _LIMIT_OF[reason]
-        value = getattr(self.limits, name)
-        if reason is StopReason.MAX_COMPLETION_LENGTH and self.limits.max_model_length is not None:
-            return f"{name}={value} or the model's own limit of {self.limits.max_model_length} tokens is reached"
-        return f"{name}={value} is reached"
+        limit = f"{_LIMIT_OF[reason]}={getattr(self.limits, _LIMIT_OF[reason])}"
+        if reason is StopReason.MAX_COMPLETION_LENGTH and longest is not None:
+            return f"{limit} or the model's own limit of {longest} tokens is reached"
+        return f"{limit} is reached"
 
 
 # ---------------------------------------------------------------- the two partners of the rollout
