@@ -167,18 +167,6 @@ def test_counts_and_values_between_0_and_1_keep_the_bootstrap():
     assert ends == pytest.approx((0.7009, 1.0), abs=1e-4), "nine of nine: an example without a value is none"
 
 
-def test_intervals_depend_on_the_seed_only():
-    values = [0.3, 0.9, 0.1, 0.7] * 10
-    assert result_of(values).intervals == result_of(values).intervals
-    assert result_of(values).intervals != result_of(values, seed=1).intervals
-
-
-def test_thousands_of_examples_give_a_narrow_interval():
-    values = np.random.default_rng(0).random(8_000)
-    low, high = bootstrap_intervals({"reward": np.stack([values, np.ones(8_000)], axis=1)})["reward"]
-    assert low < values.mean() < high and high - low < 0.016
-
-
 def test_the_difference_is_paired():
     before = result_of([0, 0, 1, 1] * 25)
     after = result_of([1, 0, 1, 1] * 25)
@@ -249,12 +237,6 @@ def test_every_example_is_played_greedily_as_often_as_asked(tokenizer, chat):
     assert result.settings["temperature"] == 0.0 and result.settings["limits"]["max_turns"] == 8
 
 
-def test_limits_hold_in_evaluation(tokenizer, chat):
-    result = evaluate(scripted(tokenizer, chat), Adder, chat, ROWS, limits=RolloutLimits(max_turns=1))
-    assert result.metrics["turns"] == 1.0 and result.metrics["truncated_rate"] == 1.0
-    assert result.metrics["exact_match"] == 0.0
-
-
 def test_nothing_to_evaluate_is_an_error(tokenizer, chat):
     with pytest.raises(ValueError, match="examples"):
         evaluate(scripted(tokenizer, chat), Adder, chat, [])
@@ -305,12 +287,6 @@ def test_a_saved_model_is_evaluated_within_its_context(model_folder):
     assert result.num_examples == 2 and result.settings["model"] == str(model_folder)
     assert result.settings["limits"]["max_model_length"] == 600
     assert all(0 < t.num_action_tokens <= 10 for t in result.trajectories)
-
-
-def test_greedy_evaluation_repeats_itself(model_folder):
-    runs = [evaluate_model(model_folder, Adder, ROWS[:2], limits=LIMITS) for _ in range(2)]
-    first, second = ([t.completion_ids for t in run.trajectories] for run in runs)
-    assert first == second
 
 
 def test_an_adapter_directory_samples_from_the_adapter(model_folder, tokenizer, tmp_path):

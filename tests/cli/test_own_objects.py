@@ -165,20 +165,6 @@ def test_what_a_path_cannot_lead_to_is_refused_before_a_model_is_loaded(own_reci
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "near"),
-    [
-        ("sampling.filter_groups", "top_k", "'top_p'"),
-        ("context.policy", "widow", "'window'"),
-        ("advantage_estimator", "grop", "'grpo'"),
-        ("trainer", "pppo", "'ppo'"),
-    ],
-)
-def test_a_misspelt_name_is_told_the_nearest(own_recipe, refusal, flag, value, near):
-    message = refusal("train", "--config", own_recipe(**{flag: value}))
-    assert f"{flag}={value!r}" in message and f"Did you mean {near}?" in message
-
-
-@pytest.mark.parametrize(
     ("flag", "name", "said"),
     [
         ("advantage_estimator", "fails", r"raised KeyError: 'nothing' \(.*own.py, line"),

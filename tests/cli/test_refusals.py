@@ -45,7 +45,12 @@ RECIPES = {
         "'learning_rat' .*Did you mean 'learning_rate'\\? .*'num_generation' .*'num_generations'",
     ),
     "a setting that is a key now": ("echo_patience: 3\n", "'echo_patience' .*Did you mean 'echo.patience'\\?"),
-    "another one": ("filter_groups: top_p\n", "'filter_groups' .*Did you mean 'sampling.filter_groups'\\?"),
+    "a rule misspelt": (
+        "env: a.B\nsampling: {filter_groups: top_k}\n",
+        "sampling.filter_groups='top_k'.*mean 'top_p'",
+    ),
+    "a policy misspelt": ("env: a.B\ncontext: widow\n", "context.policy='widow'.*mean 'window'"),
+    "an estimator misspelt": ("env: a.B\nadvantage_estimator: grop\n", "advantage_estimator='grop'.*mean 'grpo'"),
     "a misspelt key": ("env: a.B\necho: {patiense: 3}\n", "echo: 'patiense' .*Did you mean 'patience'\\?"),
     "a misspelt key alone": ("env: a.B\necho.patiense: 3\n", "echo: 'patiense' .*Did you mean 'patience'\\?"),
     "a key twice over": ("echo: {patience: 3}\necho.patience: 4\n", "echo and echo.patience contradict"),
@@ -157,13 +162,8 @@ TRAIN = {
         "generation_kwargs=",
     ),
     "no data file": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.*'train.jsonl'"),
-    "no data folder": ({"dataset_name": "./data"}, "dataset_name='./data'"),
     "nothing to evaluate on": ({"num_eval_examples": 0}, "num_eval_examples=0"),
     "fewer rows than a rollout takes": ({"dataset_name": "rows.jsonl"}, "train_dataset.* 1 .*num_generations=2"),
-    "no JSON": ({"dataset_name": "broken.jsonl"}, "dataset_name='broken.jsonl', line 2"),
-    "no prompt": ({"dataset_name": "text.jsonl"}, "dataset_name='text.jsonl'.*'text'"),
-    "a number for a prompt": ({"dataset_name": "numbers.jsonl"}, "dataset_name='numbers.jsonl'.*prompt=5"),
-    "no prompt to evaluate on": ({"eval_dataset_name": "text.jsonl"}, "eval_dataset_name='text.jsonl'.*'prompt'"),
     "no gold answer": (
         {"env": "search_qa", "env_kwargs": {"retriever": "corpus.jsonl"}},
         "env='search_qa'.*dataset_name='train.jsonl'.*'answer'",
@@ -268,6 +268,7 @@ EVAL = {
     ),
     "a folder for a recipe": (["--config", "empty"], "--config empty: no such file"),
     "a recipe that is not there": (["--config", "recipes.yaml"], "--config recipes.yaml.* mean 'recipe.yaml'"),
+    "a shipped recipe misspelt": (["--config", "quickstart/grpo/cpuu"], "mean 'quickstart/grpo/cpu'.*--list-recipes"),
     "a limit of none": (["RECIPE", "--max_turns", "0"], "max_turns=0"),
     "a list for a mapping": (["RECIPE", "--env_kwargs", "[1]"], "env_kwargs=\\[1\\]"),
     "a template that does not exist": (["RECIPE", "--chat_template", "qwen9"], "chat_template='qwen9'"),
@@ -315,10 +316,9 @@ def write_files(folder: Path, model: Path) -> None:
         "ds_other.json": '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, '
         '"gradient_accumulation_steps": 5}',
         "ds.json": '{"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}',
-        "rows.jsonl": ROW, "broken.jsonl": ROW + "{nonsense\n",
+        "rows.jsonl": ROW,
         "questions.jsonl": '{"id": "a", "question": "Who?", "answer": "Ada"}\n',
-        "text.jsonl": '{"text": "a"}\n',
-        "numbers.jsonl": '{"prompt": 5}\n', "corpus.jsonl": '{"id": "1", "title": "Oslo", "text": "A city."}\n',
+        "corpus.jsonl": '{"id": "1", "title": "Oslo", "text": "A city."}\n',
     }  # fmt: skip
     for name, text in contents.items():
         (folder / name).write_text(text)

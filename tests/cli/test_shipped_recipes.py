@@ -99,12 +99,6 @@ def test_a_file_of_ones_own_at_the_place_of_a_shipped_one_is_taken(tmp_path, mon
     assert found_paths(shipped) == shipped
 
 
-def test_a_wrong_name_is_refused_with_the_nearest(tmp_path, monkeypatch, refusal):
-    monkeypatch.chdir(tmp_path)
-    message = refusal("train", "--config", "quickstart/grpo/cpuu")
-    assert "Did you mean 'quickstart/grpo/cpu'?" in message and "--list-recipes" in message
-
-
 @pytest.mark.slow
 def test_the_wheel_holds_the_recipes_and_one_runs_by_name(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
