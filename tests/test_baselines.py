@@ -24,9 +24,9 @@ class Shelf:
         return [Passage(id=1, title="T", text="It was Ada.", score=1.0)]
 
 
-def prompt(shelf=None, *, searches=True, **settings):
-    options = {name: settings.pop(name) for name in ("system_prompt", "max_passage_tokens") if name in settings}
-    env = OneAnswerEnv(SearchQAEnv(shelf or Shelf(), **settings), searches=searches, **options)
+def prompt(shelf=None, *, searches=True, max_passage_tokens=None, **settings):
+    env = SearchQAEnv(shelf or Shelf(), **settings)
+    env = OneAnswerEnv(env, searches=searches, max_passage_tokens=max_passage_tokens)
     env.truncate_text = lambda text, max_tokens: text[:max_tokens]
     return env, asyncio.run(env.reset(ROW))
 
@@ -49,10 +49,8 @@ def test_closed_book_is_the_question_alone():
     assert asyncio.run(env.step({"role": "assistant", "content": "Ada"})).info["tool_results"] == []
 
 
-def test_a_system_prompt_of_the_user_stays_and_an_own_one_replaces_it():
+def test_a_system_prompt_of_the_user_stays():
     assert prompt(system_prompt="Be brief.")[1][0]["content"] == "Be brief."
-    env = OneAnswerEnv(SearchQAEnv(Shelf(), system_prompt="Mine."))
-    assert asyncio.run(env.reset(ROW))[0]["content"] == "Mine."
     assert [message["role"] for message in prompt(system_prompt="")[1]] == ["user"]
 
 

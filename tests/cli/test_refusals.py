@@ -278,7 +278,6 @@ EVAL = {
     "no base model": (["RECIPE", *OF_SHELF, "--baselines", "base"], "baselines='base'.*--base_model"),
     "no such baseline": (["RECIPE", "--baselines", "closed_boko"], "baselines=\\['closed_boko'\\]"),
     "a base model for nothing": (["RECIPE", "--base_model", "light"], "base_model='light' has no effect"),
-    "a prompt for nothing": (["RECIPE", "--baselines", "base", "--baseline_prompt", "Hm."], "baseline_prompt='Hm.'"),
     "nothing to search with": (["RECIPE", "--baselines", "naive_rag"], "baselines='naive_rag'.* only add"),
     "a model twice": (["RECIPE", "--models", "light", "./light"], "model_name_or_path=.*twice"),
     "a data set twice": (["RECIPE", "--datasets", "test.jsonl", "./test.jsonl"], "eval_dataset_name=.*twice"),

@@ -197,7 +197,6 @@ class EvalArguments(PlayArguments, TaskArguments):
     NEEDS = (
         Need("api_key_env endpoint_options", {"endpoint": None}),
         Need("base_model", {"baselines": BASELINES}),
-        Need("baseline_prompt", {"baselines": BASELINES[1:]}),
     )
 
     model_name_or_path: list[str] | None = setting(
@@ -218,7 +217,6 @@ class EvalArguments(PlayArguments, TaskArguments):
         "The model of the baselines. None: the recipe's model, where --model names others; without any, a single "
         "model plays naive_rag and closed_book itself.",
     )
-    baseline_prompt: str | None = setting(None, "System message of naive_rag and closed_book. None: the task's own.")
     endpoint: str | None = setting(
         None,
         "Evaluate a hosted model: the address of an OpenAI-compatible API, such as https://api.openai.com/v1 or "

@@ -211,12 +211,8 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
         return env_factory
     with users_mistakes():
         check_baseline(method, env_factory, f"env={arguments.env!r}")
-    return lambda: OneAnswerEnv(
-        env_factory(),
-        searches=method == "naive_rag",
-        system_prompt=arguments.baseline_prompt,
-        max_passage_tokens=arguments.max_observation_tokens,
-    )
+    limit = arguments.max_observation_tokens
+    return lambda: OneAnswerEnv(env_factory(), searches=method == "naive_rag", max_passage_tokens=limit)
 
 
 # ---------------------------------------------------------------- playing
@@ -378,7 +374,7 @@ def _leave_failures(arguments: EvalArguments, results: Sequence[EvaluationResult
 def _identity(arguments: EvalArguments, row: PlannedRow) -> dict[str, Any]:
     """What the trajectories of a row depend on besides their requests, limits and sampling settings."""
     names = ("endpoint", "endpoint_options") if row.is_hosted else _OF_LOADED
-    settings = {name: getattr(arguments, name) for name in ("env", "env_kwargs", "seed", "baseline_prompt", *names)}
+    settings = {name: getattr(arguments, name) for name in ("env", "env_kwargs", "seed", *names)}
     if row.is_hosted:
         return {"method": row.method, "model": row.model, **rules().mask_all(settings)}
     return {"method": row.method, "model": row.model, "weights": _fingerprint(row.model), **settings}

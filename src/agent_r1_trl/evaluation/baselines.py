@@ -59,13 +59,12 @@ def one_answer_limits(limits: RolloutLimits) -> RolloutLimits:
 class OneAnswerEnv:
     """An environment whose tools are taken away: one prompt, one answer, scored as the environment scores it.
 
-    The retrieval of `naive_rag` counts as a tool call of the turn. It earns nothing.
+    The retrieval of `naive_rag` counts as a tool call of the turn. It earns nothing. The system message is that of the
+    environment; `SearchQAEnv`'s default loses its sentence about the tool.
 
     Args:
         env: the environment; whatever is not defined here is its own.
         searches: put what its search tool finds for the question into the prompt (`naive_rag`).
-        system_prompt: in place of the environment's own. None: that one; `SearchQAEnv`'s default loses its sentence
-            about the tool.
         max_passage_tokens: of the model, that the passages may take.
     """
 
@@ -73,17 +72,9 @@ class OneAnswerEnv:
     on_resume = "replay"
     truncate_text: Callable[[str, int], str] | None = None
 
-    def __init__(
-        self,
-        env: Any,
-        *,
-        searches: bool = False,
-        system_prompt: str | None = None,
-        max_passage_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, env: Any, *, searches: bool = False, max_passage_tokens: int | None = None) -> None:
         self.env = env
         self._searches = searches
-        self._system_prompt = system_prompt
         self._max_passage_tokens = max_passage_tokens
         self._found: list[ToolResult] = []
 
@@ -94,7 +85,11 @@ class OneAnswerEnv:
         """The environment's prompt, with passages where it searches."""
         self.env.truncate_text = self.truncate_text
         messages = await _call(self.env.reset, example)
-        messages = self._with_system_prompt([dict(message) for message in messages])
+        messages = [dict(message) for message in messages]
+        defaults = (SearchQAEnv.system_prompt, SearchQAEnv.plain_system_prompt)
+        if isinstance(self.env, SearchQAEnv) and messages[0].get("content") in defaults:
+            task = "Answer the question" + (" with the help of the passages." if self._searches else ".")
+            messages[0]["content"] = f"{task} {_TAGGED if self.env.answer_tag else _PLAIN}"
         if not self._searches:
             return messages
         question = messages[-1].get("content")
@@ -120,16 +115,6 @@ class OneAnswerEnv:
         if self.truncate_text is None or self._max_passage_tokens is None:
             return result.content
         return self.truncate_text(result.content, self._max_passage_tokens)
-
-    def _with_system_prompt(self, messages: list[Message]) -> list[Message]:
-        text, rest = self._system_prompt, [message for message in messages[:1] if message.get("role") != "system"]
-        defaults = (SearchQAEnv.system_prompt, SearchQAEnv.plain_system_prompt)
-        if text is None and not rest and isinstance(self.env, SearchQAEnv) and messages[0].get("content") in defaults:
-            task = "Answer the question" + (" with the help of the passages." if self._searches else ".")
-            text = f"{task} {_TAGGED if self.env.answer_tag else _PLAIN}"
-        if text is None:
-            return messages
-        return [*([{"role": "system", "content": text}] if text else []), *rest, *messages[1:]]
 
     async def step(self, message: Message) -> StepResult:
         """The answer ends the episode; an attempt at a call, or a turn that was cut, is no answer."""
