@@ -160,7 +160,7 @@ def test_trl_reads_the_conversations_of_a_run(tmp_path):
     [
         ((), "--min_reward: not set"),
         (("--min_reward", "5"), "no whole trajectory"),
-        (("--min_reward", "1", "--output", "a.csv"), "must be a .jsonl file"),
+        (("--min_reward", "1", "--output", "a.csv"), "must be a new .jsonl file"),
     ],
 )
 def test_mistakes_of_an_export_for_sft_are_refused(run_folder, tmp_path, capsys, arguments, message):

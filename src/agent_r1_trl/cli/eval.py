@@ -43,6 +43,7 @@ from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, check_some_played
 from agent_r1_trl.rollout.failures import may_pass
 from agent_r1_trl.safe_text import rules, set_rules
+from agent_r1_trl.settings import refuse
 from agent_r1_trl.trainers.checkpoints import EVALUATION_LOCK_FILE, output_lock
 
 if TYPE_CHECKING:
@@ -94,16 +95,19 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
 
 def _check_flags(arguments: EvalArguments, flags: set[str]) -> None:
     """Refuse flags that have no effect on a hosted model. In a recipe they are those of the trained model."""
-    if "endpoint" in flags and not {"model", "models", "model_name_or_path"} & flags:
-        raise UsageError("--model: not set. Pass the name that the model has at the endpoint.")
-    flags = {flag.partition(".")[0] for flag in flags}
+    given = {flag.partition(".")[0] for flag in flags}
     of_loaded = (*_OF_LOADED, "trust_remote_code", "generation_batch_rows", "max_concurrency")
-    for name in (*KEEP_ALL, *_NO_FILTERS, *(() if "base" in (arguments.baselines or ()) else of_loaded)):
-        if name in flags:
-            raise UsageError(
-                f"--{name} has no effect on a hosted model. Remove it; --endpoint_options takes what a server "
-                "understands beyond OpenAI's protocol, and --endpoint_concurrency limits trajectories at once."
-            )
+    names = (*KEEP_ALL, *_NO_FILTERS, *(() if "base" in (arguments.baselines or ()) else of_loaded))
+    problems = [
+        f"--{name} has no effect on a hosted model. Remove it; --endpoint_options takes what a server understands "
+        "beyond OpenAI's protocol, and --endpoint_concurrency limits trajectories at once."
+        for name in names
+        if name in given
+    ]
+    if "endpoint" in flags and not {"model", "models", "model_name_or_path"} & flags:
+        problems = ["--model: not set. Pass the name that the model has at the endpoint."]
+    with users_mistakes():
+        refuse(problems)
 
 
 # ---------------------------------------------------------------- what is played

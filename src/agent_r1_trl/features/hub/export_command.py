@@ -31,9 +31,14 @@ def make_parser() -> PlainParser:
 def run(argv: Sequence[str]) -> int:
     """Write the trajectories; returns the exit code."""
     arguments = make_parser().read(argv)
-    for flag in ("min_reward", "split"):
-        if not arguments.sft and getattr(arguments, flag) is not None:
-            raise UsageError(f"--{flag}: goes with --sft; a data set holds all. Pass --sft, or remove it.")
+    least, split, path = arguments.min_reward, arguments.split, Path(arguments.output)
+    problems = [
+        (least, split) != (None, None) and "--min_reward, --split: a data set holds all. Pass --sft, or remove them.",
+        least is None and "--min_reward: not set. With --sft, pass the least total reward, such as --min_reward 1.",
+        (path.suffix != ".jsonl" or path.exists()) and f"--output {path}: must be a new .jsonl file. Pass another.",
+    ]
+    if problem := next(filter(None, problems[1:] if arguments.sft else problems[:1]), None):
+        raise UsageError(problem)
     try:
         with users_mistakes():
             print((_write_sft if arguments.sft else _write_dataset)(arguments))
@@ -60,10 +65,6 @@ def _write_sft(arguments: argparse.Namespace) -> str:
     from agent_r1_trl.recording.store import dump_json
 
     path, least = Path(arguments.output), arguments.min_reward
-    if least is None:
-        raise UsageError("--min_reward: not set. With --sft, pass the least total reward, such as --min_reward 1.")
-    if path.suffix != ".jsonl" or path.exists():
-        raise UsageError(f"--output {arguments.output!r}: must be a .jsonl file that does not exist yet.")
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
     folder = folder.parent if folder.name == "trajectories" else folder
     factory = environment_of(read_facts(folder, "").recipe, "the conversations will have no tools")

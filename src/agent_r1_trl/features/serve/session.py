@@ -126,10 +126,11 @@ class Conversation:
             ConversationError: the message could not be answered. It is taken back, and the conversation stays open
                 unless the environment has acted on it.
         """
-        if self.ended is not None:
-            raise ValueError(f"The conversation has ended: {self.ended}. Start anew (reset).")
+        problem = self.ended and f"The conversation has ended: {self.ended}. Start anew (reset)."
         if self._stage.said and not isinstance(message, str):
-            raise ValueError(f"message={message!r:.100}: only the first may be a list. Pass a string.")
+            problem = f"message={message!r:.100}: only the first may be a list. Pass a string."
+        if problem:
+            raise ValueError(problem)
         num_generations, num_steps = len(self._tape.recorded), len(self._stage.steps)
         self._stage.said.append(message if isinstance(message, str) else [dict(item) for item in message])
         self._stage.has_acted = False
