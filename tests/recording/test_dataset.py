@@ -108,7 +108,7 @@ def test_an_output_that_is_not_empty_and_a_run_without_trajectories_are_refused(
     assert "no trajectories are recorded there" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "nowhere"), "--output", str(tmp_path / "new")]) == 2
     assert main(["export", str(run_folder), "--output", str(tmp_path / "new"), "--min_reward", "1"]) == 2
-    assert "--min_reward: goes with --sft" in capsys.readouterr().err
+    assert "--min_reward, --split: a data set holds all" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

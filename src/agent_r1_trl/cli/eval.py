@@ -251,10 +251,10 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                 flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
                 if not row.is_hosted:
                     check_model_folder(str(row.model), flag=flag)
-            with _unfinished(arguments) as goes_on:
-                results = _play_all(arguments, plan, console, description, goes_on)
+            results: list[EvaluationResult] = []
+            with _unfinished(arguments, results, console) as goes_on:
+                results += _play_all(arguments, plan, console, description, goes_on)
                 check_some_played([item for result in results for item in result.trajectories])
-        _leave_failures(arguments, results, console)
     table = EvaluationTable()
     for row, result in zip(plan, results, strict=True):
         result.settings = {**result.settings, **row.source}
@@ -286,21 +286,17 @@ def _play_all(
 def _opened(arguments: EvalArguments, model: str | None, is_hosted: bool) -> Iterator[Agent]:
     """A model that is loaded here, or a hosted one."""
     limits = _limits(arguments, is_hosted)
-    if not is_hosted:
-        options = {**arguments.chat_options(), "use_vllm": arguments.use_vllm, "dtype": arguments.dtype}
-        with open_agent(model, limits=limits, max_batch_size=arguments.generation_batch_rows, **options) as agent:
-            yield agent
+    if is_hosted:
+        key = arguments.api_key_env or KEY
+        options: Any = {"options": arguments.endpoint_options or {}, "timeout_s": arguments.endpoint_timeout}
+        endpoint: Any = Endpoint(
+            str(arguments.endpoint), str(model), key=os.environ.get(key) or None, key_name=key, **options
+        )
+        yield Agent(name=f"{endpoint.model} at {endpoint.url}", generator=endpoint, chat=None, limits=limits)
         return
-    name = arguments.api_key_env or KEY
-    endpoint: Any = Endpoint(
-        str(arguments.endpoint),
-        str(model),
-        key=os.environ.get(name) or None,
-        key_name=name,
-        options=arguments.endpoint_options or {},  # type: ignore[arg-type]
-        timeout_s=arguments.endpoint_timeout,
-    )
-    yield Agent(name=f"{endpoint.model} at {endpoint.url}", generator=endpoint, chat=None, limits=limits)
+    options = {**arguments.chat_options(), "use_vllm": arguments.use_vllm, "dtype": arguments.dtype}
+    with open_agent(model, limits=limits, max_batch_size=arguments.generation_batch_rows, **options) as agent:
+        yield agent
 
 
 def _limits(arguments: EvalArguments, is_hosted: bool) -> RolloutLimits:
@@ -314,8 +310,15 @@ def _play(
     journal = None
     if arguments.output_dir and arguments.journal:
         journal = feature("journal", "journal: true").eval_journal(Path(arguments.output_dir) / row.folder)
-    filters = {name: getattr(arguments, name) or 0.0 for name in _NO_FILTERS}
-    filters = _NO_FILTERS if row.is_hosted else filters
+    # What the trajectories depend on besides their requests, limits and sampling settings.
+    identity: dict[str, Any] = {"method": row.method, "model": row.model}
+    names = ("endpoint", "endpoint_options") if row.is_hosted else _OF_LOADED
+    settings = {name: getattr(arguments, name) for name in ("env", "env_kwargs", "seed", *names)}
+    if row.is_hosted:
+        filters, identity = _NO_FILTERS, identity | rules().mask_all(settings)
+    else:
+        filters = {name: getattr(arguments, name) or 0.0 for name in _NO_FILTERS}
+        identity |= {"weights": _fingerprint(row.model), **settings}
     with trajectory_progress(console, title, len(row.rows) * arguments.num_generations_eval) as on_trajectory:
         result = evaluate(
             agent.generator,
@@ -330,7 +333,7 @@ def _play(
             on_trajectory=on_trajectory,
             journal=journal,
             resume=goes_on,
-            identity=_identity(arguments, row),
+            identity=identity,
             keep_going=True,
         )
     how: dict[str, Any] = {"use_vllm": arguments.use_vllm}
@@ -348,8 +351,11 @@ def _play(
 
 
 @contextlib.contextmanager
-def _unfinished(arguments: EvalArguments) -> Iterator[bool]:
-    """Marks the output directory while rows are played; yields whether to go on with what is there."""
+def _unfinished(arguments: EvalArguments, results: list[EvaluationResult], console: Console) -> Iterator[bool]:
+    """Marks the output directory while rows are played; yields whether to go on with what is there.
+
+    The mark stays after an error, and where something failed for no fault of a model: the next start goes on.
+    """
     if not arguments.output_dir:
         yield False
         return
@@ -359,29 +365,15 @@ def _unfinished(arguments: EvalArguments) -> Iterator[bool]:
         if arguments.journal:
             mark.touch()
         yield goes_on
-        if arguments.journal:  # not after an error: then the next start goes on
+        trajectories = [item for result in results for item in result.trajectories]
+        failed = sum(may_pass(item, is_refused=False) for item in trajectories)
+        if failed and arguments.journal:
+            console.print(
+                f"{failed} of {len(trajectories)} trajectories failed for no fault of the model. The same command "
+                "plays those again, and only those (--no_resume: all)."
+            )
+        elif arguments.journal:
             mark.unlink(missing_ok=True)
-
-
-def _leave_failures(arguments: EvalArguments, results: Sequence[EvaluationResult], console: Console) -> None:
-    """Let the next start play what failed for no fault of a model."""
-    trajectories = [item for result in results for item in result.trajectories]
-    failed = sum(may_pass(item, is_refused=False) for item in trajectories)
-    if failed and arguments.output_dir and arguments.journal:
-        (Path(arguments.output_dir) / MARK).touch()
-        console.print(
-            f"{failed} of {len(trajectories)} trajectories failed for no fault of the model. The same command plays "
-            "those again, and only those (--no_resume: all)."
-        )
-
-
-def _identity(arguments: EvalArguments, row: PlannedRow) -> dict[str, Any]:
-    """What the trajectories of a row depend on besides their requests, limits and sampling settings."""
-    names = ("endpoint", "endpoint_options") if row.is_hosted else _OF_LOADED
-    settings = {name: getattr(arguments, name) for name in ("env", "env_kwargs", "seed", *names)}
-    if row.is_hosted:
-        return {"method": row.method, "model": row.model, **rules().mask_all(settings)}
-    return {"method": row.method, "model": row.model, "weights": _fingerprint(row.model), **settings}
 
 
 def _fingerprint(model: str | None) -> str | None:

@@ -195,7 +195,7 @@ def test_what_cannot_be_sent_is_refused_with_the_fix(hub, run_folder, capsys, tm
     assert "is no directory with weights" in refusal(capsys, tmp_path / "nowhere", *flags[1:])
     assert "--trajectories" in refusal(capsys, *flags, "--critic", "--trajectories")
     (run_folder / "critic" / "critic.safetensors").unlink()
-    assert "--critic" in refusal(capsys, *flags, "--critic")
+    assert "(critic)" in refusal(capsys, *flags, "--critic")
     (run_folder / "recipe.yaml").write_text("a: [")
     assert "recipe.yaml: cannot be read" in refusal(capsys, *flags)
     (run_folder / "model.safetensors").unlink()

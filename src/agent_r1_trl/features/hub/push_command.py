@@ -96,15 +96,13 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
         kind: {path.relative_to(folder).as_posix(): path for pattern in patterns for path in folder.glob(pattern)}
         for kind, patterns in (KINDS | (CRITIC if arguments.critic else {})).items()
     }
-    if not (found["weights"] and found["configuration"]):
+    if missing := [kind for kind in ("weights", "configuration", "critic") if found.get(kind) == {}]:
         is_sharded = any(folder.glob("*/*_states.pt"))
         shards = "DeepSpeed's shards through its zero_to_fp32.py first, or " if is_sharded else ""
         raise UsageError(
-            f"{str(folder)!r}: is no directory with weights and their configuration. Pass {shards}one that save_model "
-            "or a checkpoint wrote."
+            f"{str(folder)!r}: is no directory with weights and what belongs to them ({', '.join(missing)}). Pass "
+            f"{shards}one that save_model or a checkpoint wrote; only PPO writes a critic."
         )
-    if arguments.critic and not found["critic"]:
-        raise UsageError(f"--critic: {folder} has none (critic/critic.safetensors), which PPO writes. Leave it out.")
     facts, path = read_facts(folder, arguments.repo_id), folder / CARD
     factory = environment_of(facts.recipe, "the card lists no tools")
     facts.tools = None if factory is None else tool_schemas(factory)
