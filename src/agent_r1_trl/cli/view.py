@@ -59,24 +59,24 @@ def run(argv: Sequence[str]) -> int:
     is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     color = {"always": True, "never": False}.get(arguments.color, is_wanted)
     if arguments.list or _is_over_steps(arguments):
-        listed = records[: arguments.num]
-        sys.stdout.write(render([summary_table(listed, arguments.example)], width=arguments.width, color=color))
-        if len(listed) < len(records):
-            sys.stdout.write(f"{len(listed)} of {len(records)} listed.\n")
-        return 0
-    shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
-    has_ids = not all(record.trajectory.is_hosted for record in shown)
-    tokenizer = load_tokenizer(arguments) if has_ids else None
-    for record in shown:
-        split = "evaluation, " if record.split == "eval" else ""
-        sys.stdout.write(visible(f"{split}step {record.step}, index {record.index}, {record.path}\n"))
-        note = _why(record, played)
-        text = render_trajectory(record.trajectory, tokenizer, arguments.width, color=color, note=note)
-        sys.stdout.write(f"{text}\n")
+        shown, hint = records[: arguments.num], "listed."
+        sys.stdout.write(render([summary_table(shown, arguments.example)], width=arguments.width, color=color))
+    else:
+        shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
+        hint = "shown; --num, --index, --filter and --list choose others."
+        has_ids = not all(record.trajectory.is_hosted for record in shown)
+        tokenizer = load_tokenizer(arguments) if has_ids else None
+        for record in shown:
+            split = "evaluation, " if record.split == "eval" else ""
+            head = visible(f"{split}step {record.step}, index {record.index}, {record.path}\n")
+            note = _why(record, played)
+            text = render_trajectory(record.trajectory, tokenizer, arguments.width, color=color, note=note)
+            sys.stdout.write(f"{head}{text}\n")
+        if has_ids and tokenizer is None:
+            fix = "Pass --tokenizer, a directory or a Hub id."
+            sys.stdout.write(f"Tokens are not shown: no tokenizer in the run. {fix}\n")
     if len(shown) < len(records):
-        sys.stdout.write(f"{len(shown)} of {len(records)} shown; --num, --index, --filter and --list choose others.\n")
-    if has_ids and tokenizer is None:
-        sys.stdout.write("Tokens are not shown: no tokenizer in the run. Pass --tokenizer, a directory or a Hub id.\n")
+        sys.stdout.write(f"{len(shown)} of {len(records)} {hint}\n")
     return 0
 
 

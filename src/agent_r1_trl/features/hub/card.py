@@ -145,15 +145,13 @@ def read_scores(evaluation: Mapping[str, Any], data: Mapping[str, str]) -> list[
     """
     found = []
     for row in evaluation.get("rows", [evaluation]):
-        intervals, settings = row.get("intervals", {}), row.get("settings", {})
-        values = {name: value for name, value in row.items() if name not in NOT_METRICS and _is_finite(value)}
-        bounds = {name: intervals.get(name) or [None] for name in values}
+        settings, metrics = row.get("settings", {}), {}
+        for name, value in row.items():
+            if name not in NOT_METRICS and _is_finite(value):
+                bounds = row.get("intervals", {}).get(name) or [None]
+                metrics[name] = (float(value), bounds if all(map(_is_finite, bounds)) else None)
         named = settings.get("dataset_name") or row.get("dataset") or data.get("evaluation") or data.get("training")
-        if values:
-            metrics = {
-                name: (float(value), bounds[name] if all(map(_is_finite, bounds[name])) else None)
-                for name, value in values.items()
-            }
+        if metrics:
             method, num = row.get("method", "model"), row.get("num_examples")
             found.append(Scores(method=method, data=named or "", num_examples=num, metrics=metrics, settings=settings))
     return found

@@ -150,7 +150,7 @@ def chat_answer(model: str, trajectory: Trajectory) -> dict[str, Any]:
 
 
 def stream_pieces(model: str, trajectory: Trajectory, *, has_usage: bool) -> list[dict[str, Any]]:
-    """The same for a stream: the whole answer is one piece, since the tools run first."""
+    """The answer to a request for a stream, which is one piece, since the tools run first, and its end."""
     head = {**_head(model), "object": "chat.completion.chunk"}
     said = {"role": "assistant", "content": trajectory.final_text}
     pieces = [
