@@ -225,10 +225,11 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
 def run_table(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationTable:
     """Load data, environment and models, and play each row of the table with a progress bar."""
     set_rules(arguments.secrets.names, arguments.secrets.patterns)
+    results: list[EvaluationResult] = []
     if arguments.replay:
         plan = make_plan(arguments, lambda: None)
         with users_mistakes(NothingPlayedError):
-            results = [
+            results += [
                 replay_evaluation(
                     Path(arguments.replay) / row.folder,
                     row.rows,
@@ -251,7 +252,6 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                 flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
                 if not row.is_hosted:
                     check_model_folder(str(row.model), flag=flag)
-            results: list[EvaluationResult] = []
             with _unfinished(arguments, results, console) as goes_on:
                 results += _play_all(arguments, plan, console, description, goes_on)
                 check_some_played([item for result in results for item in result.trajectories])

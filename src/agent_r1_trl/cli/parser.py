@@ -56,7 +56,7 @@ class RecipeParser:
         known = (*elsewhere, *kinds)
         self._hints = {name: hint for kind in known for name, hint in typing.get_type_hints(kind).items()}
         self._keys = [key for kind in known for key in keys_of(kind)]
-        self.flags = {}
+        self.flags: dict[str, tuple[Any, bool]] = {}
         """Name of an option -> its field, and whether it is `--no_...`."""
         for name, item in self._own.items():
             aliases = [alias.removeprefix("--").replace("-", "_") for alias in item.metadata.get("aliases", ())]
@@ -136,7 +136,7 @@ class RecipeParser:
     def _of_texts(self, flag: str, name: str, texts: list[str]) -> Any:
         """What the texts after a flag say."""
         options = typing.get_args(self._hints[name]) or (self._hints[name],)
-        takes_list = list in map(typing.get_origin, (self._hints[name], *options))
+        takes_list = any(typing.get_origin(option) is list for option in (self._hints[name], *options))
         problem = None
         if not texts and bool not in options and name not in MAPPINGS:
             problem = f"--{flag}: no value is given."
