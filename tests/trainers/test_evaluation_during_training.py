@@ -285,14 +285,6 @@ def test_an_evaluation_that_failed_says_nothing_of_a_set_whose_name_begins_alike
     assert trainer.state.best_metric == 2.0
 
 
-@pytest.mark.parametrize("metric", ["reward", "eval_loss", "soft_reward"])
-def test_a_best_metric_that_no_evaluation_set_has_is_refused(tmp_path, metric):
-    sets = {"hard": questions(5), "easy": questions(3)}
-    plain = metric.removeprefix("eval_")
-    with pytest.raises(ValueError, match=f"Set metric_for_best_model='hard_{plain}', for example"):
-        make_trainer(tmp_path, eval_dataset=sets, metric_for_best_model=metric, **BEST, **EVALUATION)
-
-
 def test_failed_rows_are_left_out_of_the_reward_of_an_evaluation(tmp_path, monkeypatch, caplog):
     trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
     monkeypatch.setattr(DownEnv, "is_down", lambda self, example: example["id"] in ("q3", "q4"))

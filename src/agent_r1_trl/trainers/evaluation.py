@@ -165,23 +165,6 @@ class EvaluatingTrainer(GRPOTrainer):
         self._eval_prefix = "eval"
         """What the metrics of the last evaluation begin with; of several data sets, `eval_NAME`."""
         super().__init__(*args, **kwargs)
-        if self.env_factory is not None and self.args.eval_strategy != "no":
-            self._check_best_metric()
-
-    def _check_best_metric(self) -> None:
-        """Refuse a metric that no evaluation will have, before the first one ends the run.
-
-        Raises:
-            ValueError: it is of none of several data sets; names the fix.
-        """
-        best = self.args.metric_for_best_model
-        if best is None or not isinstance(self.eval_dataset, Mapping) or self._set_of(_logged_as(best)) != "eval":
-            return
-        names = list(self.eval_dataset)
-        raise ValueError(
-            f"metric_for_best_model={best!r} with an eval_dataset of {', '.join(map(repr, names))}: the metrics of "
-            f"each data set begin with its name. Set metric_for_best_model='{names[0]}_{_plain(best)}', for example."
-        )
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         if self.env_factory is None:
@@ -194,7 +177,7 @@ class EvaluatingTrainer(GRPOTrainer):
         best = self.args.metric_for_best_model
         if self.env_factory is None or best is None:
             return metrics
-        name = _logged_as(best)
+        name = f"eval_{best.removeprefix('eval_')}"
         if self._set_of(name) == self._eval_prefix:  # else it is of another one of several data sets
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing or self.evaluation.outages:
@@ -241,12 +224,3 @@ class EvaluatingTrainer(GRPOTrainer):
             for metric in list(metrics):
                 metrics[f"{name}_{metric}"] = metrics.pop(metric)
         super().log(logs, start_time)
-
-
-def _plain(metric: str) -> str:
-    return metric.removeprefix("eval_")
-
-
-def _logged_as(metric: str) -> str:
-    """The name of `metric_for_best_model` among the metrics."""
-    return f"eval_{_plain(metric)}"
