@@ -13,33 +13,18 @@ import torch
 from agent_r1_trl.advantages import (
     compute_bilevel_gae,
     compute_gae,
-    compute_gigpo_advantages,
     compute_group_advantages,
-    compute_reinforce_pp_advantages,
-    compute_reinforce_pp_baseline_advantages,
     compute_returns_to_go,
     compute_rloo_advantages,
     compute_turn_group_advantages,
-    gigpo_parts,
     masked_mean,
     masked_whiten,
-    turn_group_parts,
 )
 from agent_r1_trl.advantages.gae import extend_turn_ids
 
 NAN = float("nan")
 
 # ---------------------------------------------------------------- groups
-
-
-def test_grpo_by_hand():
-    # group of [1 0 0 0]: mean .25, std .5; group of [2 4]: mean 3, std sqrt(2)
-    returns, groups = torch.tensor([1.0, 2, 0, 0, 4, 0]), torch.tensor([0, 9, 0, 0, 9, 0])
-    found = compute_group_advantages(returns, groups)
-    low, high = -0.25 / 0.5001, 1 / (math.sqrt(2) + 1e-4)
-    torch.testing.assert_close(found, torch.tensor([-3 * low, -high, low, low, high, low]))
-    found = compute_rloo_advantages(returns, groups)  # the others' means: 0 4 1/3 1/3 2 1/3
-    torch.testing.assert_close(found, torch.tensor([1, -2, -1 / 3, -1 / 3, 2, -1 / 3]))
 
 
 ESTIMATORS = {
@@ -73,16 +58,6 @@ def test_a_trajectory_outside_the_baseline_gets_zero_and_does_not_count_in_its_g
     torch.testing.assert_close(found[[0, 2, 3]], expected)
 
 
-@every_estimator
-def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(name):
-    generator = torch.Generator().manual_seed(0)
-    returns, groups = torch.randn(12, generator=generator), torch.arange(12) // 4
-    expected = ESTIMATORS[name](returns, groups)
-    order = torch.randperm(12, generator=generator)
-    found = ESTIMATORS[name](returns[order], torch.tensor([100, -5, 7])[groups[order]])
-    torch.testing.assert_close(found, expected[order])
-
-
 def test_an_unknown_scale_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"scale='std'.*'group', 'batch', 'none'"):
         compute_group_advantages(torch.zeros(2), torch.zeros(2), scale="std")
@@ -110,37 +85,6 @@ def test_gae_is_gae_on_the_row_without_its_observations():
         assert torch.equal(long[:, where], compact)
 
 
-def test_observations_as_steps_change_gae_only_below_a_discount_of_1():
-    """Why masks are to be tested at gamma * lam < 1."""
-    steps = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
-    where = MASK.bool()
-    masked, unmasked = (compute_gae(REWARDS, VALUES, mask, gamma=1, lam=1)[0] for mask in (MASK, steps))
-    torch.testing.assert_close(masked[where], unmasked[where])
-    masked, unmasked = (compute_gae(REWARDS, VALUES, mask, gamma=0.9, lam=0.8)[0] for mask in (MASK, steps))
-    assert (masked[where] - unmasked[where]).abs()[:2].min() > 0.01
-
-
-def test_a_bootstrap_value_is_what_follows_the_last_action_token():
-    bootstrap = torch.tensor([2.0])
-    advantages, _ = compute_gae(REWARDS, VALUES, MASK, gamma=0.9, lam=0.8, bootstrap_values=bootstrap)
-    torch.testing.assert_close(advantages[0, 6].item(), 1 + 0.9 * 2 - 0.5)
-    advantages, _ = bilevel(REWARDS, VALUES, MASK, TURNS, bootstrap_values=bootstrap)
-    torch.testing.assert_close(advantages[0, 6].item(), 1 + 0.95 * 2 - 0.5)
-
-
-def test_with_one_token_per_turn_bilevel_gae_is_gae_with_the_discounts_of_turns():
-    mask, turns = torch.tensor([[1, 0, 1, 0, 1]]), torch.tensor([[0, -1, 1, -1, 2]])
-    rewards, values = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        bilevel(rewards, values, mask, turns), compute_gae(rewards, values, mask, gamma=0.95, lam=0.9)
-    )
-
-
-def test_bilevel_gae_takes_all_rewards_of_a_turn_wherever_they_sit():
-    spread = REWARDS + torch.tensor([[0.25, -0.25, 0, 0, -0.4, 0.1, 0.3, 0]])
-    torch.testing.assert_close(bilevel(spread, VALUES, MASK, TURNS), bilevel(REWARDS, VALUES, MASK, TURNS))
-
-
 def test_in_the_ablation_observation_tokens_extend_the_turn_before_them():
     steps = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
     as_own = torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1]])
@@ -160,66 +104,7 @@ def test_masked_tokens_without_any_turn_are_one_turn():
     assert torch.equal(found[0], expected[0])
 
 
-# ---------------------------------------------------------------- REINFORCE++
-
-
-def test_the_outcome_reaches_the_first_turn_in_returns_to_go():
-    found = compute_returns_to_go(REWARDS, MASK, gamma=1.0)
-    assert found.tolist() == [[1.5, 1.5, 0, 0, 1, 1, 1, 0]]
-
-
-def test_reinforce_pp_has_mean_0_and_std_1_over_action_tokens():
-    mask = torch.arange(30).view(3, 10) % 3 > 0
-    rewards = torch.randn(3, 10, generator=torch.Generator().manual_seed(2))
-    found = compute_reinforce_pp_advantages(rewards, mask, gamma=0.9)[mask]
-    assert found.mean().abs() < 1e-6
-    assert found.std().item() == pytest.approx(1, abs=1e-6)
-
-
-def test_a_trajectory_outside_the_baseline_counts_neither_in_its_group_nor_in_the_whitening():
-    mask = torch.ones(4, 3, dtype=torch.long)
-    returns, groups = torch.tensor([1.0, 0.0, NAN, 0.5]), torch.zeros(4, dtype=torch.long)
-    found = compute_reinforce_pp_baseline_advantages(returns, groups, mask)
-    keep = [0, 1, 3]
-    torch.testing.assert_close(
-        found[keep], compute_reinforce_pp_baseline_advantages(returns[keep], groups[keep], mask[keep])
-    )
-    assert found[2].tolist() == [0, 0, 0]
-
-
 # ---------------------------------------------------------------- turn-level GRPO
-
-
-def test_turn_level_grpo_by_hand():
-    # process returns at .5: [1 + .5, 1], [0, 0]; P_1 = 1.5 and 0: mean .75, std 1.06066. Outcomes 1 and 0.
-    turn_rewards, outcome = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([1.0, 0.0])
-    turns = torch.tensor([[0, -1, 1], [0, 0, -1]])
-    found = compute_turn_group_advantages(
-        turn_rewards, outcome, turns, torch.tensor([4, 4]), gamma_turn=0.5, process_weight=2.0
-    )
-    by_outcome, std = 0.5 / (math.sqrt(0.5) + 1e-4), math.sqrt(1.125) + 1e-4
-    first, second, other = (by_outcome * sign + 2 * part / std for sign, part in ((1, 0.75), (1, 0.25), (-1, -0.75)))
-    torch.testing.assert_close(found, torch.tensor([[first, 0, second], [other, other, 0]]))
-
-
-def test_the_parts_of_turn_level_grpo_add_up():
-    generator = torch.Generator().manual_seed(3)
-    turn_rewards, outcome = torch.randn(4, 2, generator=generator), torch.randn(4, generator=generator)
-    turns, groups = torch.tensor([[0, -1, 1]] * 4), torch.tensor([0, 0, 1, 1])
-    by_outcome, process = turn_group_parts(turn_rewards, outcome, turns, groups, gamma_turn=0.9)
-    assert (by_outcome[:, 0] == by_outcome[:, 2]).all()
-    assert (process[:, 0] != process[:, 2]).all()
-    found = compute_turn_group_advantages(turn_rewards, outcome, turns, groups, gamma_turn=0.9, process_weight=0.3)
-    torch.testing.assert_close(found, (by_outcome + 0.3 * process).float())
-
-
-def test_without_process_rewards_turn_level_grpo_is_grpo():
-    outcome, turns = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([[0, 1], [0, -1], [-1, -1]])
-    found = compute_turn_group_advantages(
-        torch.zeros(3, 2), outcome, turns, torch.zeros(3), gamma_turn=0.9, process_weight=1.0
-    )
-    expected = compute_group_advantages(outcome, torch.zeros(3)).unsqueeze(1) * (turns >= 0)
-    torch.testing.assert_close(found, expected)
 
 
 GROUPS, MEMBERS, MAX_TURNS, GO_ON = 4000, 4, 6, 0.5
@@ -267,56 +152,6 @@ def test_a_mean_over_turns_would_reward_turns_that_do_nothing():
     centred = torch.where(reached, process - process.sum(dim=1, keepdim=True) / count, 0.0)
     std = ((centred**2).sum(dim=1, keepdim=True) / (count - 1)).sqrt()
     assert z_of_going_on((centred / (std + 1e-4)).view_as(score), score) > 10
-
-
-# ---------------------------------------------------------------- GiGPO
-
-
-def step_part(turn_rewards, anchors, groups, gamma_turn=0.5):
-    """(B, K): one token per turn."""
-    turns = torch.arange(turn_rewards.shape[1]).expand(turn_rewards.shape)
-    return gigpo_parts(turn_rewards, anchors, turns, groups, gamma_turn=gamma_turn)[1]
-
-
-def test_gigpo_by_hand():
-    # Two trajectories of one prompt; both start at observation 0, and the first returns to it in its second turn.
-    # Step returns at .5: [0 + .5, 1], [0]; the group at observation 0 is {.5, 1, 0}: mean .5, std .5.
-    turn_rewards, anchors = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0, 0], [0, -1]])
-    turns = torch.tensor([[0, 1, 1], [0, -1, -1]])
-    found = compute_gigpo_advantages(
-        turn_rewards, anchors, turns, torch.tensor([3, 3]), gamma_turn=0.5, step_weight=2.0
-    )
-    episode, step = 0.5 / (math.sqrt(0.5) + 1e-4), 0.5 / 0.5001
-    expected = [[episode, episode + 2 * step, episode + 2 * step], [-episode - 2 * step, 0, 0]]
-    torch.testing.assert_close(found, torch.tensor(expected))
-
-
-def test_the_same_observation_in_another_prompt_group_is_another_state():
-    turn_rewards, anchors = torch.tensor([[1.0], [0.0], [5.0], [3.0]]), torch.zeros(4, 1, dtype=torch.long)
-    together = step_part(turn_rewards, anchors, torch.tensor([0, 0, 0, 0]))
-    apart = step_part(turn_rewards, anchors, torch.tensor([0, 0, 1, 1]))
-    assert together[0, 0] < 0 < apart[0, 0]
-    assert apart[1, 0] == -apart[0, 0]
-
-
-def test_a_state_that_was_visited_once_gets_no_step_advantage():
-    turn_rewards = torch.tensor([[1.0, 1.0], [0.0, 2.0]])
-    found = step_part(turn_rewards, torch.tensor([[0, 1], [0, 2]]), torch.tensor([0, 0]))
-    assert found[:, 1].tolist() == [0, 0]
-    found = step_part(turn_rewards, torch.tensor([[0, 1], [0, 1]]), torch.tensor([0, 0]))
-    assert (found[:, 1] != 0).all()
-
-
-def test_a_turn_without_an_anchor_is_compared_with_none():
-    turn_rewards = torch.tensor([[1.0], [0.0]])
-    assert (step_part(turn_rewards, torch.tensor([[-1], [-1]]), torch.tensor([0, 0])) == 0).all()
-
-
-def test_a_trajectory_outside_the_baseline_is_in_no_step_group():
-    turn_rewards, anchors = torch.tensor([[1.0, 0], [0, 0], [NAN, 7]]), torch.zeros(3, 2, dtype=torch.long)
-    found = step_part(turn_rewards, anchors, torch.zeros(3))
-    assert found[2].tolist() == [0, 0]
-    torch.testing.assert_close(found[:2], step_part(turn_rewards[:2], anchors[:2], torch.zeros(2)))
 
 
 # ---------------------------------------------------------------- long rows

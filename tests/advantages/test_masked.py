@@ -173,6 +173,28 @@ def test_empty_batches_give_empty_results(shape):
     assert compute_group_advantages(rows, rows.long()).shape == rows.shape
 
 
+def test_whitening_counts_masked_entries_of_all_rows_with_bessels_correction():
+    x = torch.tensor([[1.0, 2, 99, 4], [3, 99, 5, 99]])
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 0]])
+    expected = torch.tensor([[-1.264911, -0.632456, 0, 0.632456], [0, 0, 1.264911, 0]])
+    torch.testing.assert_close(masked_whiten(x, mask), expected, rtol=0, atol=1e-6)
+    assert masked_mean(x, mask) == 3
+
+
+def test_whitening_takes_its_statistics_from_what_is_counted():
+    x, mask = torch.tensor([[1.0, 99.0, 3.0], [7.0, 5.0, 99.0]]), torch.tensor([[1, 0, 1], [1, 1, 0]])
+    found = masked_whiten(x, mask, torch.tensor([[1, 1, 1], [0, 0, 1]]))  # mean 2, variance 2
+    expected = torch.tensor([[-(0.5**0.5), 0, 0.5**0.5], [5 * 0.5**0.5, 3 * 0.5**0.5, 0]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert not masked_whiten(x, mask, torch.tensor([[1, 1, 0], [0, 0, 1]])).any(), "one entry has no spread"
+
+
+def test_whitening_over_turns_counts_each_turn_once_whatever_its_tokens():
+    x, turns = torch.tensor([[1.0, 1, 99, 3, 3, 3, 99]]), torch.tensor([[0, 0, -1, 1, 1, 1, -1]])
+    expected = torch.tensor([[-(0.5**0.5)] * 2 + [0] + [0.5**0.5] * 3 + [0]])
+    torch.testing.assert_close(whiten_turns(x, turns, turns >= 0), expected, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_masked_entries_whiten_to_zero(count):
     mask = torch.tensor([[1, 0, 0]]) * count

@@ -14,8 +14,6 @@ from agent_r1_trl.advantages.group import (
     compute_returns_to_go,
     compute_rloo_advantages,
     compute_turn_group_advantages,
-    gigpo_parts,
-    turn_group_parts,
 )
 from agent_r1_trl.advantages.masked import masked_mean, masked_whiten
 
@@ -35,8 +33,6 @@ __all__ = [
     "compute_rloo_advantages",
     "compute_step_gae",
     "compute_turn_group_advantages",
-    "gigpo_parts",
     "masked_mean",
     "masked_whiten",
-    "turn_group_parts",
 ]

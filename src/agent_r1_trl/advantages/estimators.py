@@ -1,11 +1,8 @@
 """The table of advantage estimators: what each computes, what it needs, and where it comes from.
 
 An estimator is a function from `CreditInputs` to `Credit`, tensors of the trajectories of all ranks
-(`trainers/credit.py` makes them). Everything else that the package knows about one (which trainer offers it, which
-settings it reads, its papers) stands in its row of `ESTIMATORS`, so that a new one is a function and a row. A user's
-estimator has the same signature, and `find_estimator` makes a row of it.
-
-The mathematics stands in the modules beside this one.
+(`trainers/credit.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so that
+a new one is a function and a row. `find_estimator` makes a row of a user's function.
 """
 
 from __future__ import annotations
@@ -191,31 +188,27 @@ class Estimator:
             is_own = self.name not in ESTIMATORS
             compute = OwnObject.of("advantage_estimator", self.compute, self.name) if is_own else self.compute
             credit = compute(inputs)
-        if not isinstance(credit, Credit):
-            raise self._refusal(f"a {type(credit).__name__}", "Return Credit(advantages=...)")
-        advantages = self._checked("advantages", credit.advantages, inputs.mask)
-        if not self.needs_critic:
-            return Credit(advantages=advantages)
-        if credit.returns is None:
-            raise self._refusal(
-                "no returns, which the critic is trained on", "Return Credit(advantages=..., returns=...)"
+        if not isinstance(credit, Credit) or (self.needs_critic and credit.returns is None):
+            found = (
+                "no returns, which the critic is trained on"
+                if isinstance(credit, Credit)
+                else f"a {type(credit).__name__}"
             )
-        return Credit(advantages=advantages, returns=self._checked("returns", credit.returns, inputs.mask))
+            raise self._refusal(found, f"Return Credit(advantages=...{', returns=...' * self.needs_critic})")
+        return Credit(
+            advantages=self._checked("advantages", credit.advantages, inputs.mask),
+            returns=self._checked("returns", credit.returns, inputs.mask) if self.needs_critic else None,
+        )
 
     def _checked(self, name: str, tensor: Any, mask: torch.Tensor) -> torch.Tensor:
         rows, length = mask.shape
-        if not isinstance(tensor, torch.Tensor):
-            raise self._refusal(
-                f"{name} that are a {type(tensor).__name__}", f"Return a tensor of shape {(rows, length)}"
-            )
-        if tensor.shape == (rows,) and name == "advantages":
+        per_row = f", or {(rows,)} for one number per trajectory" if name == "advantages" else ""
+        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+        if shape == (rows,) and per_row:
             tensor = tensor.unsqueeze(1)
-        elif tensor.shape != (rows, length):
-            per_row = f", or {(rows,)} for one number per trajectory" if name == "advantages" else ""
-            raise self._refusal(
-                f"{name} of shape {tuple(tensor.shape)}",
-                f"Return shape {(rows, length)}, that of inputs.mask{per_row}",
-            )
+        elif shape != (rows, length):
+            found = f"{name} {f'of shape {shape}' if shape is not None else f'that are a {type(tensor).__name__}'}"
+            raise self._refusal(found, f"Return shape {(rows, length)}, that of inputs.mask{per_row}")
         tensor = torch.where(mask, tensor, 0.0)  # (N, T)
         num_wrong = int((~tensor.isfinite()).sum())
         if num_wrong:
@@ -294,19 +287,6 @@ def _gigpo(inputs: CreditInputs) -> Credit:
     return Credit(advantages=advantages)
 
 
-def _by_critic(compute: Callable[..., Any], *options: str) -> Callable[[CreditInputs], Credit]:
-    """An estimator of one of the functions of GAE, which reads these settings."""
-
-    def estimate(inputs: CreditInputs) -> Credit:
-        turn_ids = (inputs.turn_ids,) if "gamma_turn" in options else ()
-        read: dict[str, Any] = {name: getattr(inputs.settings, name) for name in options}
-        read["bootstrap_values"] = inputs.bootstrap_values
-        advantages, returns = compute(inputs.token_rewards, inputs.values, inputs.mask, *turn_ids, **read)
-        return Credit(advantages=advantages, returns=returns)
-
-    return estimate
-
-
 # -------------------------------------------------------------------- the table
 
 _GRPO = ("DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models (GRPO)", "2402.03300")
@@ -320,8 +300,22 @@ _GIGPO = ("Group-in-Group Policy Optimization for LLM Agent Training", "2505.109
 _PPO = ("Proximal Policy Optimization Algorithms", "1707.06347")
 _GAE = ("High-Dimensional Continuous Control Using Generalized Advantage Estimation", "1506.02438")
 _VAGEN = ("VAGEN: Reinforcing World Model Reasoning for Multi-Turn VLM Agents", "2510.16907")
-
 _STEPPO = ("StepPO: Step-Aligned Policy Optimization for Agentic Reinforcement Learning", "2604.18401")
+
+
+def _critic_row(name: str, compute: Callable[..., Any], *options: str, **facts: Any) -> Estimator:
+    """The row of one of the functions of GAE, which reads these settings."""
+
+    def estimate(inputs: CreditInputs) -> Credit:
+        turn_ids = (inputs.turn_ids,) if "gamma_turn" in options else ()
+        read: dict[str, Any] = {name: getattr(inputs.settings, name) for name in options}
+        read["bootstrap_values"] = inputs.bootstrap_values
+        advantages, returns = compute(inputs.token_rewards, inputs.values, inputs.mask, *turn_ids, **read)
+        return Credit(advantages=advantages, returns=returns)
+
+    facts |= {"options": options, "baseline": "a critic", "needs_critic": True, "reads_token_rewards": True}
+    return Estimator(name=name, compute=estimate, **facts)
+
 
 _ROWS = (
     Estimator(
@@ -389,35 +383,24 @@ _ROWS = (
         needs_group=True,
         default_gamma_turn=0.95,
     ),
-    Estimator(
-        name="gae",
-        compute=_by_critic(compute_gae, "gamma", "lam"),
-        baseline="a critic",
-        credit="per token",
-        options=("gamma", "lam"),
-        papers=(_PPO, _GAE),
-        needs_critic=True,
-        reads_token_rewards=True,
-    ),
-    Estimator(
-        name="bilevel_gae",
-        compute=_by_critic(compute_bilevel_gae, "gamma", "gamma_turn", "lam", "lam_turn"),
-        baseline="a critic",
+    _critic_row("gae", compute_gae, "gamma", "lam", credit="per token", papers=(_PPO, _GAE)),
+    _critic_row(
+        "bilevel_gae",
+        compute_bilevel_gae,
+        "gamma",
+        "gamma_turn",
+        "lam",
+        "lam_turn",
         credit="per turn, then per token",
-        options=("gamma", "gamma_turn", "lam", "lam_turn"),
         papers=(_PPO, _VAGEN),
-        needs_critic=True,
-        reads_token_rewards=True,
     ),
-    Estimator(
-        name="step_gae",
-        compute=_by_critic(compute_step_gae, "gamma_turn", "lam_turn"),
-        baseline="a critic",
+    _critic_row(
+        "step_gae",
+        compute_step_gae,
+        "gamma_turn",
+        "lam_turn",
         credit="one number per turn",
-        options=("gamma_turn", "lam_turn"),
         papers=(_PPO, _STEPPO),
-        needs_critic=True,
-        reads_token_rewards=True,
         weighs_turns=True,
     ),
 )

@@ -80,23 +80,19 @@ def compute_bilevel_gae(
     G_k = A_k + V(e_k). Inside turn k: token GAE whose only reward is G_k at e_k (the token rewards are in it already),
     started afresh in every turn. Turns come from `turn_ids`, so a turn without a reward stays a turn.
 
+    Rewards, values, mask, bootstrap values and results are those of `compute_gae`.
+
     Args:
-        rewards: (B, T) token rewards.
-        values: (B, T), as in `compute_gae`.
-        action_mask: (B, T) bool, int or float.
+        rewards: (B, T).
+        values: (B, T).
+        action_mask: (B, T).
         turn_ids: (B, T) integers that never fall along a row, -1 outside action tokens. Where the mask is set and the
             id is -1 (observation tokens as steps, for the ablation), the token extends the turn before it.
         gamma_turn: discount per turn.
         lam_turn: weight of longer estimates over turns.
         gamma: discount per action token inside a turn.
         lam: weight of longer estimates inside a turn.
-        bootstrap_values: (B,) value after the last turn, as in `compute_gae`.
-
-    Returns:
-        (advantages, returns), both (B, T) and 0 at mask 0.
-
-    Raises:
-        ValueError: if the shapes differ.
+        bootstrap_values: (B,).
     """
     check_shapes(rewards=rewards, values=values, action_mask=action_mask, turn_ids=turn_ids)
     check_one_per_row(rewards, bootstrap_values=bootstrap_values)
@@ -135,20 +131,7 @@ def compute_step_gae(
     A_k = delta_k + gamma_turn * lam_turn * A_{k+1}. All tokens of the turn get A_k, and A_k + V(b_k) as the critic's
     target. A turn without a reward stays a turn.
 
-    Args:
-        rewards: (B, T) token rewards.
-        values: (B, T), as in `compute_gae`; those after a turn's first token are not read.
-        action_mask: (B, T) bool, int or float.
-        turn_ids: (B, T), as in `compute_bilevel_gae`.
-        gamma_turn: discount per turn.
-        lam_turn: weight of longer estimates over turns.
-        bootstrap_values: (B,) value after the last turn, as in `compute_gae`.
-
-    Returns:
-        (advantages, returns), both (B, T) and 0 at mask 0.
-
-    Raises:
-        ValueError: if the shapes differ.
+    Arguments and results are those of `compute_bilevel_gae`; values after a turn's first token are not read.
 
     >>> one = torch.ones(1, 3)
     >>> turns = torch.tensor([[0, 0, 1]])
@@ -174,30 +157,13 @@ def compute_step_gae(
 def whiten_turns(
     advantages: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`masked_whiten` where all tokens of a turn have one advantage: mean and variance are those of turns.
-
-    Args:
-        advantages: (B, T).
-        turn_ids: (B, T), as in `compute_bilevel_gae`.
-        mask: (B, T) bool, int or float.
-        counted: (B, T) as for `masked_whiten`.
-
-    Returns:
-        (B, T), 0 at mask 0.
-    """
+    """`masked_whiten` of (B, T) advantages of whole turns: mean and variance are those of turns."""
     is_first = turn_starts(turn_ids, mask)
     return torch.where(mask.bool(), carry_forward(masked_whiten(advantages, is_first, counted), is_first), 0.0)
 
 
 def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The first masked token of each turn.
-
-    Args:
-        turn_ids: (B, T), as in `compute_bilevel_gae`.
-        mask: (B, T) bool, int or float.
-
-    Returns:
-        (B, T) bool; nothing in a row without turns.
+    """(B, T) bool, the first masked token of each turn; turn ids as in `compute_bilevel_gae`.
 
     >>> turn_starts(torch.tensor([[0, 0, -1, 1]]), torch.ones(1, 4)).long().tolist()
     [[1, 0, 0, 1]]
@@ -215,12 +181,7 @@ def extend_turn_ids(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     With the action mask nothing changes. With the completion mask (the paper's ablation without advantage mask)
     observation tokens join the turn they answer.
 
-    Args:
-        turn_ids: (B, T) integers that never fall along a row, -1 for none.
-        mask: (B, T) bool, int or float.
-
-    Returns:
-        (B, T) int64, -1 at mask 0 and in rows without any turn.
+    The result is (B, T) int64, -1 at mask 0 and in rows without any turn.
 
     >>> extend_turn_ids(torch.tensor([[-1, 0, 0, -1, 1, -1]]), torch.tensor([[1, 1, 1, 1, 1, 0]])).tolist()
     [[0, 0, 0, 0, 1, -1]]

@@ -1,9 +1,4 @@
-"""Advantages without a critic.
-
-Relative to the other trajectories of the same prompt: GRPO, Dr. GRPO, RLOO; with credit for every turn: turn-level
-GRPO, and GiGPO, which compares turns that started from the same observation. REINFORCE++ normalises over the whole
-batch instead of a group.
-"""
+"""Advantages without a critic: relative to the trajectories of the same prompt, or to the batch (REINFORCE++)."""
 
 from __future__ import annotations
 
@@ -112,6 +107,7 @@ def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> t
 # -------------------------------------------------------------------- turn-level GRPO
 
 
+@torch.no_grad()
 def compute_turn_group_advantages(
     turn_rewards: torch.Tensor,
     outcome: torch.Tensor,
@@ -142,24 +138,6 @@ def compute_turn_group_advantages(
     Raises:
         ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
     """
-    outcome_part, process_part = turn_group_parts(turn_rewards, outcome, turn_ids, group_ids, gamma_turn=gamma_turn)
-    return (outcome_part + process_weight * process_part).to(float_dtype(turn_rewards, outcome))
-
-
-@torch.no_grad()
-def turn_group_parts(
-    turn_rewards: torch.Tensor,
-    outcome: torch.Tensor,
-    turn_ids: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    gamma_turn: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two parts of `compute_turn_group_advantages` apart, unweighted.
-
-    Returns:
-        (outcome part, process part), both (B, T) float64.
-    """
     check_turns(turn_rewards, turn_ids, outcome=outcome, group_ids=group_ids)
     process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
     is_outside = outcome.isnan() | process[:, 0].isnan()  # (B,) not in the baseline
@@ -167,8 +145,8 @@ def turn_group_parts(
     by_process = GroupStatistics(process[:, 0].masked_fill(is_outside, float("nan")), group_ids)
     relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
     process_part = turns_to_tokens(torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0), turn_ids)
-    outcome_part = by_outcome.normalised().unsqueeze(1).expand(turn_ids.shape)
-    return torch.where(turn_ids >= 0, outcome_part, 0.0), process_part
+    outcome_part = torch.where(turn_ids >= 0, by_outcome.normalised().unsqueeze(1), 0.0)
+    return (outcome_part + process_weight * process_part).to(float_dtype(turn_rewards, outcome))
 
 
 def turn_returns(turn_rewards: torch.Tensor, *, gamma: float) -> torch.Tensor:
@@ -180,11 +158,7 @@ def turn_returns(turn_rewards: torch.Tensor, *, gamma: float) -> torch.Tensor:
 
 
 def check_turns(turn_rewards: torch.Tensor, turn_ids: torch.Tensor, **per_row: torch.Tensor) -> None:
-    """Refuse turn rewards (B, K), turn ids (B, T) and tensors of one number per row, (B,), that do not fit together.
-
-    Raises:
-        ValueError: if they disagree on B, or if a turn id has no column in `turn_rewards`.
-    """
+    """Refuse turn rewards (B, K), turn ids (B, T) and (B,) tensors that do not fit together."""
     for rows in (turn_rewards, turn_ids):
         check_one_per_row(rows, **per_row)
     last, num_turns = int(turn_ids.max()) if turn_ids.numel() else -1, turn_rewards.shape[1]
@@ -204,6 +178,7 @@ def turns_to_tokens(per_turn: torch.Tensor, turn_ids: torch.Tensor) -> torch.Ten
 # -------------------------------------------------------------------- GiGPO
 
 
+@torch.no_grad()
 def compute_gigpo_advantages(
     turn_rewards: torch.Tensor,
     anchor_ids: torch.Tensor,
@@ -234,38 +209,20 @@ def compute_gigpo_advantages(
     Raises:
         ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
     """
-    episode_part, step_part = gigpo_parts(turn_rewards, anchor_ids, turn_ids, group_ids, gamma_turn=gamma_turn)
-    return (episode_part + step_weight * step_part).to(float_dtype(turn_rewards))
-
-
-@torch.no_grad()
-def gigpo_parts(
-    turn_rewards: torch.Tensor,
-    anchor_ids: torch.Tensor,
-    turn_ids: torch.Tensor,
-    group_ids: torch.Tensor,
-    *,
-    gamma_turn: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two parts of `compute_gigpo_advantages` apart, unweighted.
-
-    Returns:
-        (episode part, step part), both (B, T) float64.
-    """
     check_shapes(turn_rewards=turn_rewards, anchor_ids=anchor_ids)
     check_turns(turn_rewards, turn_ids, group_ids=group_ids)
     totals = turn_rewards.double().sum(dim=1)  # (B,)
     episode = GroupStatistics(totals, group_ids).normalised().unsqueeze(1)  # (B, 1)
-    episode_part = torch.where(turn_ids >= 0, episode.expand(turn_ids.shape), 0.0)
+    episode_part = torch.where(turn_ids >= 0, episode, 0.0)  # (B, T)
     if turn_rewards.shape[1] == 0:
-        return episode_part, torch.zeros_like(episode_part)
+        return episode_part.to(float_dtype(turn_rewards))
 
     is_counted = (anchor_ids >= 0) & ~totals.isnan().unsqueeze(1)  # (B, K)
     returns = turn_returns(turn_rewards, gamma=gamma_turn).masked_fill(~is_counted, float("nan"))
     states = torch.stack([group_ids.long().unsqueeze(1).expand(anchor_ids.shape), anchor_ids.long()], dim=-1)
     _, state_ids = torch.unique(states.flatten(0, 1), dim=0, return_inverse=True)  # (B * K,)
     step = GroupStatistics(returns.flatten(), state_ids).normalised().view(anchor_ids.shape)  # (B, K)
-    return episode_part, turns_to_tokens(step, turn_ids)
+    return (episode_part + step_weight * turns_to_tokens(step, turn_ids)).to(float_dtype(turn_rewards))
 
 
 # -------------------------------------------------------------------- REINFORCE++
@@ -275,13 +232,8 @@ def gigpo_parts(
 def compute_returns_to_go(rewards: torch.Tensor, action_mask: torch.Tensor, *, gamma: float) -> torch.Tensor:
     """G_i = r(p_i) + gamma * G_{i+1} over action positions p_1 < ... < p_n. Other tokens do not discount.
 
-    Args:
-        rewards: (B, T) token rewards, KL penalty included where there is one.
-        action_mask: (B, T) bool, int or float.
-        gamma: discount per action token.
-
-    Returns:
-        (B, T), 0 at mask 0. No turn boundary stops the sum: the outcome reaches every turn.
+    `rewards`, (B, T), include the KL penalty where there is one; the result is (B, T), 0 at mask 0. No turn boundary
+    stops the sum: the outcome reaches every turn.
 
     >>> compute_returns_to_go(torch.tensor([[1.0, 9.0, 1.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5).tolist()
     [[1.5, 0.0, 1.0]]

@@ -9,11 +9,7 @@ import torch
 
 
 def check_shapes(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors of unequal shape: broadcasting would count the mask wrongly (None is passed over).
-
-    Raises:
-        ValueError: names the tensors and their shapes.
-    """
+    """Refuse tensors of unequal shape: broadcasting would count the mask wrongly (None is passed over)."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -21,11 +17,7 @@ def check_shapes(**tensors: torch.Tensor | None) -> None:
 
 
 def check_one_per_row(rows: torch.Tensor, **tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that do not hold one number for each row of `rows` (None is passed over).
-
-    Raises:
-        ValueError: names the tensor and its shape.
-    """
+    """Refuse tensors that do not hold one number for each row of `rows` (None is passed over)."""
     for name, tensor in tensors.items():
         if tensor is not None and tuple(tensor.shape) != (rows.shape[0],):
             raise ValueError(
@@ -50,12 +42,7 @@ def masked_values(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of `x` where `mask` is set; 0 if it is set nowhere.
 
-    Args:
-        x: any shape.
-        mask: the same shape; bool, int or float.
-
-    Returns:
-        A scalar of `x`'s dtype, accumulated in float64.
+    A scalar of `x`'s dtype, accumulated in float64; the mask has the shape of `x` and is bool, int or float.
 
     >>> masked_mean(torch.tensor([1.0, float("nan"), 3.0]), torch.tensor([1, 0, 1])).item()
     2.0
