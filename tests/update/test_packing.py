@@ -1,7 +1,5 @@
 """Every layout of the update gives the padded batch's log-probs, entropies, losses and gradients."""
 
-import copy
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -12,8 +10,7 @@ from agent_r1_trl.update.batching import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import PackedSegment, pack, packed_log_probs
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import loss_and_gradients, make_args, make_policy, make_trainer, scored_batch
+from tests.trainers.helpers import loss_and_gradients, make_trainer, scored_batch
 
 # -------------------------------------------------------------------- the row
 
@@ -88,14 +85,6 @@ def test_a_batch_that_nothing_is_scored_in_costs_one_token(share_prefixes):
     assert not batch.layout.spread(torch.zeros(1, 0)).any()
 
 
-def test_a_single_row_shares_its_prompt_with_nobody():
-    one = [tensor[:1] for tensor in by_hand()]
-    alone, shared = (pack(*one, share_prefixes=flag) for flag in (False, True))
-    for name in ("input_ids", "position_ids", "labels"):
-        assert torch.equal(getattr(alone, name), getattr(shared, name)), name
-    assert torch.equal(alone.layout.sources, shared.layout.sources)
-
-
 @pytest.mark.parametrize("share_prefixes", [False, True])
 def test_each_scored_token_is_read_from_the_token_before_it(share_prefixes):
     batch = pack(*by_hand(), share_prefixes=share_prefixes)
@@ -149,16 +138,21 @@ def forked(seed=0):
     return ids, torch.ones_like(ids), torch.rand(12, 16, generator=generator) < 0.4
 
 
+OTHERS = (("llama", False), ("qwen3", True))
+
+
 def gradients_of(model, log_probs, entropies, weights):
     model.zero_grad()
     ((log_probs * weights[0] + entropies * weights[1]).sum() / 10).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("share_prefixes", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("rows", [ragged, forked])
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [("qwen3", False), ("llama", True), *(pytest.param(*both, marks=pytest.mark.matrix) for both in OTHERS)],
+)
 def test_a_packed_forward_equals_the_padded_one(family, share_prefixes, checkpointing, rows):
     model = make_model(family).train()
     ids, mask, scored = rows()
@@ -210,58 +204,40 @@ def test_the_attention_function_is_not_saved(tmp_path):
 # -------------------------------------------------------------------- micro-batches
 
 
-def buffer_of(rows_per_batch, *batches):
-    """Micro-batches of (prompt token, completion length) rows."""
-    made = []
-    for rows in batches:
-        assert len(rows) == rows_per_batch
-        prompt = torch.tensor([[0, token] for token, _ in rows])
-        lengths = torch.tensor([length for _, length in rows])
-        mask = (torch.arange(9) < lengths.unsqueeze(1)).long()
-        inputs = {"prompt_ids": prompt, "prompt_mask": (prompt > 0).long()}
-        inputs |= {"completion_ids": mask * lengths.unsqueeze(1), "completion_mask": mask}
-        made.append({**inputs, "num_items_in_batch": torch.tensor(5.0), "old_per_token_logps": None})
-    return made
-
-
-def lengths_of(buffer):
-    return [inputs["completion_mask"].sum(dim=1).tolist() for inputs in buffer]
-
-
-def test_rows_of_like_length_meet_and_stay_in_their_optimizer_step():
-    buffer = buffer_of(2, [(1, 2), (2, 8)], [(1, 7), (2, 3)], [(1, 1), (2, 9)], [(1, 6), (2, 4)])
-    grouped = regroup(buffer, steps_per_update=2, by_beginning=False)
-    assert lengths_of(grouped) == [[8, 7], [3, 2], [9, 6], [4, 1]]
-    assert all(inputs["num_items_in_batch"] == 5 and inputs["old_per_token_logps"] is None for inputs in grouped)
-
-
-def test_rows_of_one_prompt_meet():
-    buffer = buffer_of(2, [(1, 2), (2, 8)], [(2, 7), (1, 3)])
-    assert lengths_of(regroup(buffer, steps_per_update=2, by_beginning=True)) == [[2, 3], [7, 8]]
-
-
-def test_contexts_that_repeat_each_other_meet_whatever_their_padding():
-    contexts = [[0, 0, 5, 6], [0, 0, 0, 4], [5, 6, 7, 8], [0, 4, 9, 9]]
-    prompts = torch.tensor(contexts)
-    ones = torch.ones(4, 1, dtype=torch.long)
+def micro_batches(prompts, lengths):
+    """Two micro-batches of two rows each; prompts padded on the left, completions of 1s."""
+    prompts, lengths = torch.tensor(prompts), torch.tensor(lengths)
+    mask = (torch.arange(9) < lengths.unsqueeze(1)).long()
     rows = {
         "prompt_ids": prompts,
         "prompt_mask": (prompts > 0).long(),
-        "completion_ids": ones,
-        "completion_mask": ones,
+        "completion_ids": mask,
+        "completion_mask": mask,
     }
-    regrouped = regroup([take_rows(rows, [0, 1]), take_rows(rows, [2, 3])], steps_per_update=2, by_beginning=True)
-    assert [inputs["prompt_ids"].tolist() for inputs in regrouped] == [
-        [[0, 0, 0, 4], [0, 4, 9, 9]], [[0, 0, 5, 6], [5, 6, 7, 8]],
-    ]  # fmt: skip
+    rows |= {"num_items_in_batch": torch.tensor(5.0), "old_per_token_logps": None}
+    return [take_rows(rows, [0, 1]), take_rows(rows, [2, 3])]
+
+
+def test_rows_of_like_length_meet_and_stay_in_their_optimizer_step():
+    buffer = micro_batches([[0, 1]] * 4, [2, 8, 7, 3]) + micro_batches([[0, 1]] * 4, [1, 9, 6, 4])
+    grouped = regroup(buffer, steps_per_update=2, by_beginning=False)
+    lengths = [inputs["completion_mask"].sum(dim=1).tolist() for inputs in grouped]
+    assert lengths == [[8, 7], [3, 2], [9, 6], [4, 1]]
+    assert all(inputs["num_items_in_batch"] == 5 and inputs["old_per_token_logps"] is None for inputs in grouped)
+
+
+def test_contexts_that_repeat_each_other_meet_whatever_their_padding():
+    buffer = micro_batches([[0, 0, 5, 6], [0, 0, 0, 4], [5, 6, 1, 8], [0, 4, 1, 9]], [1] * 4)
+    found = [inputs["prompt_ids"].tolist() for inputs in regroup(buffer, steps_per_update=2, by_beginning=True)]
+    assert found == [[[0, 0, 0, 4], [0, 4, 1, 9]], [[0, 0, 5, 6], [5, 6, 1, 8]]]
 
 
 def test_columns_of_padding_are_cut():
-    (inputs,) = buffer_of(2, [(1, 2), (2, 4)])
+    inputs, _ = micro_batches([[0, 1], [0, 2]] * 2, [2, 4, 9, 9])
     privileged = torch.zeros(2, 9)
     trimmed = trim_padding({**inputs, "advantages": torch.ones(2, 9), "privileged_ids": privileged})
     assert trimmed["prompt_ids"].tolist() == [[1], [2]]
-    assert trimmed["completion_ids"].tolist() == [[2, 2, 0, 0], [4, 4, 4, 4]]
+    assert trimmed["completion_ids"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert trimmed["advantages"].shape == (2, 4)
     assert trimmed["privileged_ids"] is privileged
 
@@ -269,45 +245,9 @@ def test_columns_of_padding_are_cut():
 # -------------------------------------------------------------------- the trainers
 
 
-@pytest.fixture
-def on_disk(tmp_path):
-    """The policy as a folder, from which TRL can load a reference model."""
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    return str(tmp_path / "policy")
-
-
-@pytest.mark.parametrize("options", [{}, {"beta": 0.1}, {"loss_mask": False}, {"num_iterations": 2}])
-@pytest.mark.parametrize("layout", ["packed", "shared"])
-def test_the_loss_and_its_gradients_do_not_depend_on_the_layout(tmp_path, on_disk, layout, options):
-    expected = loss_of(make_trainer(tmp_path, model=on_disk, **options))
-    ours = loss_of(make_trainer(tmp_path, model=on_disk, update_layout=layout, **options))
-    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
-
-
-def loss_of(trainer):
-    batch = scored_batch(trainer)
-    with torch.no_grad():  # so that ratios differ from 1 where old log-probs are kept
-        for parameter in trainer.model.parameters():
-            parameter.mul_(1.01)
-    return loss_and_gradients(trainer, batch)
-
-
-@pytest.mark.parametrize("layout", ["grouped", "packed", "shared"])
-def test_a_training_run_does_not_depend_on_the_layout(tmp_path, on_disk, layout):
-    options = {
-        "model": on_disk,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 3,
-        "beta": 0.05,
-    }
-    assert_same_run(
-        trained(make_trainer(tmp_path / "a", **options)),
-        trained(make_trainer(tmp_path / "b", update_layout=layout, **options)),
-    )
-
-
-@pytest.mark.parametrize("layout", ["grouped", "packed", "shared"])
+@pytest.mark.parametrize(
+    "layout", ["shared", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("grouped", "packed"))]
+)
 def test_a_ppo_run_does_not_depend_on_the_layout(tmp_path, layout):
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "num_iterations": 2}
     assert_same_run(
@@ -341,15 +281,3 @@ def test_a_lora_run_packs(tmp_path):
         )  # fmt: skip
         losses.append(loss_and_gradients(trainer, scored_batch(trainer)))
     torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-5)
-
-
-def test_an_unknown_layout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"update_layout='dense'.*'padded', 'grouped'"):
-        make_args(tmp_path, update_layout="dense")
-
-
-def test_a_model_with_other_attention_is_refused_before_training(tmp_path):
-    model = copy.deepcopy(make_policy(make_tokenizer("qwen3")))
-    model.config._attn_implementation = "eager"
-    with pytest.raises(ValueError, match=r"update_layout.*'eager'"):
-        make_trainer(tmp_path, model=model, update_layout="packed")

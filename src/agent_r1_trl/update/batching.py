@@ -1,7 +1,7 @@
 """From trajectories to the rows that TRL's batch consists of, and what is done with rows.
 
-A trajectory has one training row, or several if its context was rewritten on the way (`trajectory.py`). Advantages
-are estimated over the tokens of a trajectory in the order of time; the policy's loss is computed over rows.
+A trajectory has one training row, or several if its context was rewritten on the way. Advantages are estimated over
+the tokens of a trajectory in the order of time; the policy's loss is computed over rows.
 """
 
 from __future__ import annotations
@@ -28,18 +28,12 @@ def trim_padding(inputs: Inputs) -> Inputs:
     prompt, completion = inputs["prompt_mask"], inputs["completion_mask"]
     first = int(prompt.any(dim=0).int().argmax())
     last = completion.shape[1] - int(completion.any(dim=0).flip(0).int().argmax())
-    trimmed = {}
+    trimmed = dict(inputs)
     for name, value in inputs.items():
         if name in ("prompt_ids", "prompt_mask"):
-            value = value[:, first:]
-        elif (
-            name not in _CRITIC_PREFIX
-            and has_rows(value)
-            and value.dim() == 2
-            and value.shape[1] == completion.shape[1]
-        ):
-            value = value[:, :last]
-        trimmed[name] = value
+            trimmed[name] = value[:, first:]
+        elif name not in _CRITIC_PREFIX and has_rows(value) and value.shape[1:] == completion.shape[1:]:
+            trimmed[name] = value[:, :last]
     return trimmed
 
 
@@ -69,16 +63,11 @@ def take_rows(rows: Inputs, index: Any) -> Inputs:
 
 
 def set_valid_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:
-    """Put `row_scale`, `micro_batch_scale` and `turn_scale` into micro-batches.
+    """Put `row_scale`, `micro_batch_scale` and `turn_scale` into TRL's micro-batches, in the order of training.
 
     They are rows per trajectory in the baseline, micro-batches per one with such a row, and with `turn_shares`
     micro-batches per turn in the loss. They are counted over the micro-batches of each optimizer step on all ranks
     (over the whole buffer if the steps do not divide it), so all ranks must call this.
-
-    Args:
-        buffer: TRL's micro-batches, in the order of training.
-        steps_per_update: micro-batches of one optimizer step.
-        accelerator: of the trainer.
     """
     width = steps_per_update if len(buffer) % steps_per_update == 0 else len(buffer)
     has_turns = "turn_shares" in buffer[0]
@@ -104,10 +93,6 @@ def loss_weights(inputs: Inputs, trainer: Any) -> torch.Tensor | float:
 
     TRL's loss types divide by rows, by micro-batches, or by tokens. Here every token gets the weight that it would
     have if its trajectory were one row and nothing were lost, or that `loss_unit` asks for.
-
-    Args:
-        inputs: M rows.
-        trainer: in whose loss they are.
     """
     if "row_scale" not in inputs:  # a rollout of TRL's own
         return 1.0
@@ -166,14 +151,9 @@ def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
 
 
 def with_one_more(inputs: dict[str, torch.Tensor], has_more: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The columns of TRL's batch with a completion token of id 0 behind the last one of some rows.
+    """The columns of TRL's batch with a completion token of id 0 behind the last one of rows that `has_more`, (B,).
 
-    Args:
-        inputs: completions of (B, T); other columns stay.
-        has_more: (B,) bool.
-
-    Returns:
-        Completions of (B, T + 1).
+    All completions, (B, T), become (B, T + 1); other columns stay.
     """
     ids, mask = (functional.pad(inputs[f"completion_{name}"], (0, 1)) for name in ("ids", "mask"))
     ends = mask.sum(dim=1, keepdim=True)  # (B, 1)
@@ -249,11 +229,7 @@ class TrainingRows:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], args: Any) -> TrainingRows:
-        """The rows of a batch, R on all ranks, so that all make the same number of forward passes. All must call it.
-
-        Args:
-            trajectories: this rank's B.
-            args: a `MultiTurnConfig`.
+        """The rows of this rank's batch, R on all ranks, so that all make as many forward passes. All must call it.
 
         Raises:
             ValueError: a trajectory has several rows, and `context.policy` does not allow for any.
@@ -301,13 +277,7 @@ class TrainingRows:
         return values.new_zeros(num + 1).index_add(0, index, values)[:num]
 
     def to_rows(self, x: torch.Tensor, places: torch.Tensor, *, fill: float = 0.0) -> torch.Tensor:
-        """(B, T') over time -> (R, T) over positions.
-
-        Args:
-            x: one number per completion token.
-            places: (R, T) any tensor of that shape.
-            fill: what stands where no token is.
-        """
+        """(B, T') over time -> (R, T) over positions, the shape of `places`; `fill` where no token is."""
         rows = x.new_full(places.shape, fill)
         rows[self._row, self._position] = x[self._trajectory, self._time]
         return rows
@@ -367,9 +337,10 @@ def add_masks(
 ) -> None:
     """Put into TRL's batch which rows and tokens count, once every reward is known. All ranks must call it.
 
+    The batch gets `tool_mask`, `num_items_in_batch`, `in_baseline`, and what `loss_weights` is made of.
+
     Args:
-        output: of R rows; gets `tool_mask`, `num_items_in_batch`, `in_baseline`, and what the weights of rows in the
-            loss are made of (`loss_weights`).
+        output: TRL's batch of R rows.
         rows: R of them.
         in_baseline: (B,) bool.
         in_loss: (B,) bool.
@@ -404,7 +375,7 @@ def turn_shares(output: dict[str, Any], rows: TrainingRows) -> torch.Tensor:
 
 DUMMY = -1
 """In a plan, a row that fills up."""
-_PADDED_LEFT = ("prompt_ids", "prompt_mask", "privileged_ids", "privileged_mask")
+_PADDED_LEFT = ("prompt_ids", "prompt_mask", *_CRITIC_PREFIX)
 _RATIOS = "importance_sampling_ratio"
 
 
@@ -429,7 +400,8 @@ def exchange(rows: Inputs, plan: list[list[list[int]]], accelerator: Any) -> tup
     numbers = [*staying, *(row for row in moving if owner[row] == rank)]
     parts = [take_rows(rows, _index(row - first for row in staying)), dummy]
     if moving:
-        everywhere = gather_object([row_widths(rows)])
+        own = {name: value.shape[1] for name, value in rows.items() if has_rows(value) and value.dim() == 2}
+        everywhere = gather_object([own])
         widths = {name: max(one[name] for one in everywhere) for name in everywhere[0]}
         leaving = take_rows(rows, _index(row - first for row in moving if home[row] == rank))
         pool = join_rows(gather_object([to_device(pad_rows(leaving, widths), torch.device("cpu"))]))
@@ -441,11 +413,6 @@ def exchange(rows: Inputs, plan: list[list[list[int]]], accelerator: Any) -> tup
 
 def _index(places: Iterable[int]) -> torch.Tensor:
     return torch.tensor([*places], dtype=torch.long)
-
-
-def row_widths(rows: Inputs) -> dict[str, int]:
-    """Columns of everything in TRL's batch that has them."""
-    return {name: value.shape[1] for name, value in rows.items() if has_rows(value) and value.dim() == 2}
 
 
 def pad_rows(rows: Inputs, widths: dict[str, int]) -> Inputs:

@@ -82,10 +82,7 @@ def ratio_by_turn(
 
 
 def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor) -> dict[str, float]:
-    """Mean ratio of the trainer's probability to the sampler's, turn by turn, over the rows of all ranks.
-
-    The arguments are those of `sampling_ratio`.
-    """
+    """Mean ratio of the trainer's probability to the sampler's, turn by turn, over the rows of all ranks."""
     sums: dict[int, list[float]] = {}
     for local in gather_object([ratio_by_turn(difference, mask, turn_ids)]):
         for turn, (total, count) in local.items():

@@ -3,19 +3,15 @@
 `deal`: trajectories are shuffled and cut into optimizer steps, as TRL does; the rows of a step, all rows of each of
 its trajectories, are spread evenly over ranks and micro-batches. Rows that are not kept leave the update; the
 trajectories that are left take turns in the steps, so that none has many more than another. The number of
-micro-batches stays, and with it that of forward passes, on every rank. A micro-batch has equally many rows on all
-ranks: where there are none left, a dummy row without loss fills up.
+micro-batches stays, and a micro-batch has equally many rows on all ranks: a dummy row without loss fills up.
 
-`UpdateLayout` (`update_layout`): TRL's micro-batches all stay as wide as the longest trajectory. Here rows are moved
-between micro-batches of one optimizer step, whose gradients are added up anyway.
+`UpdateLayout` (`update_layout`) moves rows between the micro-batches of one optimizer step, whose gradients are added
+up anyway:
 
-- `padded`: as TRL does.
+- `padded`: as TRL does, all as wide as the longest trajectory.
 - `grouped`: rows of like length share a micro-batch, whose padding is cut off.
 - `packed`: the rows of a micro-batch become one row without padding (`packing.py`).
 - `shared`: packed, and what rows have in common at their beginning is computed once.
-
-With `max_tokens_per_micro_batch` the packed layouts decide which rows share a forward pass by their tokens
-(`micro_batches.py`).
 """
 
 from __future__ import annotations
@@ -58,13 +54,13 @@ def deal(
     args: Any,
     accelerator: Any,
 ) -> list[Inputs]:
-    """The micro-batches of a rollout. All ranks must call it.
+    """The micro-batches of a rollout, `steps_per_generation` of them. All ranks must call it.
 
     Args:
         output: TRL's batch of this rank's R rows.
         trajectories: (R,) that of each row, -1 for none.
         order: (B,) the trajectories in the order in which they are trained on.
-        args: a `MultiTurnConfig`; `steps_per_generation` is the number of micro-batches.
+        args: a `MultiTurnConfig`.
         accelerator: of the trainer.
     """
     rows, is_filtered = dict(output), IS_KEPT in output
@@ -72,8 +68,12 @@ def deal(
     kept = is_dealt
     if is_filtered:
         kept = is_dealt & rows[IS_KEPT].cpu()
-        for_critic = _take_out(rows, getattr(args, "critic_uses_filtered", False))
-        is_dealt = is_dealt if for_critic else kept
+        is_kept = rows.pop(IS_KEPT)
+        rows["tool_mask"] = rows["tool_mask"] * is_kept.unsqueeze(1)
+        rows["in_baseline"] = rows["in_baseline"] & is_kept
+        if "value_mask" not in rows or not args.critic_uses_filtered:
+            is_dealt = kept
+            rows |= {name: rows[name] & is_kept.unsqueeze(1) for name in ("value_mask",) if name in rows}
     place = torch.where(is_dealt, order.argsort()[trajectories], -1)
     everywhere = gather_object([(place.tolist(), kept.tolist(), len(order))])
     plan, has_signal = plan_deal(
@@ -148,21 +148,6 @@ def _balanced(ranks: list[list[int]]) -> list[list[int]]:
     return balanced
 
 
-def _take_out(rows: Inputs, critic_uses_filtered: bool) -> bool:
-    """Take the tokens of rows that are not kept out of the losses.
-
-    Returns:
-        Whether the critic trains on them nevertheless.
-    """
-    kept = rows.pop(IS_KEPT)
-    rows["tool_mask"] = rows["tool_mask"] * kept.unsqueeze(1)
-    rows["in_baseline"] = rows["in_baseline"] & kept
-    for_critic = "value_mask" in rows and critic_uses_filtered
-    if "value_mask" in rows and not for_critic:
-        rows["value_mask"] = rows["value_mask"] & kept.unsqueeze(1)
-    return for_critic
-
-
 def _mark_signal(buffer: list[Inputs], has_signal: Sequence[bool], accelerator: Any) -> list[Inputs]:
     """Say which micro-batches belong to a step that is made, and divide by the mean over these steps alone.
 
@@ -214,11 +199,7 @@ _READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool
 
 
 class UpdateLayout:
-    """The layout of a run.
-
-    Args:
-        args: a `MultiTurnConfig`; None for TRL's own layout.
-    """
+    """The layout of a run; TRL's own without `args`."""
 
     def __init__(self, args: Any = None) -> None:
         self.name = "padded" if args is None else args.update_layout
@@ -234,15 +215,10 @@ class UpdateLayout:
             self._regroups = per_generation % per_update == 0 or per_update % per_generation == 0
 
     def prepare(self, *models: Any, has_router_loss: bool = False, name: str = "the model") -> None:
-        """Prepare causal LMs and backbones for this layout, once they are loaded.
-
-        Args:
-            *models: with or without a PeftModel around them.
-            has_router_loss: whether a router's auxiliary loss is trained on.
-            name: of the models, for messages.
+        """Prepare causal LMs and backbones for this layout, once they are loaded; `name` is theirs in messages.
 
         Raises:
-            ValueError: for a model that cannot be trained in this layout.
+            ValueError: for a model, or a router's auxiliary loss, that cannot be trained in this layout.
         """
         if has_router_loss and self.name != "padded":
             raise ValueError(
@@ -365,15 +341,7 @@ class UpdateLayout:
         scored: torch.Tensor,
         batch_size: int | None,
     ) -> torch.Tensor:
-        """(B, T) the critic's values of the scored tokens, 0 elsewhere; for the packed layouts.
-
-        Args:
-            model: a policy with a critic.
-            input_ids: (B, P + T).
-            attention_mask: (B, P + T).
-            scored: (B, T) the completion tokens that need a value.
-            batch_size: as for `log_probs`.
-        """
+        """(B, T) the critic's values of the scored tokens, 0 elsewhere; arguments as for `log_probs`."""
         order, parts = [], []
         for rows, batch in self._packed(input_ids, attention_mask, scored, batch_size):
             values = model(**batch.inputs, values_only=True).state_values
@@ -418,33 +386,21 @@ def _in_order(values: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def regroup(buffer: list[Inputs], *, steps_per_update: int, by_beginning: bool) -> list[Inputs]:
-    """Sort the rows of each optimizer step, so that every micro-batch holds rows of like length, or that begin alike.
+    """The micro-batches of a rollout, the rows of each optimizer step sorted, so that like ones share a micro-batch.
 
-    Args:
-        buffer: the micro-batches of a rollout, of the same number of rows each.
-        steps_per_update: micro-batches of one optimizer step.
-        by_beginning: rows that begin alike together; otherwise rows of like length.
+    Like are rows that begin alike (the same prompt, or contexts of one trajectory that repeat each other), or rows of
+    like length: the longest first, so that a batch that does not fit into memory fails at once.
     """
     regrouped: list[Inputs] = []
     for start in range(0, len(buffer), steps_per_update):
         window = buffer[start : start + steps_per_update]
-        sizes = [len(inputs["completion_ids"]) for inputs in window]
         joined = join_rows(window)
-        order = _order_by_tokens(joined) if by_beginning else _order_by_length(joined)
-        for rows in order.split(sizes):
+        ids, mask = (torch.cat([joined[f"prompt_{x}"], joined[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+        if by_beginning:
+            keys = [sort_key(row[kept].numpy()) for row, kept in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
+            order = torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))
+        else:
+            order = mask.sum(dim=1).argsort(descending=True, stable=True)
+        for rows in order.split([len(inputs["completion_ids"]) for inputs in window]):
             regrouped.append(take_rows(joined, rows))
     return regrouped
-
-
-def _order_by_length(inputs: Inputs) -> torch.Tensor:
-    """(B,) longest first: a batch that does not fit into memory fails at once."""
-    lengths = inputs["completion_mask"].sum(dim=1) + inputs["prompt_mask"].sum(dim=1)
-    return lengths.argsort(descending=True, stable=True)
-
-
-def _order_by_tokens(inputs: Inputs) -> torch.Tensor:
-    """(B,) rows that begin alike together: the same prompt, or contexts of one trajectory that repeat each other."""
-    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).cpu()
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).cpu().bool()
-    keys = [sort_key(row[kept].numpy()) for row, kept in zip(ids, mask, strict=True)]
-    return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

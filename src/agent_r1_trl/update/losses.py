@@ -54,25 +54,14 @@ def value_loss(
     return loss.to(torch.promote_types(values.dtype, torch.float32)), (clipped_error > free_error).sum()
 
 
-def kl_divergence(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
-    """k1 = logps - ref_logps, an unbiased estimate of KL(policy || reference) for every sampled token, of either sign.
-
-    Source: Schulman, "Approximating KL divergence", 2020. TRL's loss has its own, k3.
-
-    All are (B, T), differentiable; ValueError if the shapes differ.
-
-    >>> kl_divergence(torch.tensor([-1.0]), torch.tensor([-1.5])).tolist()
-    [0.5]
-    """
-    check_shapes(logps=logps, ref_logps=ref_logps)
-    return (-(ref_logps.double() - logps.double())).to(float_dtype(logps, ref_logps))
-
-
 @torch.no_grad()
 def kl_in_reward(
     rewards: torch.Tensor, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor, *, beta: float
 ) -> torch.Tensor:
     """Token rewards with the KL penalty in them: r_t - beta * k1_t on action tokens.
+
+    k1 = logps - ref_logps is an unbiased estimate of KL(policy || reference) for every sampled token, of either sign
+    (Schulman, "Approximating KL divergence", 2020). TRL's loss has its own, k3.
 
     Args:
         rewards: (B, T) token rewards.
@@ -88,25 +77,15 @@ def kl_in_reward(
         ValueError: if the shapes differ.
     """
     check_shapes(rewards=rewards, logps=logps, ref_logps=ref_logps, mask=mask)
-    penalty = beta * kl_divergence(masked_values(logps, mask), masked_values(ref_logps, mask))
-    return (masked_values(rewards, mask) - penalty).to(float_dtype(rewards, logps, ref_logps))
+    k1 = masked_values(logps, mask) - masked_values(ref_logps, mask)
+    return (masked_values(rewards, mask) - beta * k1).to(float_dtype(rewards, logps, ref_logps))
 
 
 @torch.no_grad()
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """1 - Var(R - V) / Var(R) over the mask: 1 for a perfect critic, 0 for a constant one, negative for a worse one.
 
-    Args:
-        values: (B, T).
-        returns: (B, T) the critic's targets.
-        mask: (B, T) bool, int or float.
-
-    Returns:
-        A scalar; 0 where the returns do not vary (fewer than two masked positions included), so there is nothing to
-        explain.
-
-    Raises:
-        ValueError: if the shapes differ.
+    All are (B, T). The result is a scalar, 0 where the returns do not vary, so that there is nothing to explain.
     """
     check_shapes(values=values, returns=returns, mask=mask)
     target = masked_values(returns, mask)

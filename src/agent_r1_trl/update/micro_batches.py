@@ -33,7 +33,7 @@ from agent_r1_trl.update.batching import (
     trim_padding,
     whole_rows,
 )
-from agent_r1_trl.update.packing import needed_columns
+from agent_r1_trl.update.packing import common_length, needed_columns
 
 PASSES = "passes"
 """The only entry of a micro-step's inputs: a list of micro-batches, each for a forward and backward pass."""
@@ -65,8 +65,8 @@ def repack(
         window = buffer[start : start + width]
         least = width if needs_every_step else 1
         passes = _passes_of(window, max_tokens, share_prefixes=share_prefixes, accelerator=accelerator, least=least)
-        for index in range(width):
-            steps.append({PASSES: passes[index * len(passes) // width : (index + 1) * len(passes) // width]})
+        bounds = [index * len(passes) // width for index in range(width + 1)]
+        steps += [{PASSES: passes[first:end]} for first, end in pairwise(bounds)]
         for one in passes:
             one[STANDS_FOR] = width / len(passes)
     return steps
@@ -102,12 +102,9 @@ def valid_ids(rows: Inputs) -> list[np.ndarray]:
 
 
 def computed_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> list[np.ndarray]:
-    """The ids of each row that a packed forward pass computes: up to the last that predicts; none if none is scored.
+    """The ids of each row, (B, P + T), that a packed forward pass computes: up to the last that predicts a scored one.
 
-    Args:
-        input_ids: (B, P + T), prompts padded on the left and completions on the right.
-        attention_mask: (B, P + T).
-        scored: (B, T).
+    None of a row where none of its completion tokens, (B, T), is scored.
     """
     ids, is_token = input_ids.cpu().numpy(), attention_mask.cpu()
     num_prompt = input_ids.shape[1] - scored.shape[1]
@@ -168,7 +165,7 @@ def _stretches(
     """
     order = sorted(live, key=lambda row: sort_key(rows[row]))
     sizes = [len(rows[row]) for row in order]
-    new = sizes[:1] + [len(rows[b]) - _num_common(rows[a], rows[b]) for a, b in pairwise(order)]
+    new = sizes[:1] + [len(rows[b]) - common_length(rows[a], rows[b]) for a, b in pairwise(order)]
     high, needs_balance = max([max_tokens, *sizes]), num_ranks * least > 1
     if needs_balance:
         num_stretches = max(least, -(-len(_cut(sizes, new, high)) // num_ranks)) * num_ranks
@@ -183,14 +180,8 @@ def _stretches(
 def _cut(sizes: list[int], new: list[int], limit: int, *, few_first: bool = True) -> list[tuple[int, int, int]]:
     """Stretches within a limit: the fewest, and of these those with the fewest tokens; or the other way round.
 
-    Args:
-        sizes: tokens of each row; none has more than the limit.
-        new: those that it does not share with the row before.
-        limit: of a stretch.
-        few_first: the number of stretches counts before their tokens. What is left is decided by the largest.
-
-    Returns:
-        Tokens, first row and end of each stretch.
+    `new` counts the tokens that each row does not share with the row before. What is left is decided by the largest
+    stretch. Returns tokens, first row and end of each stretch.
     """
     best = [((0, 0), 0, 0)]  # of the rows before each: the costs, the largest stretch, and where the last begins
     for end in range(1, len(sizes) + 1):
@@ -217,22 +208,10 @@ def sort_key(ids: np.ndarray) -> bytes:
     return ids.astype(">i4").tobytes()
 
 
-def _num_common(first: np.ndarray, second: np.ndarray) -> int:
-    length = min(len(first), len(second))
-    differs = first[:length] != second[:length]
-    return int(differs.argmax()) if differs.any() else length
-
-
 def plan_scoring(ids: Sequence[np.ndarray], max_tokens: int, *, share_prefixes: bool) -> list[list[int]]:
-    """Rows of each forward pass that scores this rank's rows; as many on all ranks, which must call it.
+    """Rows of each forward pass that scores this rank's rows (`computed_ids`); none for one that others need.
 
-    Args:
-        ids: what `computed_ids` returned, of B rows.
-        max_tokens: of a pass, unless a single row has more.
-        share_prefixes: as for `pack`.
-
-    Returns:
-        Numbers of rows, none for a pass that only other ranks need.
+    All ranks must call it: they get equally many.
     """
     (passes,) = plan_passes(ids if share_prefixes else [len(row) for row in ids], 1, max_tokens)
     most = max(gather_object([len(passes)]))  # sharded weights are gathered by all ranks together

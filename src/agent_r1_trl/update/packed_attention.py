@@ -45,19 +45,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Scaled dot-product attention over the segments of a packed row; without a layout, transformers' sdpa.
 
-    Args:
-        module: the attention layer.
-        query: (1, heads, N, D).
-        key: (1, key heads, N, D).
-        value: (1, key heads, N, D').
-        attention_mask: not read with a layout.
-        packed_layout: of the row.
-        scaling: of the scores; None is 1 / sqrt(D).
-        dropout: of the attention weights.
-        **options: what transformers passes besides.
-
-    Returns:
-        (1, N, heads, D') and None.
+    Queries are (1, heads, N, D), keys (1, key heads, N, D), values (1, key heads, N, D'); the mask is not read with a
+    layout. Returns (1, N, heads, D') and None.
     """
     if packed_layout is None:
         return sdpa_attention_forward(
@@ -111,11 +100,6 @@ AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
 def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: bool = False) -> str:
     """Prepare a causal LM, or a backbone, for packed rows; nothing else about it changes.
 
-    Args:
-        base: without a PeftModel around it.
-        name: of the model, for messages.
-        share_prefixes: whether rows will share what they have in common at their beginning.
-
     Returns:
         `SEGMENTS`, `LENGTHS` or `BLOCKS`.
 
@@ -159,13 +143,7 @@ def _is_flash(name: str) -> bool:
 
 
 def attention_inputs(kind: str, layout: Layout, input_ids: torch.Tensor) -> dict[str, Any]:
-    """What a model is told about a packed row besides its layout.
-
-    Args:
-        kind: as `use_packed_attention` found it.
-        layout: of the row.
-        input_ids: (1, N).
-    """
+    """What a model with this kind of attention is told about a packed row, (1, N), besides its layout."""
     if kind == BLOCKS:
         return {"attention_mask": block_mask(layout, input_ids.device)}
     if kind == SEGMENTS:

@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -62,13 +63,8 @@ class Layout:
         """(queries, keys) additive: the last query sees all keys, each one before it one fewer; made once.
 
         PyTorch's attention copies a mask in every layer, and keeps the copy for the backward pass, if its dtype is
-        not the one that is computed in or its rows do not begin at multiples of 8 numbers: this one's are so.
-
-        Args:
-            queries: the last ones of a row.
-            keys: of the row up to there.
-            like: what asks; its device, and its dtype unless autocast computes in another.
-            window: how many tokens a query sees, itself included; None for all.
+        not the one that is computed in (that of `like`, or autocast's) or its rows do not begin at multiples of 8
+        numbers: this one's are so. With a `window` a query sees so many tokens, itself included.
         """
         dtype, device = like.dtype, like.device
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
@@ -241,7 +237,7 @@ def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
     branch(sorted(rows, key=lambda row: tokens[row]), 0, ())
     while waiting:
         group, depth, prefix = waiting.pop()
-        end = common_length(rows[group[0]], rows[group[-1]])
+        end = common_length(rows[group[0]].numpy(), rows[group[-1]].numpy())
         segment = PackedSegment(size, size + end - depth, prefix)
         pieces.append(_Piece(segment, group, depth, end))
         size = segment.end
@@ -252,11 +248,11 @@ def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
     return pieces
 
 
-def common_length(first: torch.Tensor, second: torch.Tensor) -> int:
+def common_length(first: np.ndarray, second: np.ndarray) -> int:
     """How many tokens two rows, (n,) and (m,), have in common at their beginning."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
-    return int(differs.int().argmax()) if differs.any() else length
+    return int(differs.argmax()) if differs.any() else length
 
 
 # -------------------------------------------------------------------- forward passes
