@@ -33,8 +33,7 @@ def critic_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def enable_critic_gradients(model: nn.Module) -> None:
     """Mark the critic as trainable again, except for what was frozen when it was attached. Call after every rollout.
 
-    peft's `disable_adapter` (TRL's reference pass) hands requires_grad back to the active adapter only, so the critic
-    would be frozen after the first rollout with beta != 0, without an error.
+    peft's `disable_adapter` (TRL's reference pass) hands requires_grad back to the active adapter alone, silently.
     """
     base = base_causal_lm(model)
     for name, parameter in critic_parameters(base).items():
@@ -78,12 +77,7 @@ def add_critic_adapter(model: Any) -> str:
 
     A base model alone may be a broken one: `init_lora_weights="pissa"` and its like move a part of its weights into
     the adapter. So the copy starts from the policy's adapter and not from zero, and no such initialisation runs again.
-
-    Returns:
-        Name of the policy's adapter.
-
-    Raises:
-        ValueError: the model has no adapter, or one of a kind or with settings that cannot stand twice in a model.
+    Returns the name of the policy's adapter; ValueError where the model has none that can stand twice.
     """
     name = _checked_policy_adapter(model)
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
@@ -108,33 +102,39 @@ def add_critic_adapter(model: Any) -> str:
 
 
 def _checked_policy_adapter(model: Any) -> str:
+    """Name of the policy's adapter; ValueError for one that cannot stand twice in a model."""
     from peft import PeftModel
 
-    if not isinstance(model, PeftModel):
-        raise ValueError(
-            "critic='adapter' needs a LoRA policy: the critic is a second adapter on the same base model. Pass "
-            f"peft_config=LoraConfig(...), or {_INSTEAD}."
-        )
-    name, *others = model.active_adapters
-    if others:
-        raise ValueError(
-            f"critic='adapter' with several active adapters ({', '.join([name, *others])}): the critic's follows "
-            f"the policy's one. Merge the others into the base model (merge_and_unload), or {_INSTEAD}."
-        )
-    config = model.peft_config[name]
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    if kind not in ADAPTER_KINDS:
-        raise ValueError(
-            f"critic='adapter' with an adapter of kind {kind}: the critic is a second adapter of the policy's kind, "
-            f"which works with {', '.join(ADAPTER_KINDS)}. Use one of them, or {_INSTEAD}."
-        )
+    names = model.active_adapters if isinstance(model, PeftModel) else []
+    config = model.peft_config[names[0]] if names else None
+    kind = str(getattr(getattr(config, "peft_type", None), "value", getattr(config, "peft_type", None)))
     bias = getattr(config, "bias", "none")
-    if bias != "none":
-        raise ValueError(
-            f"critic='adapter' with bias={bias!r} in peft_config: those biases are the base model's own, which policy "
-            f"and critic share. Set bias='none', or {_INSTEAD}."
-        )
-    return name
+    rules = [
+        (
+            config is None,
+            " needs a LoRA policy: the critic is a second adapter on the same base model. Pass "
+            "peft_config=LoraConfig(...)",
+        ),
+        (
+            len(names) > 1,
+            f" with several active adapters ({', '.join(names)}): the critic's follows the policy's one. Merge the "
+            "others into the base model (merge_and_unload)",
+        ),
+        (
+            kind not in ADAPTER_KINDS,
+            f" with an adapter of kind {kind}: the critic is a second adapter of the policy's kind, which works with "
+            f"{', '.join(ADAPTER_KINDS)}. Use one of them",
+        ),
+        (
+            bias != "none",
+            f" with bias={bias!r} in peft_config: those biases are the base model's own, which policy and critic "
+            "share. Set bias='none'",
+        ),
+    ]
+    for is_broken, rule in rules:
+        if is_broken:
+            raise ValueError(f"critic='adapter'{rule}, or {_INSTEAD}.")
+    return str(names[0])
 
 
 def _drop_copies_outside(base: Any) -> None:
@@ -152,14 +152,17 @@ def _drop_copies_outside(base: Any) -> None:
                 module.delete_adapter(CRITIC_ADAPTER, list(module.active_adapters))
 
 
-def _copy_adapter(model: nn.Module, name: str) -> None:
-    """Give the critic's adapter the values of adapter `name`, in the same dtype."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def _twins(tensors: dict[str, Any], name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Each tensor of the critic's adapter: its name, itself, and its twin in adapter `name`."""
     for own_name, own in tensors.items():
         parts = own_name.split(".")
-        if CRITIC_ADAPTER not in parts:
-            continue
-        twin = tensors[".".join(name if part == CRITIC_ADAPTER else part for part in parts)]
+        if CRITIC_ADAPTER in parts:
+            yield own_name, own, tensors[".".join(name if part == CRITIC_ADAPTER else part for part in parts)]
+
+
+def _copy_adapter(model: nn.Module, name: str) -> None:
+    """Give the critic's adapter the values of adapter `name`, in the same dtype."""
+    for _, own, twin in _twins({**dict(model.named_parameters()), **dict(model.named_buffers())}, name):
         own.data = own.data.to(twin.dtype)
         with gathered([item for item in (own, twin) if isinstance(item, nn.Parameter)]), torch.no_grad():
             own.copy_(twin)
@@ -167,15 +170,8 @@ def _copy_adapter(model: nn.Module, name: str) -> None:
 
 def frozen_twins(model: nn.Module, name: str) -> frozenset[str]:
     """Names of the critic's adapter parameters whose twins in adapter `name` are not trained."""
-    parameters = dict(model.named_parameters())
-    frozen = set()
-    for own_name in parameters:
-        parts = own_name.split(".")
-        if CRITIC_ADAPTER in parts:
-            twin = parameters[".".join(name if part == CRITIC_ADAPTER else part for part in parts)]
-            if not twin.requires_grad:
-                frozen.add(own_name)
-    return frozenset(frozen)
+    twins = _twins(dict(model.named_parameters()), name)
+    return frozenset(own_name for own_name, _, twin in twins if not twin.requires_grad)
 
 
 # -------------------------------------------------------------------- switching
@@ -196,8 +192,7 @@ def _adapter_state(model: nn.Module) -> _State:
 
 def _set_adapter_state(state: _State) -> None:
     for layer, adapter, is_disabled in state:
-        layer._active_adapter = adapter
-        layer._disable_adapters = is_disabled
+        layer._active_adapter, layer._disable_adapters = adapter, is_disabled
 
 
 @contextlib.contextmanager

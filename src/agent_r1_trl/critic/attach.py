@@ -72,28 +72,23 @@ def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
     """
     if critic_model is None:
         return
-    given = (
-        f"critic_model={critic_model!r}" if isinstance(critic_model, str) else f"critic_model={_type(critic_model)}"
-    )
-    if kind != "model":
-        raise ValueError(f"{given} with critic={kind!r}, which has no model of its own. Set critic='model'.")
-    if isinstance(critic_model, str) or not hasattr(critic_model, "config"):
-        raise ValueError(f"{given} is not a loaded model. Pass critic_model=AutoModel.from_pretrained(...).")
-    if hasattr(critic_model, "get_output_embeddings") and critic_model.get_output_embeddings() is not None:
-        raise ValueError(
-            f"{given} has an output layer, and the critic reads hidden states. Pass critic_model=AutoModel."
-            "from_pretrained(...), or the base_model of this one."
-        )
-    own, needed = (model.get_input_embeddings().weight.shape[0] for model in (critic_model, base))
-    if 0 < own < needed:
-        raise ValueError(
-            f"{given} knows {own} tokens and the policy {needed}: the critic reads the policy's token ids. Pass a "
-            "model with the policy's tokenizer."
-        )
-
-
-def _type(value: Any) -> str:
-    return type(value).__name__
+    is_loaded = not isinstance(critic_model, str) and hasattr(critic_model, "config")
+    given = f"critic_model={repr(critic_model) if isinstance(critic_model, str) else type(critic_model).__name__}"
+    needed = base.get_input_embeddings().weight.shape[0]
+    own = critic_model.get_input_embeddings().weight.shape[0] if is_loaded else 0
+    rules = {
+        f" with critic={kind!r}, which has no model of its own. Set critic='model'.": kind != "model",
+        " is not a loaded model. Pass critic_model=AutoModel.from_pretrained(...).": not is_loaded,
+        " has an output layer, and the critic reads hidden states. Pass critic_model=AutoModel.from_pretrained(...), "
+        "or the base_model of this one.": (
+            hasattr(critic_model, "get_output_embeddings") and critic_model.get_output_embeddings() is not None
+        ),
+        f" knows {own} tokens and the policy {needed}: the critic reads the policy's token ids. Pass a model with the "
+        "policy's tokenizer.": 0 < own < needed,
+    }
+    for rule, is_broken in rules.items():
+        if is_broken:
+            raise ValueError(f"{given}{rule}")
 
 
 CRITIC_FILE = Path("critic") / "critic.safetensors"
@@ -189,7 +184,7 @@ class ActorCriticOutput(ModelOutput):
 # -------------------------------------------------------------------- attaching
 
 
-def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = None, detach: bool = False) -> None:
+def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = None) -> None:
     """Give `model` a critic, before it is wrapped by accelerate.
 
     Args:
@@ -197,7 +192,6 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
         kind: `adapter`, `head` or `model`.
         critic_model: for `kind="model"`, a backbone (`AutoModel`) with the policy's tokenizer; None copies the
             policy's current backbone.
-        detach: start with the policy's hidden states detached (see `set_detached`).
 
     Raises:
         ValueError: for an unknown kind, an adapter that cannot have a critic beside it, or a `critic_model` that the
@@ -208,7 +202,12 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
             f"critic={kind!r} is not one of {', '.join(map(repr, CRITIC_KINDS))}. Set critic to one of them."
         )
     base = base_causal_lm(model)
-    _check_prompt_learning(model)
+    for config in getattr(model, "peft_config", {}).values():  # the critic reads ids or hidden states of rows alone
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"peft_config={type(config).__name__}(...) learns a prompt, which the critic (critic=) cannot read. "
+                "Pass an adapter of weights, such as peft_config=LoraConfig(...)."
+            )
     check_critic_model(critic_model, kind, base)
     parameter = next(iter(base.parameters()))
     hidden_size = base.config.get_text_config().hidden_size
@@ -228,20 +227,10 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
     dtype = parameter.dtype if hasattr(parameter, "ds_id") else torch.float32
     base.value_head = ValueHead(hidden_size, device=parameter.device, dtype=dtype)
     base.critic_kind = kind
-    base.critic_detached = detach
+    base.critic_detached = False
     enable_critic_gradients(model)
     _wrap_forward(base)
     wrap_save_pretrained(model)
-
-
-def _check_prompt_learning(model: Any) -> None:
-    """Refuse adapters that add tokens to the input: the critic reads the ids or hidden states of the rows alone."""
-    for config in getattr(model, "peft_config", {}).values():
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            raise ValueError(
-                f"peft_config={type(config).__name__}(...) learns a prompt, which the critic (critic=) cannot read. "
-                "Pass an adapter of weights, such as peft_config=LoraConfig(...)."
-            )
 
 
 # -------------------------------------------------------------------- the forward
@@ -266,13 +255,8 @@ def _wrap_forward(base: Any) -> None:
         with _captured_hidden_states(self) as hidden:
             output = inner(*args, **kwargs)
         values = _values(self, critic_inputs or kwargs, hidden[-1] if self.critic_kind == "head" else None)
-        return ActorCriticOutput(
-            loss=output.loss,
-            log_probs=output.log_probs,
-            entropy=output.entropy,
-            aux_loss=output.aux_loss,
-            state_values=values,
-        )
+        taken = {name: getattr(output, name) for name in ("loss", "log_probs", "entropy", "aux_loss")}
+        return ActorCriticOutput(**taken, state_values=values)
 
     base.forward = types.MethodType(forward, base)
 
