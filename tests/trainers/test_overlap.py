@@ -172,7 +172,7 @@ class HeldEnv(AddEnv):
 def held(tmp_path, monkeypatch, update):
     """A trainer whose next rollout is held from its start to the end of `update(number of trajectories playing)`."""
     trainer, _ = watched(tmp_path, env=HeldEnv, **OVERLAP)
-    begin, loss = trainer.rollouts._start_upcoming, trainer._compute_loss
+    begin, loss = trainer.rollouts.finish, trainer._compute_loss
     HeldEnv.gate.set()
 
     def begin_held(position):
@@ -185,7 +185,7 @@ def held(tmp_path, monkeypatch, update):
         HeldEnv.gate.set()
         return loss(*args)
 
-    monkeypatch.setattr(trainer.rollouts, "_start_upcoming", begin_held)
+    monkeypatch.setattr(trainer.rollouts, "finish", begin_held)
     monkeypatch.setattr(trainer, "_compute_loss", compute_loss)
     return trainer
 

@@ -1,8 +1,7 @@
 """From the rewards of trajectories to the advantages of this rank's rows.
 
 Baselines and whitening need every row of the generation batch, so the rows of all ranks are gathered first and each
-rank keeps its own slice of the result. Covered here: weights of process and outcome rewards, gathering, estimating
-the two parts, `credit/*` metrics. Not covered: the estimators themselves (`agent_r1_trl.advantages.estimators`).
+rank keeps its own slice of the result. The estimators themselves are in `agent_r1_trl.advantages`.
 """
 
 from __future__ import annotations
@@ -23,19 +22,13 @@ from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Message, Trajectory
 from agent_r1_trl.update.batching import pad_lists
-from agent_r1_trl.update.losses import kl_in_reward
 
 
 class CreditEstimator:
-    """Estimates advantages with the estimator and the weights that the training arguments name.
-
-    Its methods communicate between ranks: all ranks must call them.
-    """
+    """Estimates advantages with the estimator and the weights that the training arguments name."""
 
     def __init__(self, args: MultiTurnConfig, accelerator: Any):
-        self.args = args
-        self.accelerator = accelerator
-        self.estimator = args.estimator
+        self.args, self.accelerator, self.estimator = args, accelerator, args.estimator
 
     def estimate(
         self,
@@ -52,21 +45,24 @@ class CreditEstimator:
     ) -> tuple[Credit, dict[str, float]]:
         """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
 
+        All ranks must call it. What is not named here is as in `CreditInputs`, for this rank's B rows.
+
         Args:
             trajectories: B of them.
             mask: (B, T) positions that estimators see; empty for rows that are not in the loss.
             in_baseline: (B,) bool; the rows of the others get advantage 0.
             group_size: trajectories of one prompt, which are consecutive rows.
             progress: share of the run that is over.
-            kl_rewards: (B, T) the KL penalty as a reward; None with the KL term in the loss.
-            values: (B, T) the critic's; None without a critic.
-            bootstrap_values: (B,) the critic's value after the last token of truncated rows, 0 for the others.
-            is_kept: (B,) bool, which rows the group filter keeps; None for all, on all ranks.
+            kl_rewards: (B, T).
+            values: (B, T).
+            bootstrap_values: (B,).
+            is_kept: (B,).
         """
         process_weight = self.args.process_reward_weight
         process_weight *= schedule_factor(self.args.process_reward_schedule, progress)
         weights = {"process": process_weight, "outcome": self.args.outcome_reward_weight}
         weighs_parts = self.args.separate_process_advantages or self.estimator.weighs_parts
+        factors = dict.fromkeys(weights, 1.0) if weighs_parts else weights
         scales: dict[str, float] = {}
         if self.args.normalize_process_rewards:
             counted = [item for item, counts in zip(trajectories, in_baseline.tolist(), strict=True) if counts]
@@ -77,10 +73,8 @@ class CreditEstimator:
             mask=mask,
             in_baseline=in_baseline,
             group_ids=torch.arange(first, first + len(trajectories), device=mask.device) // group_size,
-            turn_rewards=weighted_turn_rewards(
-                trajectories, weight=1.0 if weighs_parts else weights["process"], source_scales=scales
-            ),
-            outcome_weight=1.0 if weighs_parts else weights["outcome"],
+            turn_rewards=weighted_turn_rewards(trajectories, weight=factors["process"], source_scales=scales),
+            outcome_weight=factors["outcome"],
         )
         local = dataclasses.replace(
             local,
@@ -91,10 +85,17 @@ class CreditEstimator:
             settings=credit_settings(self.args),
         )
         inputs = gather_credit_inputs(local, self.accelerator)
+        names = ("process", "outcome") if weighs_parts or self.estimator.logs_parts else ()
+        parts = {name: self.estimator.estimate(inputs.only(name)).advantages for name in names}  # (N, T) each
         if weighs_parts:
-            credit, parts = self._from_weighted_parts(inputs, weights)
+            parts = {name: weights[name] * part for name, part in parts.items()}
+            credit = Credit(advantages=parts["process"] + parts["outcome"])
         else:
-            credit, parts = self._from_rewards(inputs)
+            credit = self.estimator.estimate(inputs)
+            if inputs.settings.whiten_advantages and self.estimator.weighs_turns:
+                credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask, inputs.kept_mask)
+            elif inputs.settings.whiten_advantages:
+                credit.advantages = masked_whiten(credit.advantages, inputs.mask, inputs.kept_mask)
         metrics = {
             f"credit/{name}_advantage_abs": masked_mean(x.abs(), inputs.mask).item() for name, x in parts.items()
         }
@@ -104,40 +105,6 @@ class CreditEstimator:
         own, length = slice(first, first + len(trajectories)), mask.shape[1]
         returns = None if credit.returns is None else credit.returns[own, :length].float()
         return Credit(advantages=credit.advantages[own, :length].float(), returns=returns), metrics
-
-    def _from_rewards(self, inputs: CreditInputs) -> tuple[Credit, dict[str, torch.Tensor]]:
-        """The credit of the sum of all rewards, and (N, T) advantages of its two parts, each estimated alone."""
-        names = ("process", "outcome") if self.estimator.logs_parts else ()
-        parts = {name: self.estimator.estimate(inputs.only(name)).advantages for name in names}
-        credit = self.estimator.estimate(inputs)
-        if inputs.settings.whiten_advantages:
-            if self.estimator.weighs_turns:
-                credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask, inputs.kept_mask)
-            else:
-                credit.advantages = masked_whiten(credit.advantages, inputs.mask, inputs.kept_mask)
-        return credit, parts
-
-    def _from_weighted_parts(
-        self, inputs: CreditInputs, weights: dict[str, float]
-    ) -> tuple[Credit, dict[str, torch.Tensor]]:
-        """The weighted sum of the advantages of both parts, each estimated alone, and these (N, T) parts."""
-        parts = {name: weights[name] * self.estimator.estimate(inputs.only(name)).advantages for name in weights}
-        return Credit(advantages=parts["process"] + parts["outcome"]), parts
-
-    def kl_penalties(
-        self, old: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, *, beta: float
-    ) -> tuple[torch.Tensor, float]:
-        """(B, T) -beta * k1 on the estimators' positions, and the mean k1 over those of all ranks.
-
-        Args:
-            old: (B, T) log-probs under the policy that sampled.
-            reference: (B, T) log-probs under the reference policy.
-            mask: (B, T) bool.
-            beta: weight of the penalty, not 0.
-        """
-        penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=beta)
-        sums = self.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
-        return penalties, (-sums[0] / beta / sums[1].clamp(min=1)).item()
 
 
 def credit_settings(args: MultiTurnConfig) -> CreditSettings:
@@ -196,15 +163,9 @@ def read_credit_inputs(
     turn_rewards: list[list[float]],
     outcome_weight: float,
 ) -> CreditInputs:
-    """Tensors of this rank's trajectories, on the device of `mask`.
+    """Tensors of this rank's B trajectories, on the device of `mask`; rows outside the baseline are emptied here.
 
-    Args:
-        trajectories: B of them.
-        mask: (B, T) positions that estimators see; rows outside the baseline are emptied here.
-        in_baseline: (B,) bool.
-        group_ids: (B,) which prompt.
-        turn_rewards: per trajectory one (weighted) value per turn.
-        outcome_weight: factor of the outcome.
+    Per trajectory, `turn_rewards` has a (weighted) value for each turn, and the outcome is multiplied by its weight.
     """
     length, device = mask.shape[1], mask.device
     width = max([1, *(len(item.turns) for item in trajectories)])
@@ -212,12 +173,12 @@ def read_credit_inputs(
     def on_tokens(rows: list[list[float]]) -> torch.Tensor:
         return pad_lists(rows, 0.0, length=length, dtype=torch.float32).to(device)
 
+    outcomes = [outcome_weight * t.outcome_reward for t in trajectories]
     process = [t.token_rewards(turn_rewards=r, outcome=0.0) for t, r in zip(trajectories, turn_rewards, strict=True)]
     outcome = [
-        t.token_rewards(turn_rewards=[0.0] * len(t.turns), outcome=outcome_weight * t.outcome_reward)
-        for t in trajectories
+        t.token_rewards(turn_rewards=[0.0] * len(t.turns), outcome=o)
+        for t, o in zip(trajectories, outcomes, strict=True)
     ]
-    outcome_rewards = torch.tensor([outcome_weight * t.outcome_reward for t in trajectories], device=device)
     return CreditInputs(
         mask=mask.bool() & in_baseline.unsqueeze(1),
         turn_ids=pad_lists([t.turn_ids for t in trajectories], -1, length=length, dtype=torch.long).to(device),
@@ -225,7 +186,7 @@ def read_credit_inputs(
         process_token_rewards=on_tokens(process),
         outcome_token_rewards=on_tokens(outcome),
         turn_rewards=pad_lists(turn_rewards, 0.0, length=width, dtype=torch.float32).to(device),
-        outcome_rewards=outcome_rewards.float().masked_fill(~in_baseline, float("nan")),
+        outcome_rewards=torch.tensor(outcomes, device=device).float().masked_fill(~in_baseline, float("nan")),
         anchor_ids=pad_lists([anchors(t) for t in trajectories], -1, length=width, dtype=torch.long).to(device),
     )
 
@@ -285,18 +246,10 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs
 
 
 def schedule_factor(schedule: str, progress: float) -> float:
-    """1 at the start of a run; with `linear` and `cosine` 0 at its end.
-
-    Args:
-        schedule: `constant`, `linear` or `cosine`.
-        progress: share of the run that is over.
+    """1 at the start of a run; with `linear` and `cosine` 0 at its end. `progress`: share of the run that is over.
 
     >>> schedule_factor("linear", 0.25), schedule_factor("constant", 0.25)
     (0.75, 1.0)
     """
     progress = min(1.0, max(0.0, progress))
-    if schedule == "linear":
-        return 1.0 - progress
-    if schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    return 1.0
+    return {"linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}.get(schedule, 1.0)

@@ -1,12 +1,8 @@
 """Evaluation in the course of a training: which row is which, and metrics over all rows at once.
 
 TRL averages over batches, so that the rows of a last, smaller batch would weigh more than the others; and accelerate
-fills the last batch of several processes up with rows from the beginning, which would count twice. Covered here: the
-indices of the rows, the metrics of the whole evaluation, an evaluation in which everything failed. Not covered: the
-rollout (`rollouts.py`), evaluation without a trainer (`agent_r1_trl.evaluation`).
-
-TRL 1.16 names that this file touches: `_get_eval_sampler`, `evaluate`, `evaluation_loop` and `log` (overridden),
-`_metrics`, `reward_func_names`, `num_generations_eval`, `eval_dataset`, `accelerator`, `model` and `args` (read).
+fills the last batch of several processes up with rows from the beginning, which would count twice. Evaluation without
+a trainer is in `agent_r1_trl.evaluation`.
 """
 
 from __future__ import annotations
@@ -55,24 +51,15 @@ class EvaluationRows:
         return bool(self._failures) and None not in self._failures
 
     def take_rewards(self, values: torch.Tensor) -> None:
-        """Take in the rewards of a batch, and remove those of repeated rows.
-
-        Args:
-            values: (N, F) of all ranks, in data order; changed in place.
-        """
+        """Take in the (N, F) rewards of a batch of all ranks, and make NaN of those of repeated rows."""
         num_new = self._num_new(len(values))
         values[num_new:] = torch.nan
         self._rewards.append(values[:num_new].detach().clone())
 
     def take(self, trajectories: Sequence[Trajectory], *, rank: int) -> list[Trajectory]:
-        """Take in the trajectories of a batch, which ends it. All ranks must call it.
+        """Take in this rank's trajectories of a batch, which ends it; returns those that are no repetition.
 
-        Args:
-            trajectories: of this rank, in data order.
-            rank: of this process.
-
-        Returns:
-            Those of this rank that are no repetition.
+        All ranks must call it.
         """
         rows = gather_object([(trajectory_record(t), failure_of(t)) for t in trajectories])
         num_new = self._num_new(len(rows))
@@ -107,8 +94,7 @@ class EvaluationRows:
         exact["reward"] = totals.masked_fill(values.isnan().all(dim=1), torch.nan).nanmean().item()  # of scored rows
         for name in names:  # functions of one name share a metric, as in TRL
             columns = [index for index, other in enumerate(names) if other == name]
-            means = values[:, columns].nanmean(dim=0)
-            exact[f"rewards/{name}/mean"] = means.nanmean().item()
+            exact[f"rewards/{name}/mean"] = values[:, columns].nanmean(dim=0).nanmean().item()
         return metrics | {name: [value] for name, value in exact.items()}
 
     def leave_out_rewards(self, metrics: dict[str, list[float]]) -> None:
@@ -178,17 +164,13 @@ class EvaluatingTrainer(GRPOTrainer):
         if self.env_factory is None or best is None:
             return metrics
         name = f"eval_{best.removeprefix('eval_')}"
-        if self._set_of(name) == self._eval_prefix:  # else it is of another one of several data sets
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
+        own = [prefix for key in sets if name.startswith(f"{(prefix := f'eval_{key}')}_")]
+        if max(own, key=len, default="eval") == self._eval_prefix:  # else it is of another one of several data sets
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing or self.evaluation.outages:
                 metrics[name] = math.nan  # transformers compares it with the best so far
         return metrics
-
-    def _set_of(self, name: str) -> str:
-        """What the metrics of the evaluation begin with that a metric is of; names of data sets may begin alike."""
-        names = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
-        prefixes = [prefix for key in names if name.startswith(f"{(prefix := f'eval_{key}')}_")]
-        return max(prefixes, key=len, default="eval")
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop, which leaves the random numbers of the training as they were."""
@@ -204,13 +186,8 @@ class EvaluatingTrainer(GRPOTrainer):
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             output = super().evaluation_loop(dataloader, *args, **kwargs)
         self.last_trajectories = self.evaluation.trajectories
-        self._metrics["eval"].update(
-            self.evaluation.metrics(
-                self._metrics["eval"],
-                names=self.reward_func_names,
-                group_size=self.num_generations_eval,
-            )
-        )
+        logged, names = self._metrics["eval"], self.reward_func_names
+        logged.update(self.evaluation.metrics(logged, names=names, group_size=self.num_generations_eval))
         self.features.call("evaluation_end", self.evaluation)
         self.evaluation.leave_out_rewards(self._metrics["eval"])
         self.evaluation.warn_of_failures()

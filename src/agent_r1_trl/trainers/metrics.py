@@ -10,11 +10,10 @@ import logging
 import math
 import os
 import statistics
-import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -47,42 +46,45 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     for source in (trajectory.reward_parts, *(turn.reward_parts for turn in trajectory.turns)):
         for name, value in source.items():
             parts[name] += value
-    authors = Counter(author.value for author in trajectory.authors)
+    authors, stop = Counter(trajectory.authors), trajectory.stop_reason
+    turns, results = trajectory.turns, trajectory.tool_results
+    means = {
+        "rollout/turns": len(trajectory.env_turns),
+        "rollout/rows": 1 + sum(segment.prompt_ids is not None for segment in trajectory.segments),
+        "rollout/invalid_turns": sum(turn.is_invalid for turn in turns),
+        "rollout/tool_calls": len(results),
+        "rollout/truncated_share": stop.is_truncated,
+        "rollout/infrastructure_failure_share": stop.is_infrastructure_failure,
+        "rollout/replaced_share": bool(trajectory.failed_tries) and not stop.is_infrastructure_failure,
+        "rollout/tries": 1 + len(trajectory.failed_tries),
+        **{f"stop/{reason.value}": reason is stop for reason in StopReason},
+        **{f"tokens/{author.value}": authors[author] for author in Author},
+        "time/generate_s": math.fsum(turn.generate_s for turn in turns),
+        "time/env_s": math.fsum(turn.env_s for turn in turns),
+        **{f"env/{name}": value for name, value in trajectory.numbers.items()},
+    }
     return {
+        "means": means,
         "reward": trajectory.total_reward,
-        "process": trajectory.process_reward,
-        "outcome": trajectory.outcome_reward,
-        "parts": dict(parts),
-        "turns": len(trajectory.env_turns),
-        "summaries": [turn.is_truncated for turn in trajectory.turns if turn.is_summary],
-        "rows": 1 + sum(segment.prompt_ids is not None for segment in trajectory.segments),
-        "invalid_turns": sum(turn.is_invalid for turn in trajectory.turns),
-        "calls": [
-            (result.call.name, result.latency_s, result.queue_s, result.is_truncated)
-            for result in trajectory.tool_results
-        ],
-        "known_tools": [result.call.name for result in trajectory.tool_results if not _is_unknown(result)],
-        "errors": [result.error.value for result in trajectory.tool_results if result.error],
-        "tokens": {author.value: authors.get(author.value, 0) for author in Author},
-        "stop": trajectory.stop_reason.value,
-        "failed": trajectory.stop_reason.is_infrastructure_failure,
         "in_baseline": trajectory.in_baseline,
+        "reward_means": {
+            "reward/process": trajectory.process_reward,
+            "reward/outcome": trajectory.outcome_reward,
+            **{f"reward_parts/{name}": value for name, value in parts.items()},
+        },
         "too_small": trajectory.is_group_too_small,
-        "replaced": bool(trajectory.failed_tries) and not trajectory.stop_reason.is_infrastructure_failure,
-        "tries": 1 + len(trajectory.failed_tries),
-        "truncated": trajectory.stop_reason.is_truncated,
-        "generate_s": math.fsum(turn.generate_s for turn in trajectory.turns),
-        "env_s": math.fsum(turn.env_s for turn in trajectory.turns),
+        "summaries": [turn.is_truncated for turn in turns if turn.is_summary],
+        "calls": [(result.call.name, result.latency_s, result.queue_s, result.is_truncated) for result in results],
+        "known_tools": [result.call.name for result in results if result.error not in _CALLS_OF_NO_TOOL],
+        "errors": [result.error.value for result in results if result.error],
         "duration_s": trajectory.duration_s,
-        "info": trajectory.numbers,
         "prompt_length": len(trajectory.prompt_ids),
         "length": trajectory.num_action_tokens,  # as TRL counts it
-        "is_clipped": trajectory.stop_reason.is_truncated or not trajectory.completion_ids,
+        "is_clipped": stop.is_truncated or not trajectory.completion_ids,
     }
 
 
-def _is_unknown(result: Any) -> bool:
-    return result.error is not None and result.error.value in ("unknown_tool", "malformed")
+_CALLS_OF_NO_TOOL = (ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.MALFORMED)
 
 
 def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) -> dict[str, float]:
@@ -92,32 +94,17 @@ def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) 
     """
     if not records:
         return {}
-    metrics: dict[str, float] = {}
-    metrics.update(_reward_metrics(records, num_generations))
-    num = len(records)
-    metrics["rollout/turns"] = _mean([record["turns"] for record in records])
-    if any(record["rows"] > 1 for record in records):
-        metrics["rollout/rows"] = _mean([record["rows"] for record in records])
+    metrics = _reward_metrics(records, num_generations)
+    of_all = [record["means"] for record in records]
+    for name in dict.fromkeys(name for means in of_all for name in means):
+        metrics[name] = _mean([means[name] for means in of_all if name in means])
+    if metrics["rollout/rows"] == 1:
+        del metrics["rollout/rows"]
     if summaries := [is_cut for record in records for is_cut in record["summaries"]]:
-        metrics["rollout/summaries"] = len(summaries) / num
+        metrics["rollout/summaries"] = len(summaries) / len(records)
         metrics["rollout/summary_truncated"] = _mean(summaries)
-    metrics["rollout/invalid_turns"] = _mean([record["invalid_turns"] for record in records])
-    metrics["rollout/tool_calls"] = _mean([len(record["calls"]) for record in records])
-    metrics["rollout/truncated_share"] = _mean([record["truncated"] for record in records])
-    metrics["rollout/infrastructure_failure_share"] = _mean([record["failed"] for record in records])
-    metrics["rollout/replaced_share"] = _mean([record["replaced"] for record in records])
-    metrics["rollout/tries"] = _mean([record["tries"] for record in records])
-    for reason in StopReason:
-        metrics[f"stop/{reason.value}"] = sum(record["stop"] == reason.value for record in records) / num
-    for author in Author:
-        metrics[f"tokens/{author.value}"] = _mean([record["tokens"][author.value] for record in records])
-    metrics.update(_tool_metrics(records))
-    metrics["time/generate_s"] = _mean([record["generate_s"] for record in records])
-    metrics["time/env_s"] = _mean([record["env_s"] for record in records])
     metrics["time/longest_trajectory_s"] = max(record["duration_s"] for record in records)
-    for name in sorted({name for record in records for name in record["info"]}):
-        metrics[f"env/{name}"] = _mean([record["info"][name] for record in records if name in record["info"]])
-    return metrics
+    return metrics | _tool_metrics(records)
 
 
 def length_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -133,43 +120,36 @@ def length_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
-    counted = [record for record in records if record["in_baseline"]]
-    metrics = {
-        "reward/process": _mean([record["process"] for record in counted]),
-        "reward/outcome": _mean([record["outcome"] for record in counted]),
-    }
-    for name in sorted({name for record in counted for name in record["parts"]}):
-        metrics[f"reward_parts/{name}"] = _mean([record["parts"].get(name, 0.0) for record in counted])
+    counted = [record["reward_means"] for record in records if record["in_baseline"]]
+    names = ["reward/process", "reward/outcome", *sorted({name for means in counted for name in means})]
+    metrics = {name: _mean([means.get(name, 0.0) for means in counted]) for name in names}
     groups = [records[start : start + num_generations] for start in range(0, len(records), num_generations)]
     metrics["group/too_small_share"] = _mean([any(record["too_small"] for record in group) for group in groups])
-    stds = []
-    for group in groups:
-        rewards = [record["reward"] for record in group if record["in_baseline"]]
-        if len(rewards) > 1:
-            stds.append((_std(rewards), max(abs(reward) for reward in rewards)))
-    if stds:
-        metrics["group/reward_std"] = _mean([std for std, _ in stds])
-        metrics["group/zero_variance_share"] = _mean([std <= 1e-6 * largest for std, largest in stds])
+    earned = [[record["reward"] for record in group if record["in_baseline"]] for group in groups]
+    spreads = [(_std(rewards), max(map(abs, rewards))) for rewards in earned if len(rewards) > 1]
+    if spreads:
+        metrics["group/reward_std"] = _mean([std for std, _ in spreads])
+        metrics["group/zero_variance_share"] = _mean([std <= 1e-6 * largest for std, largest in spreads])
     return metrics
 
 
 def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     calls = [call for record in records for call in record["calls"]]
     errors = Counter(error for record in records for error in record["errors"])
-    known = {name for record in records for name in record["known_tools"]}
-    metrics = {"tools/failure_share": sum(errors.values()) / len(calls) if calls else 0.0}
     num_read = len(calls) - errors["malformed"]  # to TRL, what cannot be read is no call
-    metrics["tools/call_frequency"] = num_read / len(records)
-    metrics["tools/failure_frequency"] = (sum(errors.values()) - errors["malformed"]) / num_read if num_read else 0.0
-    for kind, count in sorted(errors.items()):
-        metrics[f"tools/failures/{kind}"] = count / len(records)
-    for name in sorted(known):
-        latencies = [latency for call, latency, _, _ in calls if call == name]
+    metrics = {
+        "tools/failure_share": sum(errors.values()) / len(calls) if calls else 0.0,
+        "tools/call_frequency": num_read / len(records),
+        "tools/failure_frequency": (sum(errors.values()) - errors["malformed"]) / num_read if num_read else 0.0,
+    }
+    metrics |= {f"tools/failures/{kind}": count / len(records) for kind, count in sorted(errors.items())}
+    for name in sorted({name for record in records for name in record["known_tools"]}):
+        latencies, waits, cuts = zip(*(rest for call, *rest in calls if call == name), strict=True)
         metrics[f"tools/{name}/calls"] = len(latencies) / len(records)
         metrics[f"tools/{name}/latency_s"] = _mean(latencies)
         metrics[f"tools/{name}/latency_max_s"] = max(latencies)
-        metrics[f"tools/{name}/queue_s"] = _mean([queue for call, _, queue, _ in calls if call == name])
-        metrics[f"tools/{name}/truncated_share"] = _mean([cut for call, _, _, cut in calls if call == name])
+        metrics[f"tools/{name}/queue_s"] = _mean(waits)
+        metrics[f"tools/{name}/truncated_share"] = _mean(cuts)
     return metrics
 
 
@@ -208,26 +188,18 @@ def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> No
     for name in names:
         column = batch.extra_columns.get(name, [None] * len(batch.rows))
         logs["extra"][name].extend(shown_all(gather_object(column)))
-    _log_pending(trainer._pending_metrics, metrics, accelerator)
-
-
-def _log_pending(pending: dict[str, list[float]], metrics: dict[str, list[float]], accelerator: Any) -> None:
-    """The means of what reward functions gave to `log_metric`."""
-    for name in sorted(set(gather_object(list(pending)))):
-        values = pending.get(name, [])
-        stats = torch.tensor([sum(values), len(values)], dtype=torch.float32, device=accelerator.device)
+    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):  # what functions gave to `log_metric`
+        given = trainer._pending_metrics.get(name, [])
+        stats = torch.tensor([sum(given), len(given)], dtype=torch.float32, device=accelerator.device)
         total, count = accelerator.gather(stats).view(-1, 2).sum(dim=0).tolist()
         metrics[name].append(total / count)
-    pending.clear()
+    trainer._pending_metrics.clear()
 
 
 def mismatch_statistics(output: dict[str, Any], *, unit: str, accelerator: Any) -> dict[str, float]:
     """TRL's `sampling/*`: how far the sampler's log-probs are from the trainer's, and the ratios that weigh it.
 
-    Args:
-        output: TRL's batch of R rows.
-        unit: that shares a ratio; that of a `sequence` counts once a row.
-        accelerator: of the trainer.
+    A ratio counts once a token, that of a `sequence` once a row.
     """
     mask = (output["completion_mask"] * output["tool_mask"]).bool()
     gap = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()
@@ -237,15 +209,15 @@ def mismatch_statistics(output: dict[str, Any], *, unit: str, accelerator: Any) 
     zero = torch.zeros(1, device=mask.device)
     gap, ratio = (x.to(zero.dtype) if x.numel() else zero for x in (gap, ratio))
     own = torch.stack([gap.mean(), gap.max(), ratio.min(), ratio.mean(), ratio.max()])
-    of_ranks = accelerator.gather(own).view(-1, 5)
-    prefix, ratios = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-    return {
-        f"{prefix}/mean": of_ranks[:, 0].mean().item(),
-        f"{prefix}/max": of_ranks[:, 1].max().item(),
-        f"{ratios}/min": of_ranks[:, 2].min().item(),
-        f"{ratios}/mean": of_ranks[:, 3].mean().item(),
-        f"{ratios}/max": of_ranks[:, 4].max().item(),
+    mean, most, low, middle, high = accelerator.gather(own).view(-1, 5).unbind(dim=1)
+    of_ranks = {
+        "sampling_logp_difference/mean": mean.mean(),
+        "sampling_logp_difference/max": most.max(),
+        "importance_sampling_ratio/min": low.min(),
+        "importance_sampling_ratio/mean": middle.mean(),
+        "importance_sampling_ratio/max": high.max(),
     }
+    return {f"sampling/{name}": value.item() for name, value in of_ranks.items()}
 
 
 def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str) -> dict[str, float]:
@@ -273,11 +245,9 @@ TOKEN_MEANS = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
 
 
 def drop_token_means(metrics: dict[str, list[float]], *, in_rewards: bool) -> None:
-    """Take TRL's means over the tokens of a micro-batch back: it had no token in the loss, and TRL wrote 0.
+    """Make NaN, which logs leave out, of TRL's means over a micro-batch without tokens in the loss: it wrote 0.
 
-    Args:
-        metrics: TRL's, whose NaN do not enter the averages that are logged.
-        in_rewards: whether `kl` is not one of them, because the KL term stands in the rewards.
+    With the KL term in the rewards (`in_rewards`), `kl` is none of them.
     """
     for name, values in metrics.items():
         if values and name.startswith(TOKEN_MEANS) and name != "entropy_coef" and not (in_rewards and name == "kl"):
@@ -319,13 +289,11 @@ NUM_ERRORS = 3.0
 """Standard errors by which a reward has fallen for certain."""
 MIN_CALLS = 8
 """Answers after which a tool that never said another thing is named."""
-MAX_SHOWN = 60
 _FAILURES = (ToolErrorKind.EXCEPTION, ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
 """What happens inside a tool; of other errors, it was never called."""
 
 
-@dataclass(kw_only=True, frozen=True)
-class RolloutResult:
+class RolloutResult(NamedTuple):
     """What the trajectories of one rollout earned."""
 
     step: int
@@ -338,16 +306,15 @@ class RolloutResult:
 
 @dataclass(kw_only=True)
 class Answers:
-    """What a tool has answered in this run."""
+    """What a tool has answered in this run; of texts and arguments two say all."""
 
     num: int = 0
     num_failed: int = 0
     texts: set[str] = field(default_factory=set)
-    """Those of successful calls: a digest and the first characters; "" for an empty one."""
     arguments: set[str] = field(default_factory=set)
 
     def add(self, other: Answers) -> None:
-        """Count those of another rank; of texts and arguments two say all."""
+        """Count another rank's as well."""
         self.num += other.num
         self.num_failed += other.num_failed
         self.texts = {*sorted(self.texts | other.texts)[:2]}
@@ -360,7 +327,7 @@ class Answers:
         if len(self.texts) > 1 or self.num < 2 or (self.texts != {""} and len(self.arguments) < 2):
             return None
         (text,) = self.texts
-        how = f"the same ({shown(text.partition(':')[2])!r})" if text else "empty"
+        how = f"the same ({shown(text[:60])!r})" if text else "empty"
         return f"All {self.num} answers of the tool {name!r} were {how}."
 
 
@@ -376,7 +343,7 @@ class LearningReport(RolloutCallback):
 
     def __init__(self, output_dir: str, *, records: bool) -> None:
         folder = min(output_dir, os.path.relpath(output_dir), key=len)
-        self.command = f"agent-r1-trl view {folder} --filter failed" if records else None
+        self.command = f"agent-r1-trl view {folder}" if records else None
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -384,8 +351,8 @@ class LearningReport(RolloutCallback):
         self.rollouts: list[RolloutResult] = []
         self.answers: dict[str, Answers] = {}
         self._warned_of: set[str] = set()
+        """Names of tools, and "" for the rewards."""
         self._seconds = {} if self.trainer is None else dict(self.trainer.seconds)
-        self._has_warned = False
 
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
         """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
@@ -393,7 +360,7 @@ class LearningReport(RolloutCallback):
         self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
         is_skipped = not any(gather_object([kept is None or bool(kept.any())]))
         if is_skipped and self.rollouts:  # the filter kept none of its groups
-            self.rollouts[-1] = replace(self.rollouts[-1], teaches=False)
+            self.rollouts[-1] = self.rollouts[-1]._replace(teaches=False)
 
     def end_run(self) -> None:
         """Print the summary."""
@@ -417,38 +384,36 @@ class LearningReport(RolloutCallback):
         if earned:
             teaches = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
             error = statistics.stdev(earned) / math.sqrt(len(earned)) if len(earned) > 1 else 0.0
-            mean = statistics.fmean(earned)
-            self.rollouts.append(RolloutResult(step=step, mean=mean, error=error, teaches=teaches))
+            self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, teaches))
             if not teaches and len(earned) > 1:
                 self._warn_of_rewards(step, earned, len(groups))
-        self._take_answers(step, trajectories)
-
-    def _take_answers(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         for name, answers in gather_object([*_answers(trajectories).items()]):
             self.answers.setdefault(name, Answers()).add(answers)
         for name, answers in self.answers.items():
-            if answers.num < MIN_CALLS or name in self._warned_of or (silence := answers.silence(name)) is None:
-                continue
-            self._warned_of.add(name)
-            if is_main_process():
-                logger.warning("Step %d: %s Try the tool by hand.", step, silence)
+            if answers.num >= MIN_CALLS and (silence := answers.silence(name)):
+                self._warn(name, "Step %d: %s Try the tool by hand.", step, silence)
+
+    def _warn(self, about: str, *message: Any) -> None:
+        if about not in self._warned_of and is_main_process():
+            logger.warning(*message)
+        self._warned_of.add(about)
 
     def _warn_of_rewards(self, step: int, earned: list[float], num_groups: int) -> None:
-        if self._has_warned or not is_main_process():
-            return
-        self._has_warned = True
         what = (
             f"The trajectories of each of the {num_groups} groups earned the same"
             if _differ(earned)
             else f"All {len(earned)} trajectories earned exactly {earned[0]:g}"
         )
-        logger.warning(
+        self._warn(
+            "",
             "Step %d: %s: nothing can be learned from them. Look at some%s. If answers that differ in worth earn the "
             "same, correct the reward function; if none is ever right, use easier examples, a stronger model or a "
             "process reward; if all are right, harder examples; if they are alike, raise temperature or "
             "num_generations. Reported once; the summary at the end counts such rollouts.",
-            step, what, f" ({self.command.removesuffix(' --filter failed')})" if self.command else "",
-        )  # fmt: skip
+            step,
+            what,
+            f" ({self.command})" if self.command else "",
+        )
 
     def summary(self) -> str:
         """What the run did to the reward, a fact per line; "" without a rollout."""
@@ -473,7 +438,7 @@ class LearningReport(RolloutCallback):
                 "The reward fell: the model at the end is worse than the one at the start. Set a lower learning_rate "
                 "(a third of it or less), and see docs/troubleshooting.md."
             )
-        lines += [f"failures        {self.command}"] if self.command else []
+        lines += [f"failures        {self.command} --filter failed"] if self.command else []
         return "\n".join(lines)
 
 
@@ -481,12 +446,11 @@ def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
     """What each tool answered in them; calls that reached no tool do not count."""
     found: dict[str, Answers] = {}
     for result in (result for item in trajectories for result in item.tool_results):
-        text = result.content
-        digest = f"{zlib.crc32(text.encode('utf-8', 'replace')):08x}:{text[:MAX_SHOWN]}" if text.strip() else ""
         if result.error in _FAILURES:
             one = Answers(num_failed=1)
         elif not result.is_error:
-            one = Answers(num=1, texts={digest}, arguments={str(result.call.arguments)})
+            text = result.content if result.content.strip() else ""
+            one = Answers(num=1, texts={text}, arguments={str(result.call.arguments)})
         else:
             continue
         found.setdefault(result.call.name, Answers()).add(one)
@@ -527,24 +491,10 @@ def rounding_problem(dtype: Any, learning_rate: float) -> str:
     )
 
 
-def problem_of_groups(groups: Iterable[Mapping[str, Any]]) -> str:
-    """The first `rounding_problem` among an optimizer's parameter groups, whatever their schedule is at."""
-    found = (
-        rounding_problem(parameter.dtype, group.get("initial_lr", group["lr"]))
-        for group in groups
-        for parameter in group["params"]
-        if parameter.requires_grad
-    )
-    return next(filter(None, found), "")
-
-
 def problem_of_recipe(recipe: Mapping[str, Any]) -> str:
-    """The `rounding_problem` of a recipe, as far as its settings tell.
+    """The `rounding_problem` of a recipe, as far as its settings tell; those that are missing have their defaults.
 
     Adapters are float32, unless the base is quantised: TRL then casts them to bfloat16.
-
-    Args:
-        recipe: settings by name; those that are missing have their defaults.
     """
     if recipe.get("use_peft") and not (recipe.get("load_in_4bit") or recipe.get("load_in_8bit")):
         return ""
@@ -556,12 +506,14 @@ class RoundingWarning(TrainerCallback):
     """Says once, when training begins, if rounding will undo most of it."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """The optimizer has been made."""
-        problem = problem_of_run(args, optimizer)
-        if problem and state.is_world_process_zero:
+        """The optimizer has been made; its groups may be anywhere in their schedule."""
+        if args.deepspeed_plugin is not None or not state.is_world_process_zero:
+            return
+        found = (
+            rounding_problem(parameter.dtype, group.get("initial_lr", group["lr"]))
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
+        if problem := next(filter(None, found), ""):
             logger.warning("%s %s", problem, REMEDY)
-
-
-def problem_of_run(args: Any, optimizer: Any) -> str:
-    """The `rounding_problem` of a trainer whose optimizer has been made."""
-    return "" if args.deepspeed_plugin is not None else problem_of_groups(optimizer.param_groups)

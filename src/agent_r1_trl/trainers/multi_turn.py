@@ -1,16 +1,14 @@
 """`MultiTurnTrainer`: TRL's GRPO trainer, whose generation step is a rollout of agents. Both trainers build on it.
 
-The methods override TRL's and stand in the order in which TRL calls them. Each is a few lines that hand over to a
-collaborator which can be read and tested alone; no TRL method body is copied.
-
-What they need of TRL stands in the tables of `trl_release.py`, which are compared with the installed release;
-`tests/trainers/test_trl_contract.py` checks what the methods do.
+The methods override TRL's and stand in the order in which TRL calls them. Each hands over to a collaborator that can
+be read and tested alone; no TRL method body is copied. What they need of TRL stands in `trl_release.py`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -82,6 +80,7 @@ from agent_r1_trl.update.batching import (
     whole_rows,
 )
 from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
+from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import PASSES, run_passes
 
 check_trl()
@@ -90,22 +89,7 @@ check_trl()
 class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
-    One training step, with the method below and the file that does the work:
-
-    1. The Trainer draws rows of the data set, each `num_generations` times (`_get_train_sampler`: `resume.py`).
-    2. `_prepare_inputs` asks for a new rollout where the last one is used up, and otherwise goes on at step 8.
-    3. `_generate_and_score`: the generator receives the weights of this step (`generation/sync.py`), and one
-       trajectory per row is played (`rollouts.py`, then `rollout/loop.py`).
-    4. `score`: turn rewards are placed, TRL calls the reward functions (`_calculate_rewards`), and their values
-       become part of the outcomes, which decides which trajectories are in the baseline (`rewards.py`). Features may
-       replace groups (`callbacks.py`).
-    5. `_tensors`, `_add_log_probs`: TRL's batch of all training rows, with old and reference log-probs.
-    6. The estimator turns rewards into advantages, (B, T), over the rows of all ranks (`credit.py`, `advantages/`).
-    7. Metrics are logged (`metrics.py`) and trajectories recorded (`recording/`).
-    8. Rows that a feature does not keep leave the update, the others are dealt to micro-batches
-       (`update/layout.py`) and laid out (`update/layout.py`), and `_compute_loss` computes TRL's loss over the masked
-       tokens (`update/losses.py`).
-    9. The Trainer makes the optimizer step; a checkpoint holds the rollout in flight (`saving.py`).
+    docs/one-training-step.md follows a step through these methods and the files that do the work.
 
     Args:
         env: environment class or zero-argument factory; each trajectory gets a fresh one.
@@ -309,7 +293,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         return output
 
     def _generate_and_score(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
-        """One trajectory per row of the data, with its rewards; groups that teach nothing are replaced or left out."""
+        """One trajectory per row of the data, with its rewards; features may replace some."""
         position = self._position()
         batch = self.rollouts.play(inputs, self.model_wrapped, position)
         samples_more = position.is_training and self.features.samples_more
@@ -364,7 +348,12 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             name: [*column, *[None] * num][:num] for name, column in self._pending_extra_logs.items()
         }
         self._pending_extra_logs.clear()
-        self.rewards.place_on_outcomes(batch.trajectories, batch.reward_values, **self._reward_table)
+        table = {
+            "functions": self.reward_funcs,
+            "names": self.reward_func_names,
+            "weights": self.reward_weights.tolist(),
+        }
+        self.rewards.place_on_outcomes(batch.trajectories, batch.reward_values, **table)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -380,15 +369,10 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
 
     def _tensors(self, batch: RolloutBatch) -> dict[str, Any]:
         """TRL's batch of R rows: ids, and which of them count where."""
-        rows = batch.training_rows
-        output = row_tensors(
-            rows,
-            pad_token_id=self._tokenizer.pad_token_id,
-            multiple_of=self.pad_to_multiple_of,
-            has_logprobs=self.use_vllm,
-            device=self.accelerator.device,
-        )
-        add_masks(output, rows, batch.in_baseline, batch.in_loss, args=self.args, accelerator=self.accelerator)
+        args, accelerator, rows = self.args, self.accelerator, batch.training_rows
+        widths = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
+        output = row_tensors(rows, **widths, has_logprobs=self.use_vllm, device=accelerator.device)
+        add_masks(output, rows, batch.in_baseline, batch.in_loss, args=args, accelerator=accelerator)
         earned = torch.tensor([item.total_reward if item.in_baseline else 0.0 for item in batch.trajectories])
         output["trajectory_rewards"] = rows.expand(earned.to(batch.in_loss.device))
         if self.model.training:  # before the advantages, which are whitened over the rows that are kept
@@ -396,7 +380,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             if batch.is_kept is not None:
                 output[IS_KEPT] = rows.expand(batch.is_kept)
             places = torch.arange(len(batch.trajectories), device=batch.in_loss.device)
-            output[TRAJECTORY_ROW] = rows.expand(places + self.accelerator.process_index * len(places))
+            output[TRAJECTORY_ROW] = rows.expand(places + accelerator.process_index * len(places))
         return output
 
     def _add_log_probs(self, output: dict[str, Any], batch: RolloutBatch) -> None:
@@ -420,24 +404,24 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
                 self.add_metrics(mismatch_statistics(output, unit=unit, accelerator=self.accelerator))
             if self.beta == 0.0:
                 return
-            if self.ref_model is not None:
-                output["ref_per_token_logps"] = self._log_probs(self.ref_model, output, chosen)
-                return
-            policy = self.accelerator.unwrap_model(self.model)  # without its adapter, or with the one it began with
-            with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
-                output["ref_per_token_logps"] = self._log_probs(self.model, output, chosen)
+            model, used = self.ref_model, nullcontext()
+            if model is None:  # the policy without its adapter, or with the one it began with
+                model, policy = self.model, self.accelerator.unwrap_model(self.model)
+                used = use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
+            with used:
+                output["ref_per_token_logps"] = self._log_probs(model, output, chosen)
 
     def _log_probs(self, model: Any, output: dict[str, Any], chosen: list[int] | None) -> torch.Tensor:
         """(R, T) a model's log-probs of the completions; 0 in rows that are not among the chosen ones."""
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         ids, mask = whole_rows(output)
-        num_tokens = output["completion_ids"].shape[1]
-        score = self._get_per_token_logps_and_entropies
+        length = output["completion_ids"].shape[1]
+        rows = slice(None) if chosen is None else chosen
+        scored = self._get_per_token_logps_and_entropies(model, ids[rows], mask[rows], length, batch_size=size)[0]
         if chosen is None:
-            return score(model, ids, mask, num_tokens, batch_size=size)[0]
-        some = score(model, ids[chosen], mask[chosen], num_tokens, batch_size=size)[0]
-        log_probs = some.new_zeros(len(ids), num_tokens)
-        log_probs[chosen] = some
+            return scored
+        log_probs = scored.new_zeros(len(ids), length)
+        log_probs[chosen] = scored
         return log_probs
 
     def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -477,8 +461,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         if self.args.kl_placement == "loss" or self.beta == 0.0:
             return None
         old, reference = (rows.to_time(output[f"{name}_per_token_logps"]) for name in ("old", "ref"))
-        penalties, mean_kl = self.credit.kl_penalties(old, reference, mask, beta=self.beta)
-        self.add_metrics({"kl": mean_kl})
+        penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=self.beta)
+        sums = self.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
+        self.add_metrics({"kl": (-sums[0] / self.beta / sums[1].clamp(min=1)).item()})
         return penalties
 
     # ---------------------------------------------------------------- metrics, records
@@ -545,7 +530,11 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             if self.env_factory is not None and is_own_loss(super()._compute_loss):
                 weighted = for_own_loss(weighted, self)
             loss = super()._compute_loss(model, weighted)
-            self._take_back_entropy_control(*entropy_control)
+            if self.env_factory is not None and self._last_world_entropy <= 0:
+                # A step that is skipped: to TRL its entropy is 0, which its adaptive bonus must not answer.
+                self.entropy_coef, self._last_world_entropy = entropy_control
+                if values := self._metrics["train"].get("entropy_coef"):
+                    values[-1] = self.entropy_coef
             if self.env_factory is not None and not self._has_loss(plan, mask):
                 drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
             is_extended = type(self).extra_loss is not MultiTurnTrainer.extra_loss
@@ -570,29 +559,22 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             return bool(mask.any())
         return bool(self.accelerator.reduce(mask.sum(), reduction="sum"))
 
-    def _take_back_entropy_control(self, coefficient: float, entropy: float) -> None:
-        """Leave TRL's adaptive entropy bonus as it was before a step that is skipped.
-
-        To TRL the entropy of a step without tokens is 0, and that of numbers that are not finite NaN.
-        """
-        if self.env_factory is None or self._last_world_entropy > 0:
-            return
-        self.entropy_coef, self._last_world_entropy = coefficient, entropy
-        if values := self._metrics["train"].get("entropy_coef"):
-            values[-1] = coefficient
-
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
     ) -> tuple:
         """TRL's log-probs and entropies, (B, T) each; in the loss, 0 outside its mask."""
         loss_pass = self._loss_pass
         if self.layout.is_packed:
-            scored = attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored
-            size: int | None = kwargs.get("batch_size") or len(input_ids)
-            size = self.layout.scoring_size(size) if loss_pass is None else size
-            rows = (model, input_ids, attention_mask, scored)
-            plan = None if loss_pass is None else loss_pass.plan
-            both: Any = self.layout.log_probs(*rows, accelerator=self.accelerator, batch_size=size, plan=plan)
+            size = kwargs.get("batch_size") or len(input_ids)
+            both = self.layout.log_probs(
+                model,
+                input_ids,
+                attention_mask,
+                attention_mask[:, -logits_to_keep:] if loss_pass is None else loss_pass.scored,
+                accelerator=self.accelerator,
+                batch_size=self.layout.scoring_size(size) if loss_pass is None else size,
+                plan=None if loss_pass is None else loss_pass.plan,
+            )
             result: tuple = (*both, None)
         else:
             result = super()._get_per_token_logps_and_entropies(
@@ -634,7 +616,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         return normaliser
 
     def _watch_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Show the features what the forward pass of a micro-batch gave, (B, T) like its mask."""
+        """Show the features what a forward pass gave, (B, T) like its mask."""
         if self.env_factory is not None and self.model.training:
             self.features.call("on_values", name, values, mask)
 
@@ -645,7 +627,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         return None if self._lacks_gradient(model, norm) else norm
 
     def _lacks_gradient(self, model: Any, *norms: Any) -> bool:
-        """Whether the optimizer step has nothing to train on; one that a feature skips moves no weight."""
+        """Whether the optimizer step has nothing to train on, so that no norm means anything."""
         self.last_norms = norms
         return self.env_factory is not None and self.kept_rows.end_step(self, model, norms)
 
@@ -664,12 +646,6 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     def _group_size(self) -> int:
         """Rows of one prompt."""
         return self.num_generations if self.model.training else self.num_generations_eval
-
-    @property
-    def _reward_table(self) -> dict[str, Any]:
-        """TRL's reward functions, their names and weights."""
-        weights = self.reward_weights.tolist()
-        return {"functions": self.reward_funcs, "names": self.reward_func_names, "weights": weights}
 
     def _position(self) -> Position:
         return Position(

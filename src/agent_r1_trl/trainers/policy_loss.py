@@ -1,13 +1,8 @@
 """What TRL's loss is given, and what becomes of the optimizer step that it leads to.
 
 `KeptRows`: rows that are not trained on, because a callback's `keep` said so, and optimizer steps in which none is,
-which move neither weights, optimizer nor schedule. `LossPass`: one computation of the loss. `policy_weights`:
-what the loss of a row is multiplied by.
-`for_own_loss`: what a `_compute_loss` that was written for TRL reads of our micro-batches, advantages of (B,); those
-of (B, T) would broadcast in it to (B, B, T).
-
-transformers 5.17 and accelerate 1.15 names that this file touches: `optimizer` and its `_is_overflow`,
-`accelerator.optimizer_step_was_skipped`, `state`.
+which move neither weights, optimizer nor schedule. `LossPass`: one computation of the loss. `for_own_loss`: what a
+`_compute_loss` that was written for TRL reads of our micro-batches.
 """
 
 from __future__ import annotations
@@ -53,13 +48,8 @@ class KeptRows:
     def rows_to_score(self, rows: TrainingRows, is_kept: torch.Tensor | None, beta: float) -> list[int] | None:
         """Which of R rows need old and reference log-probs; None for all. All ranks must call it.
 
-        Args:
-            rows: of this rank.
-            is_kept: (B,) bool.
-            beta: weight of the KL term; 0 needs no reference.
-
-        Returns:
-            Full forward passes, equally many on all ranks: a row may be there more than once.
+        They are filled up to full forward passes, equally many on all ranks: a row may be there more than once.
+        `beta`, the weight of the KL term, needs no reference where it is 0.
         """
         args = self._args
         has_scores = beta != 0 or args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
@@ -75,17 +65,13 @@ class KeptRows:
     # ---------------------------------------------------------------- an optimizer step
 
     def weigh(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """The loss of a micro-batch, taken note of.
-
-        With DeepSpeed, which makes the optimizer step inside the backward pass, NaN in a step without rows: then it
-        makes none.
-        """
+        """The loss of a micro-batch, taken note of; NaN keeps DeepSpeed from a step without rows (`must_skip`)."""
         is_poisoned = self.must_skip(inputs)
         self._signals.append((bool(inputs.get(HAS_SIGNAL, True)), inputs.get(STANDS_FOR, 1.0)))
         return loss * math.nan if is_poisoned else loss
 
     def must_skip(self, inputs: Inputs) -> bool:
-        """Whether this micro-batch is the last of a step without rows, which DeepSpeed would make."""
+        """Whether this micro-batch is the last of a step without rows, which DeepSpeed makes in the backward pass."""
         has_signal = self._has_signal or bool(inputs.get(HAS_SIGNAL, True))
         return self._is_engine and self._accelerator.sync_gradients and not has_signal
 
@@ -96,10 +82,9 @@ class KeptRows:
         `critic_uses_filtered`, whose critic has learnt from all of them.
         """
         num_live = sum(number for has_signal, number in self._signals if has_signal)
-        is_mixed = self._has_signal and not all(has_signal for has_signal, _ in self._signals)
-        if self._is_engine or getattr(self._args, "critic_uses_filtered", False) or not is_mixed:
-            return
         num = sum(number for _, number in self._signals)
+        if self._is_engine or getattr(self._args, "critic_uses_filtered", False) or num_live in (0, num):
+            return
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(num / num_live)
@@ -111,11 +96,6 @@ class KeptRows:
 
     def end_step(self, trainer: Any, model: Any, norms: Sequence[Any]) -> bool:
         """Ask the callbacks about an optimizer step, and skip it if one says so or it has nothing to train on.
-
-        Args:
-            trainer: whose step it is.
-            model: as it is trained.
-            norms: the gradient norms of all its parameters.
 
         Returns:
             Whether it has nothing to train on: then no norm means anything.
@@ -134,7 +114,14 @@ class KeptRows:
         self._signals = []
         if step.lacks_tokens:
             step.is_skipped = True
-            self._say_skipped(step.number, trainer.features.leave_out)
+            self.num_skipped += 1
+            if self.num_skipped == 1 and is_main_process():
+                logger.warning(
+                    "Optimizer step %d was skipped, because %s left no trajectory of the rollout for it. Further ones "
+                    "are only counted, as filter/skipped_steps.",
+                    step.number + 1,
+                    " and ".join(trainer.features.leave_out) or "a callback's keep",
+                )
         trainer.features.call("before_step", step)
         if self.num_skipped:
             trainer._metrics["train"]["filter/skipped_steps"] = [float(self.num_skipped)]
@@ -151,16 +138,6 @@ class KeptRows:
             trainer.optimizer._is_overflow = step.is_skipped  # the schedule waits as well
         return step.lacks_tokens
 
-    def _say_skipped(self, number: int, leave_out: Sequence[str]) -> None:
-        self.num_skipped += 1
-        if is_main_process() and self.num_skipped == 1:
-            logger.warning(
-                "Optimizer step %d was skipped, because %s left no trajectory of the rollout for it. Further ones are "
-                "only counted, as filter/skipped_steps.",
-                number + 1,
-                " and ".join(leave_out) or "a callback's keep",
-            )
-
 
 # -------------------------------------------------------------------- weights in the loss
 
@@ -174,13 +151,13 @@ def policy_weights(inputs: Inputs, trainer: Any) -> tuple[Any, Any]:
 class WeightedBeta:
     """The weight of the KL term, times one of each row or token, as TRL's loss reads it."""
 
+    __hash__ = None  # type: ignore[assignment]
+
     def __init__(self, beta: float, weights: torch.Tensor) -> None:
         self._beta, self._weights = beta, weights
 
     def __eq__(self, other: object) -> bool:
         return self._beta == other
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __float__(self) -> float:
         return self._beta
@@ -204,7 +181,7 @@ def is_own_loss(compute_loss: Any) -> bool:
 def for_own_loss(inputs: Inputs, trainer: Any) -> Inputs:
     """A micro-batch whose advantages are (B,), or that says why they cannot be as soon as they are read.
 
-    A loss that leaves them to ours, by `super()._compute_loss`, gets along with any.
+    Those of (B, T) would broadcast to (B, B, T). A loss that leaves them to `super()._compute_loss` takes any.
     """
     token_advantages = inputs["advantages"]  # (B, T)
     if token_advantages.dim() == 1:  # a subclass has put others there
@@ -212,8 +189,7 @@ def for_own_loss(inputs: Inputs, trainer: Any) -> Inputs:
     mask = loss_masks(inputs)[0].bool()
     numbers = token_advantages.gather(1, mask.int().argmax(dim=1, keepdim=True))  # (B, 1)
     reason = _why_not(inputs, trainer)
-    differs = mask & (token_advantages != numbers) & ~token_advantages.isnan()
-    if reason is None and bool(differs.any()):
+    if reason is None and bool((mask & (token_advantages != numbers) & ~token_advantages.isnan()).any()):
         estimator = str(trainer.args.advantage_estimator)
         reason = f"advantage_estimator={estimator!r} gives the tokens of a row different ones"
     if reason is None:
@@ -251,22 +227,21 @@ class _TokenAdvantages(dict):
 
 def _why_not(inputs: Inputs, trainer: Any) -> str | None:
     """Why a loss over rows would be another one here, whatever the advantages are."""
-    args = trainer.args
-    if "value_mask" in inputs:
-        return "with a critic every token has its own, and the critic's loss stands in super()._compute_loss"
-    if args.context.policy != "keep" or args.loss_unit is not None:
-        settings = f"context.policy={args.context.policy!r}, loss_unit={args.loss_unit!r}"
-        return f"a trajectory may have several rows ({settings})"
-    if HAS_SIGNAL in inputs:
-        return "sampling.filter_groups leaves micro-batches with different numbers of rows"
-    if args.max_tokens_per_micro_batch is not None:
-        return (
-            f"max_tokens_per_micro_batch={args.max_tokens_per_micro_batch} makes micro-batches with different numbers "
-            "of rows"
-        )
-    if args.kl_placement == "reward" and trainer.beta != 0:
-        return "kl_placement='reward' has the KL term in them already, which a loss that reads self.beta adds again"
-    return None
+    args, limit = trainer.args, trainer.args.max_tokens_per_micro_batch
+    settings = f"context.policy={args.context.policy!r}, loss_unit={args.loss_unit!r}"
+    reasons = {
+        "with a critic every token has its own, and the critic's loss stands in super()._compute_loss": (
+            "value_mask" in inputs
+        ),
+        f"a trajectory may have several rows ({settings})": args.context.policy != "keep"
+        or args.loss_unit is not None,
+        "sampling.filter_groups leaves micro-batches with different numbers of rows": HAS_SIGNAL in inputs,
+        f"max_tokens_per_micro_batch={limit} makes micro-batches with different numbers of rows": limit is not None,
+        "kl_placement='reward' has the KL term in them already, which a loss that reads self.beta adds again": (
+            args.kl_placement == "reward" and trainer.beta != 0
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 # -------------------------------------------------------------------- one computation of the loss

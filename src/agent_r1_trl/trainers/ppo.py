@@ -1,8 +1,5 @@
 """`MultiTurnPPOTrainer`: a critic, and credit for every turn by generalised advantage estimation.
 
-Names of transformers' Trainer that this file touches besides those of `multi_turn.py`: `create_optimizer`,
-`_clip_grad_norm`, `_get_grad_norm`, `_get_learning_rate`, `save_model`, `_load_from_checkpoint`, `_load_best_model`,
-`evaluation_loop` and `log`.
 The policy loss stays TRL's.
 """
 
@@ -11,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +17,7 @@ from accelerate.utils import DistributedType, gather_object
 from peft import PeftModel
 from torch import nn
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import disable_dropout_in_model, pad
+from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.critic import (
     attach_critic,
@@ -37,7 +34,7 @@ from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnPPOConfig
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import TrainingRows, loss_masks, whole_rows, with_one_more
+from agent_r1_trl.update.batching import TrainingRows, loss_masks, pad_lists, whole_rows, with_one_more
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.losses import explained_variance, value_loss
 
@@ -61,7 +58,7 @@ def check_optimizer_setup(args: Any, accelerator: Any, lr_scheduler: Any) -> Non
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is not None:
         check_deepspeed_config(plugin.deepspeed_config, args)
-    if accelerator.distributed_type not in _ENGINES:
+    if clips_apart(accelerator):
         return
     name = accelerator.distributed_type.value
     if args.critic_max_grad_norm is not None:
@@ -83,37 +80,29 @@ def check_deepspeed_config(config: dict[str, Any], args: Any) -> None:
     Raises:
         ValueError: the critic has a learning rate or a warm-up, which DeepSpeed's optimizer or schedule would not see.
     """
-    for section in ("optimizer", "scheduler"):
-        if section not in config:
-            continue
-        for name, is_set in {
-            "critic_learning_rate": args.critic_learning_rate is not None,
-            "critic_warmup_steps": args.critic_warmup_steps > 0,
-        }.items():
-            if is_set:
-                raise ValueError(
-                    f"{name}={getattr(args, name)} with a DeepSpeed configuration that has {section!r}: DeepSpeed's "
-                    f"own {section} treats all parameters alike. Remove {section!r} from the DeepSpeed configuration "
-                    "and set learning_rate, weight_decay, optim and lr_scheduler_type in the training arguments."
-                )
+    settings = {name: getattr(args, name) for name in ("critic_learning_rate", "critic_warmup_steps")}
+    asked = [f"{name}={value}" for name, value in settings.items() if value]
+    section = next((name for name in ("optimizer", "scheduler") if name in config), None)
+    if section and asked:
+        raise ValueError(
+            f"{asked[0]} with a DeepSpeed configuration that has {section!r}: DeepSpeed's own {section} treats all "
+            f"parameters alike. Remove {section!r} from the DeepSpeed configuration and set learning_rate, "
+            "weight_decay, optim and lr_scheduler_type in the training arguments."
+        )
 
 
 # -------------------------------------------------------------------- groups
 
 
 def split_by_role(
-    optimizer: torch.optim.Optimizer,
-    critic: Iterable[nn.Parameter],
-    learning_rate: float | None,
-    *,
-    has_schedule: bool,
+    optimizer: torch.optim.Optimizer, critic: Iterable[nn.Parameter], rate: float | None, *, has_schedule: bool
 ) -> None:
-    """Split every parameter group into policy and critic, and add what a user's own optimizer does not know.
+    """Split every parameter group by `role`, and add the critic's parameters that a user's optimizer does not know.
 
     Args:
-        optimizer: changed in place; each group gets a `role`.
+        optimizer: changed in place.
         critic: the critic's parameters.
-        learning_rate: of the critic; None for the groups' own.
+        rate: the critic's learning rate; None for the groups' own.
         has_schedule: a scheduler holds one rate for each of the present groups.
 
     Raises:
@@ -126,7 +115,7 @@ def split_by_role(
         members["critic"] = [own.pop(id(p)) for p in group["params"] if id(p) in own]
         parts = [(role, parameters) for role, parameters in members.items() if parameters]
         groups += [{**group, "params": parameters, "role": role} for role, parameters in parts]
-    if has_schedule and (own or len(groups) != len(before) or learning_rate is not None):
+    if has_schedule and (own or len(groups) != len(before) or rate is not None):
         raise ValueError(
             "trainer.lr_scheduler was set to a scheduler of your own, which has no rate for the critic. Set only "
             "trainer.optimizer (or optimizers=(optimizer, None)) and lr_scheduler_type."
@@ -135,8 +124,8 @@ def split_by_role(
     if own:
         optimizer.add_param_group({"params": list(own.values()), "role": "critic", "lr": before[0]["lr"]})
     for group in optimizer.param_groups:
-        if group["role"] == "critic" and learning_rate is not None:
-            group["lr"] = learning_rate
+        if group["role"] == "critic" and rate is not None:
+            group["lr"] = rate
 
 
 # -------------------------------------------------------------------- the step
@@ -154,26 +143,12 @@ def clips_apart(accelerator: Any) -> bool:
 
 
 def clip_by_role(model: nn.Module, args: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clip policy and critic, each by its own norm.
-
-    Args:
-        model: as accelerate wrapped it, with gradients.
-        args: `max_grad_norm` and `critic_max_grad_norm`; 0 does not clip.
-        accelerator: takes mixed precision's scale off the gradients, once for all of them.
-
-    Returns:
-        Norms before clipping, of policy and critic.
-    """
+    """Clip policy and critic, each by its own norm; returns both norms before clipping. A limit of 0 does not clip."""
     policy, critic = parameters_by_role(model)
     limit = args.max_grad_norm if args.critic_max_grad_norm is None else args.critic_max_grad_norm
+    # The accelerator takes mixed precision's scale off the gradients, once for all of them.
     policy_norm = accelerator.clip_grad_norm_(policy, args.max_grad_norm or float("inf"))
     return policy_norm, nn.utils.clip_grad_norm_(critic, limit or float("inf"))
-
-
-def drop_policy_gradients(model: nn.Module) -> None:
-    """Leave the policy out of the next optimizer step: neither weight decay nor momentum moves it then."""
-    for parameter in parameters_by_role(model)[0]:
-        parameter.grad = None
 
 
 @contextlib.contextmanager
@@ -196,15 +171,8 @@ class SyncPolicyCallback(SyncRefModelCallback):
     @staticmethod
     def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
         """Move the reference towards the policy."""
-        SyncRefModelCallback.sync_target_model(_PolicyParameters(model), target_model, alpha)
-
-
-class _PolicyParameters:
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for name, parameter in self._model.named_parameters() if not is_critic_name(name))
+        policy = [parameter for name, parameter in model.named_parameters() if not is_critic_name(name)]
+        SyncRefModelCallback.sync_target_model(SimpleNamespace(parameters=lambda: policy), target_model, alpha)
 
 
 # -------------------------------------------------------------------- the trainer
@@ -294,12 +262,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         return values[:, :-1], torch.where(is_truncated.to(behind.device), behind, torch.zeros_like(behind))
 
     def _score_values(self, columns: dict[str, torch.Tensor], has_more: torch.Tensor) -> torch.Tensor:
-        """(R, T + 1) values of completion tokens, and behind the last one of rows that have more to come.
-
-        Args:
-            columns: those of `_COLUMNS` that there are.
-            has_more: (R,) bool.
-        """
+        """(R, T + 1) values of completion tokens, and behind the last one of the rows that `has_more`, (R,)."""
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         with torch.no_grad(), self.accelerator.autocast():  # as in the loss
             if self.layout.is_packed:  # V of a token after the last one is that of the state behind it
@@ -320,15 +283,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         trajectories: list[Trajectory],
         rows: TrainingRows,
     ) -> None:
-        """Where a limit ended a trajectory after its context was rewritten: the value at the end of that context.
+        """Put into `behind`, (B,), the value at the end of contexts that a limit ended after they were rewritten.
 
         With contexts that are rewritten all ranks must call it, and make equally many forward passes.
-
-        Args:
-            behind: (B,) values behind the last tokens; changed in place.
-            columns: of the R rows.
-            trajectories: B of them.
-            rows: theirs.
         """
         if self.args.context.policy == "keep":
             return
@@ -339,9 +296,10 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             return
         filled = [*contexts.values(), *[[self._tokenizer.pad_token_id]] * (num - len(contexts))]
         device = columns["prompt_ids"].device
+        width = max(map(len, filled))
         opened = {
-            "prompt_ids": pad([torch.tensor(ids) for ids in filled], padding_side="left").to(device),
-            "prompt_mask": pad([torch.ones(len(ids)).long() for ids in filled], padding_side="left").to(device),
+            f"prompt_{kind}": pad_lists(lists, fill, length=width, dtype=torch.long, side="left").to(device)
+            for kind, lists, fill in (("ids", filled, 0), ("mask", [[1] * len(ids) for ids in filled], 0))
         }
         of_rows = [*rows.last[[*contexts]].tolist(), *[0] * (num - len(contexts))]
         opened |= {name: columns[name][of_rows] for name in columns if name.startswith("privileged")}
@@ -353,27 +311,24 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         """The prefix that only the critic reads, padded on the left: (B, Q) ids and mask."""
         if self.args.critic_context is None:
             return {}
-        encoder = self.chat.encoder
-        prefixes = [encoder.encode(encoder.hide(self._privileged_text(row))) for row in rows]
+        encoder, name = self.chat.encoder, self.args.critic_context
+        prefixes = []
+        for row in rows:
+            if name not in row:
+                raise ValueError(
+                    f"critic_context={name!r} is not a column of the data set, which has {', '.join(sorted(row))}. "
+                    "Set critic_context to one of them, or remove it."
+                )
+            value = row[name]
+            text = " | ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            prefixes.append(encoder.encode(encoder.hide(f"{name}: {text}\n")))
         width = max(1, *(len(prefix) for prefix in prefixes))
-        ids = torch.full((len(prefixes), width), self._tokenizer.pad_token_id)
-        mask = torch.zeros((len(prefixes), width), dtype=torch.long)
-        for index, prefix in enumerate(prefixes):
-            if prefix:
-                ids[index, width - len(prefix) :] = torch.tensor(prefix)
-                mask[index, width - len(prefix) :] = 1
+        padded = {"ids": (prefixes, self._tokenizer.pad_token_id), "mask": ([[1] * len(one) for one in prefixes], 0)}
         device = output["completion_ids"].device
-        return {"privileged_ids": ids.to(device), "privileged_mask": mask.to(device)}
-
-    def _privileged_text(self, row: dict[str, Any]) -> str:
-        name = self.args.critic_context
-        if name not in row:
-            raise ValueError(
-                f"critic_context={name!r} is not a column of the data set, which has {', '.join(sorted(row))}. Set "
-                "critic_context to one of them, or remove it."
-            )
-        value = row[name]
-        return f"{name}: {' | '.join(map(str, value)) if isinstance(value, list | tuple) else value}\n"
+        return {
+            f"privileged_{kind}": pad_lists(lists, fill, length=width, dtype=torch.long, side="left").to(device)
+            for kind, (lists, fill) in padded.items()
+        }
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         """`critic/*` over the action tokens of all ranks."""
@@ -397,8 +352,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         collector = _ValueCollector(model, inputs, self.layout)
         policy_loss = super()._compute_loss(collector, inputs)
-        values = collector.values
-        mask = inputs["value_mask"]
+        values, mask = collector.values, inputs["value_mask"]
         self._watch_values("values", values, mask)
         total, num_clipped = value_loss(
             values, inputs["old_values"], inputs["returns"], mask, cliprange_value=self.args.cliprange_value
@@ -443,7 +397,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         """TRL's step, with the critic's gradients switched on again."""
         self._refresh_critic()
         is_held = self.is_warming_up and self.is_deepspeed_enabled
-        with policy_rate_at_zero(self.optimizer) if is_held else nullcontext():
+        with policy_rate_at_zero(self.optimizer) if is_held else contextlib.nullcontext():
             return super().training_step(*args, **kwargs)
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -458,8 +412,9 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if self._lacks_gradient(model, policy_norm, critic_norm):
             return None
         self.add_metrics({"critic/grad_norm": critic_norm.item()})
-        if self.is_warming_up:
-            drop_policy_gradients(model)
+        if self.is_warming_up:  # neither weight decay nor momentum moves what has no gradient
+            for parameter in parameters_by_role(model)[0]:
+                parameter.grad = None
         return policy_norm
 
     def _get_learning_rate(self) -> float:

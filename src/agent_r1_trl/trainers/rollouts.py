@@ -1,7 +1,6 @@
 """Plays the trajectories of each generation batch, with the policy's current weights or one batch ahead.
 
-Covered here: the generator and its weights, sampling settings, `overlap_rollout`. Not covered: what happens inside a
-trajectory (`agent_r1_trl.rollout`), which rows count and what they earn (`rewards.py`).
+What happens inside a trajectory stands in `agent_r1_trl.rollout`, which rows count and what they earn in `rewards.py`.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ if TYPE_CHECKING:
 
 
 def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any) -> dict[str, float]:
-    """Put the importance ratios of trainer to sampler into TRL's batch: a turn, and a trajectory, is one unit.
-
-    Returns:
-        Mean ratios by turn.
-    """
+    """Put the importance ratios of trainer to sampler into TRL's batch; returns their means by turn."""
     difference = rows.to_time(output["old_per_token_logps"] - output["sampling_per_token_logps"])  # (B, T')
     length, device = difference.shape[1], difference.device
     mask = pad_tokens(rows.trajectories, "action_mask", 0, length).to(device)
@@ -125,11 +120,9 @@ class RolloutBatch:
     def reward_arguments(self, tokenizer: Any, *, is_single_turn: bool) -> list[tuple]:
         """B tuples of what TRL's `_calculate_rewards` takes: example, prompt, completion, ids of the completion.
 
-        Args:
-            tokenizer: of the policy; its padding token stands for an empty completion, on which functions of TRL's
-                users crash.
-            is_single_turn: whether prompts are answered without environment and tools. TRL then hands a reply to the
-                functions as one text, reasoning included, unless the tokenizer says how replies are parsed.
+        The tokenizer's padding token stands for an empty completion, on which functions of TRL's users crash. With
+        `is_single_turn` a prompt is answered without environment and tools: TRL then hands a reply to the functions
+        as one text, reasoning included, unless the tokenizer says how replies are parsed.
         """
         ids = [trajectory.completion_ids or [tokenizer.pad_token_id] for trajectory in self.trajectories]
         self.completions = [trajectory.answered_messages for trajectory in self.trajectories]
@@ -137,28 +130,18 @@ class RolloutBatch:
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             self.completions = [[{"role": "assistant", "content": text}] for text in texts]
         prompts = [trajectory.prompt_messages for trajectory in self.trajectories]
-        examples = [
-            {**row, "prompt": prompt, "trajectory": trajectory}
-            for row, prompt, trajectory in zip(self.rows, prompts, self.trajectories, strict=True)
-        ]
+        whole = zip(self.rows, prompts, self.trajectories, strict=True)
+        examples = [{**row, "prompt": prompt, "trajectory": trajectory} for row, prompt, trajectory in whole]
         return [*zip(examples, prompts, self.completions, ids, strict=True)]
 
     def put(self, places: Sequence[int], other: RolloutBatch) -> list[Trajectory]:
-        """Put n scored trajectories in the place of others.
-
-        Args:
-            places: n indices of rows of this batch.
-            other: n trajectories.
-
-        Returns:
-            The n that were there.
-        """
+        """Put the n scored trajectories of another batch at n places of this one; returns those that were there."""
         left = [self.trajectories[place] for place in places]
         for name in {*self.extra_columns, *other.extra_columns}:
             self.extra_columns.setdefault(name, [None] * len(self.rows))
             other.extra_columns.setdefault(name, [None] * len(places))
-        pairs: list[tuple[list[Any], list[Any]]] = [(self.rows, other.rows), (self.trajectories, other.trajectories)]
-        pairs.append((self.completions, other.completions))
+        pairs: list[tuple[Any, Any]] = [(self.rows, other.rows), (self.trajectories, other.trajectories)]
+        pairs += [(self.completions, other.completions)]
         pairs += [(column, other.extra_columns[name]) for name, column in self.extra_columns.items()]
         if self.environments is not None and other.environments is not None:
             pairs.append((self.environments, other.environments))
@@ -179,8 +162,8 @@ class Rollouts:
     """Plays one trajectory per row of a generation batch.
 
     Args:
-        args: of the trainer.
-        accelerator: of the trainer.
+        args: of the trainer, like the accelerator.
+        accelerator: see there.
         policy: the model, unwrapped.
         tokenizer: of the policy.
         env_factory: makes a fresh environment for each trajectory.
@@ -264,9 +247,6 @@ class Rollouts:
             model: the policy as accelerate wrapped it.
             position: where the run stands.
 
-        Returns:
-            The trajectories, with metrics of the rollout.
-
         Raises:
             NothingPlayedError: a feature ends the run for what has failed; lists the causes.
             SyncError: generator and trainer give different log-probabilities after a weight sync.
@@ -301,9 +281,13 @@ class Rollouts:
 
     def finish(self, position: Position) -> None:
         """The batch is played, replacements included: begin the next one, and leave memory to the update."""
-        if self.args.overlap_rollout and position.is_training:
-            self._start_upcoming(position)
-        self._rest()
+        args = self.args
+        micro_step = position.micro_step + args.steps_per_generation * args.num_iterations
+        is_last = micro_step >= position.num_micro_steps
+        if args.overlap_rollout and position.is_training and not is_last and (rows := self._window.at(micro_step)):
+            self.upcoming = self._start(rows, micro_step, position)
+        if args.use_vllm and args.vllm_enable_sleep_mode and self.runner.generator.sleep() is not False:
+            self.synced_step = -1  # its weights are gone
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Any:
         if position.is_training and not position.round:
@@ -326,23 +310,20 @@ class Rollouts:
         params = self.args.sampling_params(is_training=position.is_training)
         journal = None
         if position.is_training:
-            self._check_temperature(params.temperature)
+            if params.temperature != self._temperature:
+                raise ValueError(
+                    f"temperature={params.temperature:g} was set in the middle of a run that began with "
+                    f"{self._temperature:g}: TRL divides the logits of the update by the value that the trainer was "
+                    "made with. Set it back, or make another trainer with it and go on from a checkpoint "
+                    "(resume_from_checkpoint)."
+                )
             journal = self.features.first("record", requests, self.runner.limits, params, place, self.synced_step)
         sampled_step = self.synced_step if journal is None else journal.optimizer_step
-        rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
+        self._last = rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
         rollout.rows = rows
-        self._last = rollout
         if self.is_cut.is_set():
             rollout.cancel(CUT_TIMEOUT_S)
         return rollout
-
-    def _check_temperature(self, temperature: float) -> None:
-        if temperature != self._temperature:
-            raise ValueError(
-                f"temperature={temperature:g} was set in the middle of a run that began with {self._temperature:g}: "
-                "TRL divides the logits of the update by the value that the trainer was made with. Set it back, or "
-                "make another trainer with it and go on from a checkpoint (resume_from_checkpoint)."
-            )
 
     def cut(self) -> None:
         """End the rollout in flight, and every further one until `end_run`; from any thread.
@@ -353,15 +334,6 @@ class Rollouts:
         self.is_cut.set()
         under_way = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
         self._is_stuck = not all([rollout.cancel(CUT_TIMEOUT_S) for rollout in under_way])
-
-    def _start_upcoming(self, position: Position) -> None:
-        """Begin the next generation batch, if the run gets that far."""
-        micro_step = position.micro_step + self.args.steps_per_generation * self.args.num_iterations
-        if micro_step >= position.num_micro_steps:
-            return
-        rows = self._window.at(micro_step)
-        if rows is not None:
-            self.upcoming = self._start(rows, micro_step, position)
 
     def look_ahead(self, batches: Iterator[Any], micro_step: int) -> Iterator[Any]:
         """The Trainer's batches, passed on through a window that `overlap_rollout` can look ahead in."""
@@ -389,14 +361,11 @@ class Rollouts:
     def sync(self, policy: Any, step: int) -> dict[str, float]:
         """Bring the weights of optimizer step `step` to the generator, unless it has them, and check them there.
 
-        A collective call where parameters are sharded.
+        A collective call where parameters are sharded. Returns metrics; empty if there was nothing to do.
 
         Args:
             policy: the model, unwrapped.
             step: number of optimizer steps behind its weights.
-
-        Returns:
-            Metrics of the sync; empty if there was nothing to do.
 
         Raises:
             SyncError: generator and trainer give different log-probabilities.
@@ -430,12 +399,6 @@ class Rollouts:
             max_batch_size=self.args.generation_batch_rows,
         )
 
-    def _rest(self) -> None:
-        """Give a resting engine's memory to the update (`vllm_enable_sleep_mode`)."""
-        may_sleep = self.args.use_vllm and self.args.vllm_enable_sleep_mode
-        if may_sleep and self.runner.generator.sleep() is not False:
-            self.synced_step = -1  # its weights are gone
-
     def close(self) -> None:
         """End the generator and the rollout's thread; a generator that the user brought stays open."""
         if self._runner is None:
@@ -450,12 +413,8 @@ class Rollouts:
 class Rollout:
     """Trajectories that are being played, or have been.
 
-    Args:
-        runner: plays them.
-        requests: one per trajectory.
-        params: how tokens are drawn.
-        synced_step: number of optimizer steps behind the oldest weights that turns are sampled from.
-        journal: is told of every turn; None for nobody.
+    `synced_step` is the number of optimizer steps behind the oldest weights that turns are sampled from; the journal,
+    if there is one, is told of every turn.
     """
 
     def __init__(
@@ -511,10 +470,9 @@ class Rollout:
 
 
 class Lookahead:
-    """Passes on the batches of an epoch and can look at later ones, so that their rollout can begin early.
+    """Passes on the batches of an epoch, one a micro-step, and can look at later ones: their rollout begins early.
 
-    Batches are counted in the Trainer's micro-steps, one batch each. The Trainer takes those of a whole optimizer step
-    before it trains on the first of them.
+    The Trainer takes those of a whole optimizer step before it trains on the first of them.
     """
 
     def __init__(self) -> None:
@@ -525,10 +483,7 @@ class Lookahead:
         """Micro-step of the batch that is passed on next."""
 
     def over(self, source: Iterator[Any], step: int) -> Lookahead:
-        """An iterator over `source`; the batches before micro-step `step` are done.
-
-        If `source` is a new one, its next batch is that of micro-step `step`.
-        """
+        """An iterator over `source`, whose next batch, if it is a new one, is that of micro-step `step`."""
         if source is not self._source:
             self._source, self._next_step, self._batches = source, step, {}
         self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
@@ -557,14 +512,10 @@ class Lookahead:
 
 
 def training_order(num_rows: int, *, seed: int, step: int, is_seeded: bool) -> torch.Tensor:
-    """(B,) the trajectories of a rollout in the order in which they are trained on.
+    """(B,) the trajectories of a rollout in the order in which they are trained on, from micro-step `step` on.
 
-    Args:
-        num_rows: B.
-        seed: of the run.
-        step: the micro-step that trains on the first of them.
-        is_seeded: take `seed` and `step`, since a rollout that plays at the same time may draw from torch's global
-            random numbers, which are taken otherwise, as in TRL.
+    Seeded, since a rollout that plays at the same time may draw from torch's global random numbers, which are taken
+    otherwise, as in TRL.
     """
     if not is_seeded:
         return torch.randperm(num_rows)

@@ -1,12 +1,8 @@
 """Whether the installed release of TRL still has what this package stands on.
 
-The tables say what that is; a test compares them with our overrides, calls and imports. Newer releases are allowed, so
-the trainers compare them with the installed one when they are imported.
-
-- Something that we override, call, read or import is gone, or a method that we override asks for an argument that we
-  do not know: an `ImportError`, since a run would fail later, on the way.
-- A new optional argument, or an entry of the batch that TRL's loss did not read: a warning, since what is new may be
-  switched off unless it is asked for.
+The tables say what that is; a test compares them with our overrides, calls and imports, and the trainers compare them
+with the installed release when they are imported. What is gone, or asked for anew, is an `ImportError`; what is new
+and may be switched off, a warning.
 """
 
 from __future__ import annotations
@@ -58,7 +54,7 @@ IMPORTS = {
     "trl.models": "unwrap_model_for_generation",
     "trl.models.utils": "disable_gradient_checkpointing",
     "trl.trainer.callbacks": "SyncRefModelCallback",
-    "trl.trainer.utils": "RepeatSampler disable_dropout_in_model nanstd pad use_adapter",
+    "trl.trainer.utils": "RepeatSampler disable_dropout_in_model nanstd use_adapter",
 }
 """What is imported, by module."""
 BATCH_KEYS = """
@@ -79,16 +75,15 @@ def check_trl() -> None:
     import trl
 
     lacks, news = [*_lacking_imports()], []
-    trainer = None if lacks else trl.GRPOTrainer
-    if trainer is not None:
+    if not lacks:
+        trainer = trl.GRPOTrainer
         lacks += _lacking_attributes(trainer)
         for name, arguments in METHODS.items():
             lacking, new = compare_arguments(getattr(trainer, name, None), arguments.split())
             lacks += [f"GRPOTrainer.{name} {text}" for text in lacking]
             news += [f"GRPOTrainer.{name} {text}" for text in new]
-    if not lacks:
-        unknown = sorted(batch_keys(trainer._compute_loss) - set(BATCH_KEYS.split()))  # type: ignore[union-attr]
-        news += [f"GRPOTrainer._compute_loss reads inputs[{name!r}]" for name in unknown]
+        unknown = set() if lacks else batch_keys(trainer._compute_loss) - set(BATCH_KEYS.split())
+        news += [f"GRPOTrainer._compute_loss reads inputs[{name!r}]" for name in sorted(unknown)]
     if not lacks and not news:
         return
     text = (
@@ -131,9 +126,7 @@ def _names(code: CodeType | None) -> Iterator[str]:
 def compare_arguments(method: Any, known: list[str]) -> tuple[list[str], list[str]]:
     """What rules an override out, and what is new, in words.
 
-    Args:
-        method: TRL's; None if it is gone.
-        known: the arguments that ours name, in order, then `*` if it passes others on.
+    `known` are the arguments that ours name, in order, then `*` if it passes others on; a `method` of None is gone.
 
     >>> compare_arguments(lambda self, a, b, c=0: 0, ["a", "b"])
     ([], ["takes 'c'"])
@@ -169,10 +162,10 @@ def batch_keys(method: Any) -> set[str]:
     keys: list[ast.expr] = []
     for node in ast.walk(tree):
         match node:
-            case ast.Subscript(value=ast.Name(id="inputs"), slice=key):
-                keys.append(key)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="inputs"), attr="get" | "pop"), args=[key, *_]):
-                keys.append(key)
-            case ast.Compare(left=key, comparators=[ast.Name(id="inputs")]):
+            case (
+                ast.Subscript(value=ast.Name(id="inputs"), slice=key)
+                | ast.Call(func=ast.Attribute(value=ast.Name(id="inputs"), attr="get" | "pop"), args=[key, *_])
+                | ast.Compare(left=key, comparators=[ast.Name(id="inputs")])
+            ):
                 keys.append(key)
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
