@@ -102,13 +102,9 @@ class Case:
 
 def attention_kernels(device: str) -> list[str]:
     """The attention implementations beside PyTorch's that are installed and can train on this device."""
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_torch_flex_attn_available
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-    has = {
-        "flash_attention_2": is_flash_attn_2_available,
-        "flash_attention_3": is_flash_attn_3_available,
-        "flex_attention": is_torch_flex_attn_available,
-    }
+    has = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     return [name for name, is_there in has.items() if device == "cuda" and is_there()]
 
 

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
@@ -22,11 +21,10 @@ from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.packed_attention import (
     LENGTHS,
     SEGMENTS,
-    block_mask,
     packed_attention,
     use_packed_attention,
 )
-from agent_r1_trl.update.packing import Layout, PackedSegment, pack, packed_log_probs
+from agent_r1_trl.update.packing import Layout, pack, packed_log_probs
 from tests.trainers.helpers import make_args
 from tests.update.test_packing import SHAPE, forked, forks, gradients_of, make_model, ragged
 
@@ -166,72 +164,16 @@ def test_flash_attention_is_told_the_lengths_of_the_rows(monkeypatch):
     assert seen == [[segment.end - segment.start for segment in packed.layout.segments]] * 2
 
 
-# -------------------------------------------------------------------- one call with a block mask
-
-
-def dense(layout):
-    """(N, N) what each token sees, segment by segment."""
-    size = layout.segments[-1].end
-    sees = torch.zeros(size, size, dtype=torch.bool)
-    for segment in layout.segments:
-        for start, end in segment.prefix:
-            sees[segment.start : segment.end, start:end] = True
-        length = segment.end - segment.start
-        sees[segment.start : segment.end, segment.start : segment.end] = torch.ones(length, length).tril().bool()
-    return sees
-
-
-@pytest.mark.parametrize("share_prefixes", [False, True])
-@pytest.mark.parametrize("rows", [ragged, forked, forks])
-def test_a_block_mask_lets_a_token_see_its_own_past(rows, share_prefixes):
-    layout = pack(*rows(), share_prefixes=share_prefixes).layout
-    mask = block_mask(layout, torch.device("cpu"))
-    size = layout.segments[-1].end
-    assert torch.equal(create_mask(mask.mask_mod, None, None, size, size, device="cpu")[0, 0], dense(layout))
-
-
-def test_horizons_by_hand():
-    segments = [
-        PackedSegment(0, 2),
-        PackedSegment(2, 4, ((0, 2),)),
-        PackedSegment(4, 5, ((0, 4),)),
-        PackedSegment(5, 7, ((0, 2),)),
-    ]
-    assert Layout(segments, *[torch.zeros(0)] * 4).horizons.tolist() == [7, 7, 5, 5, 5, 7, 7]
-
-
-@torch.no_grad()
-def test_flex_attention_gives_what_segments_give():
-    """Without a backward pass, which it does not have on a CPU."""
-    layout = pack(*forked(), share_prefixes=True).layout
-    size = layout.segments[-1].end
-    query, key, value = torch.randn(3, 1, 2, size, 16)
-    expected, _ = packed_attention(torch.nn.Module(), query, key, value, None, packed_layout=layout)
-    ours = flex_attention(query, key, value, block_mask=block_mask(layout, query.device))
-    torch.testing.assert_close(ours.transpose(1, 2), expected, atol=1e-5, rtol=0)
-
-
 # -------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("options", "layout", "flaw", "fixes"),
-    [
-        ({"attn_implementation": "eager"}, "packed", "'eager'", [{"attn_implementation": "sdpa"}]),
-        ({"attn_implementation": "flex_attention"}, "shared", "no backward pass on a CPU", [
-            {"attn_implementation": "sdpa"},
-        ]),
-        ({"attn_implementation": "flex_attention", **SLIDING}, "packed", "sliding_attention", [
-            {"attn_implementation": "sdpa"},
-        ]),
-    ],
-)  # fmt: skip
-def test_a_model_that_packing_does_not_cover_is_refused_and_the_fix_works(tmp_path, options, layout, flaw, fixes):
-    with pytest.raises(ValueError, match=rf"update_layout: the model has .*{flaw}"):
-        UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options))
-    for fix in fixes:
-        UpdateLayout(make_args(tmp_path, update_layout=layout)).prepare(make_model("qwen3", **options | fix))
-    UpdateLayout(make_args(tmp_path, update_layout="grouped")).prepare(make_model("qwen3", **options))
+@pytest.mark.parametrize("used", ["eager", "flex_attention"])
+def test_a_model_that_packing_does_not_cover_is_refused_and_the_fix_works(tmp_path, used):
+    packed, grouped = (UpdateLayout(make_args(tmp_path, update_layout=name)) for name in ("packed", "grouped"))
+    with pytest.raises(ValueError, match=rf"update_layout: the model has .*'{used}'.* attn_implementation='sdpa'"):
+        packed.prepare(make_model("qwen3", attn_implementation=used))
+    packed.prepare(make_model("qwen3", attn_implementation="sdpa"))
+    grouped.prepare(make_model("qwen3", attn_implementation=used))
 
 
 def test_flash_attention_knows_no_shared_prefixes(tmp_path):

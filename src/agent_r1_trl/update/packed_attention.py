@@ -3,10 +3,8 @@
 - `sdpa`: a call for each segment, sliding windows included; soft-capped scores and attention sinks are refused.
 - `flash_attention_2` and its kin: one call with the lengths of the rows, which transformers passes on; it knows no
   shared prefixes.
-- `flex_attention`: one call with a block mask; it has no backward pass on CPUs, and full attention only here.
 
-Covered here: causal models that use transformers' attention interface. Not covered: chunked attention, state-space
-layers; they are refused.
+Causal models that use transformers' attention interface are covered; all else is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -25,7 +22,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.update.packing import Layout
 
 PACKED_ATTENTION = "agent_r1_packed_sdpa"
-SEGMENTS, LENGTHS, BLOCKS = "segments", "lengths", "blocks"
+SEGMENTS, LENGTHS = "segments", "lengths"
 """How the model's attention is told what a token sees."""
 _FOREIGN_ATTENTION = ("softcap", "s_aux", "position_bias")
 """Arguments with which a model asks its attention function for more than a softmax over the past."""
@@ -101,7 +98,7 @@ def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: 
     """Prepare a causal LM, or a backbone, for packed rows; nothing else about it changes.
 
     Returns:
-        `SEGMENTS`, `LENGTHS` or `BLOCKS`.
+        `SEGMENTS` or `LENGTHS`.
 
     Raises:
         ValueError: for a model that packed rows do not cover.
@@ -115,26 +112,22 @@ def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: 
         )
     if used == "sdpa":
         config._attn_implementation = PACKED_ATTENTION
-    return LENGTHS if _is_flash(used) else BLOCKS if used == "flex_attention" else SEGMENTS
+    return LENGTHS if _is_flash(used) else SEGMENTS
 
 
 def _flaw(base: Any, *, share_prefixes: bool) -> tuple[str, str]:
     """Why packed rows do not cover a model, and what would help; two empty texts for one that they cover."""
     used = base.config._attn_implementation
-    what, on_sdpa = f"the attention implementation {used!r}", "Load it with attn_implementation='sdpa'"
-    is_known = _is_flash(used) or used in ("sdpa", PACKED_ATTENTION, "flex_attention")
+    what = f"the attention implementation {used!r}"
+    is_known = _is_flash(used) or used in ("sdpa", PACKED_ATTENTION)
     if not is_known or not base._can_set_attn_implementation():
-        return f"{what}, which packed rows do not cover", on_sdpa
-    kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ["full_attention"])
-    others = kinds - ({"full_attention"} if used == "flex_attention" else {"full_attention", "sliding_attention"})
-    if others:
-        flaw = f"layers of the kinds {', '.join(sorted(others))}, which packed rows do not cover with {what}"
-        return flaw, on_sdpa if others == {"sliding_attention"} else ""
-    if used == "flex_attention" and base.device.type == "cpu":
-        return f"{what}, which has no backward pass on a CPU", on_sdpa
+        return f"{what}, which packed rows do not cover", "Load it with attn_implementation='sdpa'"
+    kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
+    if others := kinds - {"full_attention", "sliding_attention"}:
+        return f"layers of the kinds {', '.join(sorted(others))}, which packed rows do not cover", ""
     if _is_flash(used) and share_prefixes:
-        flaw = f"{what}, which knows no prefix that rows share"
-        return flaw, "Set update_layout='packed', load it with attn_implementation='sdpa'"
+        fix = "Set update_layout='packed', load it with attn_implementation='sdpa'"
+        return f"{what}, which knows no prefix that rows share", fix
     return "", ""
 
 
@@ -144,8 +137,6 @@ def _is_flash(name: str) -> bool:
 
 def attention_inputs(kind: str, layout: Layout, input_ids: torch.Tensor) -> dict[str, Any]:
     """What a model with this kind of attention is told about a packed row, (1, N), besides its layout."""
-    if kind == BLOCKS:
-        return {"attention_mask": block_mask(layout, input_ids.device)}
     if kind == SEGMENTS:
         return {"attention_mask": input_ids.new_ones(1, 1, 1, 1)}  # 4-D ones are passed through, so none is built
     ends = [0, *(segment.end for segment in layout.segments)]
@@ -158,14 +149,3 @@ def attention_inputs(kind: str, layout: Layout, input_ids: torch.Tensor) -> dict
         "max_length_q": longest,
         "max_length_k": longest,
     }
-
-
-def block_mask(layout: Layout, device: torch.device) -> BlockMask:
-    """The mask of a row for flex_attention. What follows a token in its tree stands behind it, up to `horizons`."""
-    horizons = layout.horizons.to(device)
-
-    def sees(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (query < horizons[key])
-
-    size = len(horizons)
-    return create_block_mask(sees, None, None, size, size, device=device, _compile=device.type != "cpu")

@@ -95,15 +95,6 @@ class Layout:
             for segment in self.segments
         ]
 
-    @property
-    def horizons(self) -> torch.Tensor:
-        """(N,) for each token the end of what follows it in its own rows."""
-        ends = torch.zeros(self.segments[-1].end, dtype=torch.long)
-        for segment in self.segments:
-            for start, end in ((segment.start, segment.end), *segment.prefix):
-                ends[start:end] = segment.end
-        return ends
-
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(1, S) -> (B, T), 0 where nothing is scored."""
         flat = values.new_zeros(self.scored.numel())  # by index: the gradient of a mask would make the host wait
