@@ -3,6 +3,7 @@
     @settings(max_examples=examples(200))                    # a hypothesis test
     for rng in random_rounds(100):                           # a loop by hand, in a test marked `fuzz`
     @pytest.mark.parametrize("launch", short(KINDS, "ddp"))  # the suite plays what is named, `make nightly` the others
+    @pytest.mark.parametrize("kind", ["head", *nightly("adapter", "model")])      # the others in `make nightly`
 
 `tests/test_fuzzing.py` holds that every property test asks here.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -33,8 +35,15 @@ def random_rounds(number: int) -> Iterator[random.Random]:
         yield random.Random(f"{seed} {index}")
 
 
-def short(values: Iterable, *kept) -> list:
-    """Values of a parameter, of which every run of the suite plays those that are kept, `make nightly` the others."""
+def nightly(*values: Any) -> list[Any]:
+    """Values of a parameter (tuples: of several) beyond the representative ones, for `make nightly` alone."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.matrix) for value in values
+    ]
+
+
+def short(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Those that are kept, and the other values for `make nightly` alone."""
     values = [*values]
     assert all(value in values for value in kept), kept
-    return [pytest.param(value, marks=[] if value in kept else [pytest.mark.matrix]) for value in values]
+    return [*kept, *nightly(*(value for value in values if value not in kept))]

@@ -19,6 +19,7 @@ from agent_r1_trl.critic import (
     save_critic,
     use_critic_adapter,
 )
+from tests.effort import nightly
 
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -129,7 +130,10 @@ def test_a_base_without_its_principal_part_is_no_start_for_a_critic():
         assert (logits(model) - expected).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+SOME = ("LORA (DoRA)", "VERA", "OFT")
+
+
+@pytest.mark.parametrize("kind", [*SOME, *nightly(*(kind for kind in ADAPTERS if kind not in SOME))])
 def test_every_listed_kind_of_adapter_takes_a_critic(kind, tmp_path):
     def make(seed):
         torch.manual_seed(seed)
@@ -253,7 +257,7 @@ def make_whole(case, seed=0):
     return model
 
 
-@pytest.mark.parametrize("use_reentrant", [None, True, False])
+@pytest.mark.parametrize("use_reentrant", [False, *nightly(None, True)])
 @pytest.mark.parametrize("case", WHOLE)
 def test_the_critic_trains_its_own_copy_of_a_whole_module(case, use_reentrant):
     model = make_whole(case)
@@ -288,7 +292,9 @@ def test_a_policy_with_a_whole_module_is_saved_alone_and_its_critic_comes_back(c
 # -------------------------------------------------------------------- a model of its own
 
 
-@pytest.mark.parametrize("case", ["plain", "pissa", "LOHA", "IA3", *WHOLE])
+@pytest.mark.parametrize(
+    "case", ["pissa", "IA3", "tied", *nightly("plain", "LOHA", *(case for case in WHOLE if case != "tied"))]
+)
 def test_the_model_critic_begins_as_the_policy_with_its_adapters(case):
     if case in WHOLE:
         model = make_whole(case)

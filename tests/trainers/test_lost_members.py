@@ -6,6 +6,7 @@ import torch
 from agent_r1_trl.rollout import NothingPlayedError, runner
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.rewards import leave_small_groups
+from tests.effort import nightly
 from tests.recording.examples import two_turns
 from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions, scored_batch
@@ -42,7 +43,7 @@ def metrics_of(trainer):
 
 @pytest.mark.parametrize(
     ("num_failed", "min_group_size", "left"),
-    [(1, None, 3), (2, None, 2), (3, None, 0), (3, 1, 1), (1, 4, 0), (1, 3, 3), (2, 3, 0)],
+    [(2, None, 2), (3, None, 0), (3, 1, 1), (2, 3, 0), *nightly((1, None, 3), (1, 4, 0), (1, 3, 3))],
 )
 def test_a_group_of_too_few_counts_nowhere(tmp_path, num_failed, min_group_size, left):
     trainer = make_trainer(
@@ -85,19 +86,9 @@ def test_an_evaluation_counts_what_is_left_of_a_group(tmp_path):
     assert [item.in_baseline for item in trainer.last_trajectories].count(True) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({"min_group_size": 9}, "min_group_size=9 with num_generations=8: no group could count"),
-        ({"min_group_size": 0}, "min_group_size=0 must be a whole number >= 1"),
-        ({"retry_failed": -1}, "retry_failed=-1 must be a whole number >= 0"),
-        ({"retry_failed": 1.0}, "retry_failed=1.0 must be a whole number"),
-        ({"failures": {"max_nonfinite_steps": 0}}, "failures.max_nonfinite_steps=0 must be a whole number >= 1"),
-    ],
-)
-def test_settings_that_mean_nothing_are_named(options, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, **options)
+def test_a_group_that_could_never_count_is_refused():
+    with pytest.raises(ValueError, match="min_group_size=9 with num_generations=8: no group could count"):
+        MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, min_group_size=9)
 
 
 # -------------------------------------------------------------------- played again

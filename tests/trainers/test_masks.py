@@ -11,6 +11,7 @@ from agent_r1_trl.advantages import Credit
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     AddEnv,
@@ -39,8 +40,15 @@ def watch_log_probs(trainer):
     return seen
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4"])
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo"])
+@pytest.mark.parametrize(
+    ("family", "loss_type"),
+    [
+        ("qwen3", "dapo"),
+        ("llama3", "grpo"),
+        ("gemma4", "sapo"),
+        *nightly(*(("qwen3", name) for name in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo"))),
+    ],
+)
 def test_the_gradient_at_mask_0_is_exactly_zero(tmp_path, family, loss_type):
     trainer = make_trainer(tmp_path, family=family, loss_type=loss_type, max_completion_length=300)
     batch = scored_batch(trainer)
@@ -62,8 +70,14 @@ PER_TOKEN = {
 POISONS = (math.nan, math.inf, -math.inf, 1e30, -200.0)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("loss_type", ["dapo", "sapo", "cispo", "vespo"])
+@pytest.mark.parametrize(
+    ("layout", "loss_type"),
+    [
+        ("padded", "sapo"),
+        ("packed", "dapo"),
+        *nightly(*((layout, name) for layout in ("padded", "packed") for name in ("cispo", "vespo"))),
+    ],
+)
 def test_what_stands_at_mask_0_moves_nothing(tmp_path, loss_type, layout):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     trainer = make_trainer(
@@ -210,12 +224,6 @@ def test_an_infrastructure_failure_is_neither_in_the_baseline_nor_in_the_loss(tm
     expected = [(-1 + 1 / 3) / 1.154801, (1 + 1 / 3) / 1.154801, (-1 + 1 / 3) / 1.154801]
     assert first == pytest.approx(expected, abs=1e-5)
     assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
-
-
-def test_a_batch_in_which_nothing_could_be_played_says_why(tmp_path):
-    trainer = failing_trainer(tmp_path, lambda index: True)
-    with pytest.raises(RuntimeError, match="the machine is gone"):
-        scored_batch(trainer)
 
 
 def endless(rng, turn):

@@ -6,6 +6,7 @@ from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, move_weights, questions, scored_batch
 from tests.trainers.trl_twin import plain_config
@@ -71,8 +72,9 @@ def same(ours, theirs):
 
 
 @pytest.mark.parametrize("loss", [TokenLoss, RowLoss])
-@pytest.mark.parametrize("is_in_front", [True, False])
-@pytest.mark.parametrize("layout", ["padded", "grouped", "packed", "shared"])
+@pytest.mark.parametrize(
+    ("is_in_front", "layout"), [(True, "padded"), (False, "shared"), *nightly((True, "grouped"), (False, "packed"))]
+)
 def test_a_loss_written_for_trl_computes_what_it_computes_in_trls_trainer(tmp_path, loss, is_in_front, layout):
     mix_in = type("Mine", (loss, GRPOTrainer), {})
     bases = (mix_in, MultiTurnGRPOTrainer) if is_in_front else (MultiTurnGRPOTrainer, mix_in)
@@ -82,8 +84,9 @@ def test_a_loss_written_for_trl_computes_what_it_computes_in_trls_trainer(tmp_pa
     same(loss_and_gradients(ours, batch), loss_and_gradients(theirs, as_trls(batch)))
 
 
-@pytest.mark.parametrize("is_in_front", [True, False])
-@pytest.mark.parametrize("layout", ["padded", "shared"])
+@pytest.mark.parametrize(
+    ("is_in_front", "layout"), [(True, "shared"), (False, "padded"), *nightly((True, "padded"), (False, "shared"))]
+)
 def test_gmpo_mixed_in_is_trls_gmpo_and_trains(tmp_path, is_in_front, layout):
     bases = (GMPOTrainer, MultiTurnGRPOTrainer) if is_in_front else (MultiTurnGRPOTrainer, GMPOTrainer)
     given = {"reward_funcs": [ids_reward], "num_iterations": 2, "epsilon": 0.4, "update_layout": layout}
@@ -142,8 +145,7 @@ def test_a_term_beside_ours_leaves_ours_as_it_is(tmp_path, options):
     assert losses[1] == pytest.approx(losses[0] + 0.25 * len(inputs.get("passes", [inputs])), abs=1e-6)
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-@pytest.mark.parametrize("reads", ["[]", "get"])
+@pytest.mark.parametrize(("reason", "reads"), [*((reason, "[]") for reason in REFUSED), ("with a critic", "get")])
 def test_advantages_that_rows_do_not_have_are_refused_where_they_are_read(tmp_path, reason, reads):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     options = {"model": str(tmp_path / "policy"), "reward_funcs": [ids_reward], "trainer": MultiTurnGRPOTrainer}

@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 from agent_r1_trl.critic import ValueHead, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.batching import TrainingRows, trim_padding, whole_rows
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_policy, questions, scored_batch
 from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
@@ -42,9 +43,15 @@ def make_gpt2(tokenizer):
     return model
 
 
-@pytest.mark.parametrize("kind", ["adapter", "model"])
-@pytest.mark.parametrize("context", [None, "gold"])
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "context", "family"),
+    [
+        ("adapter", "gold", "qwen2"),
+        ("model", "gold", "gpt2"),
+        *nightly(("adapter", None, "qwen2"), ("adapter", None, "gpt2"), ("adapter", "gold", "gpt2")),
+        *nightly(("model", None, "qwen2"), ("model", "gold", "qwen2"), ("model", None, "gpt2")),
+    ],
+)
 def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, context, family):
     tokenizer = make_tokenizer("qwen3")
     model = make_gpt2(tokenizer) if family == "gpt2" else make_policy(tokenizer)
@@ -172,7 +179,7 @@ class Remember(TrainerCallback):
         self.seen[state.global_step] = {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["adapter", *nightly("head", "model")])
 def test_the_best_model_brings_its_critic(tmp_path, kind):
     memory = Remember()
     trainer = make_ppo(
@@ -191,7 +198,7 @@ def test_the_best_model_brings_its_critic(tmp_path, kind):
     )
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
+@pytest.mark.parametrize("with_tokens", [True, *nightly(False)])
 def test_a_resumed_run_with_whole_modules_goes_on_as_if_never_stopped(tmp_path, with_tokens):
     whole = {"trainable_token_indices": [5, 6, 7]} if with_tokens else {"modules_to_save": ["embed_tokens"]}
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **whole)

@@ -11,6 +11,7 @@ import torch
 
 from agent_r1_trl.features.echo_trap import roll_back
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from tests.effort import nightly
 from tests.features.echo_trap.echo_helpers import guard_of, guarded, is_equal, weights_of
 from tests.features.journal import journal_run
 from tests.toys import AddEnv
@@ -87,7 +88,7 @@ JOURNALED = {
 }
 
 
-@pytest.mark.parametrize("kind", JOURNALED)
+@pytest.mark.parametrize("kind", ["both", *nightly("resampled", "overlap")])
 def test_a_resumed_run_has_the_same_rows_and_samples_nothing_again(tmp_path, kind, caplog):
     options = {"train_dataset": questions(40), **JOURNALED[kind]}
     whole = train(tmp_path, **options)

@@ -9,6 +9,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.batching import trained_rows
 from agent_r1_trl.update.micro_batches import PASSES, valid_ids
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
 from tests.trainers.test_rows import three_turns
@@ -63,7 +64,18 @@ def plain_log_probs(model, row):
     return scores[len(row.prompt_ids) - 1 :, 0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FEW = ("padded", "shared by tokens")
+OTHERS = tuple(name for name in LAYOUTS if name not in FEW)
+BOTH = [
+    ("head", "padded"),
+    ("model", "shared by tokens"),
+    ("adapter", "packed"),
+    *nightly(("model", "padded"), ("adapter", "shared"), ("head", "shared by tokens"), ("model", "packed by tokens")),
+]
+"""Critics and layouts."""
+
+
+@pytest.mark.parametrize("layout", [*FEW, *nightly(*OTHERS)])
 def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layout):
     trainer = make(tmp_path, trainer=MultiTurnGRPOTrainer, beta=0.1, **LAYOUTS[layout])
     with torch.no_grad():
@@ -74,8 +86,7 @@ def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layou
     assert_scored(held, "ref_per_token_logps", rows, lambda row: plain_log_probs(trainer.ref_model, row))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", CRITICS)
+@pytest.mark.parametrize(("kind", "layout"), BOTH)
 def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
     gold = ["a", "a long hint " * 3]
     data = questions().add_column("gold", [gold[index % 2] for index in range(8)])
@@ -99,9 +110,8 @@ def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
     assert_scored(held, "old_values", rows, plain_values)
 
 
-@pytest.mark.parametrize("max_turns", [2, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", CRITICS)
+@pytest.mark.parametrize("max_turns", [3, *nightly(2)])
+@pytest.mark.parametrize(("kind", "layout"), BOTH)
 def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_opened(
     tmp_path, kind, layout, max_turns
 ):
@@ -134,7 +144,7 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
     assert num_truncated > 1
 
 
-@pytest.mark.parametrize("layout", ("packed", "shared"))
+@pytest.mark.parametrize("layout", ["shared", *nightly("packed")])
 def test_no_forward_pass_holds_more_tokens_than_the_limit_unless_a_row_does(tmp_path, monkeypatch, layout):
     """Those that score, those of the critic with its prefix, and those of the update."""
     sizes, pack = [], layout_module.pack

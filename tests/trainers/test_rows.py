@@ -16,6 +16,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, Mul
 from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
 from agent_r1_trl.trajectory import Segment, Trajectory, Turn
 from agent_r1_trl.update.batching import TrainingRows, trained_rows
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 from tests.trainers.effects import CPU
@@ -114,7 +115,7 @@ def rows_of(trainer):
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", *nightly(*LOSS_TYPES[2:])])
 def test_rows_have_the_loss_and_the_gradient_of_one_row(tmp_path, loss_type):
     assert_same_step(*both(tmp_path, loss_type=loss_type, beta=0.05))
 
@@ -129,8 +130,14 @@ class ValuedTrainer(MultiTurnPPOTrainer):
             parameter.data.normal_(0, 0.5)
 
 
-@pytest.mark.parametrize("layout", ("padded", "shared"))
-@pytest.mark.parametrize("estimator", ("gae", "bilevel_gae", "step_gae"))
+@pytest.mark.parametrize(
+    ("estimator", "layout"),
+    [
+        ("gae", "shared"),
+        ("step_gae", "padded"),
+        *nightly(("gae", "padded"), ("step_gae", "shared"), ("bilevel_gae", "padded"), ("bilevel_gae", "shared")),
+    ],
+)
 def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
     options = {"trainer": ValuedTrainer, "bootstrap_truncated": True, "max_turns": 2}
     options |= {"gamma_turn": 0.9, "lam_turn": 0.8} if estimator == "step_gae" else {"gamma": 0.9, "lam": 0.8}
@@ -142,7 +149,7 @@ def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
     assert_same_step(whole, (*rows[:2], whole[2]))
 
 
-@pytest.mark.parametrize("loss_type", ("grpo", "dapo", "bnpo"))
+@pytest.mark.parametrize("loss_type", ["grpo", *nightly("dapo", "bnpo")])
 def test_the_unit_of_the_loss_may_be_a_turn_which_lies_in_one_row(tmp_path, loss_type):
     assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit="turn"))
 
@@ -164,19 +171,17 @@ BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500, "grad
 @pytest.mark.parametrize(
     "options",
     [
-        {"gradient_accumulation_steps": 2},
         {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "loss_type": "dr_grpo"},
-        {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "loss_type": "luspo"},
-        {"update_layout": "grouped", "gradient_accumulation_steps": 2},
-        {"update_layout": "packed"},
-        {"update_layout": "shared", "gradient_accumulation_steps": 2, "loss_type": "grpo"},
-        {**BY_TOKENS, "loss_type": "grpo"},
-        {**BY_TOKENS, "loss_type": "dapo", "steps_per_generation": 2, "gradient_accumulation_steps": 4},
-        {**HALF, "gradient_accumulation_steps": 2, "loss_type": "grpo"},
-        {**HALF, **BY_TOKENS, "loss_type": "dr_grpo", "beta": 0.05},
-        {"truncated_trajectories": "mask", "max_turns": 2, "loss_type": "grpo", "gradient_accumulation_steps": 2},
         {**HALF, **BY_TOKENS, "loss_unit": "turn", "beta": 0.05},
-        {"truncated_trajectories": "mask", "max_turns": 2, "loss_unit": "turn", "update_layout": "packed"},
+        {"truncated_trajectories": "mask", "max_turns": 2, "loss_type": "grpo", "gradient_accumulation_steps": 2},
+        *nightly(
+            {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "loss_type": "luspo"},
+            {"update_layout": "grouped", "gradient_accumulation_steps": 2},
+            {"update_layout": "packed"},
+            {"update_layout": "shared", "gradient_accumulation_steps": 2, "loss_type": "grpo"},
+            {**BY_TOKENS, "loss_type": "dapo", "steps_per_generation": 2, "gradient_accumulation_steps": 4},
+            {**HALF, "gradient_accumulation_steps": 2, "loss_type": "grpo"},
+        ),
     ],
     ids=str,
 )
@@ -300,7 +305,7 @@ def test_old_log_probs_of_a_row_are_those_of_a_plain_forward_of_it(tmp_path):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
+@pytest.mark.parametrize("trainer_class", [MultiTurnGRPOTrainer, *nightly(MultiTurnPPOTrainer)])
 def test_a_window_is_trained_evaluated_logged_and_recorded(tmp_path, trainer_class):
     trainer = make_trainer(
         tmp_path, trainer=trainer_class, **WINDOW, max_steps=2, eval_dataset=questions(4), record_trajectories="jsonl",
@@ -324,7 +329,7 @@ def lengths(completion_ids, trajectory, **kwargs):
     return [len(ids) / 100 for ids in completion_ids]
 
 
-@pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
+@pytest.mark.parametrize("trainer_class", [MultiTurnPPOTrainer, *nightly(MultiTurnGRPOTrainer)])
 def test_summaries_are_trained_evaluated_logged_and_recorded(tmp_path, trainer_class):
     def script(rng, turn):  # every second one is a summary
         return say("x" * rng.randrange(1, 9)) if turn % 2 or rng.random() < 0.2 else call(a=rng.randrange(9), b=2)

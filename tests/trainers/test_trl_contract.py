@@ -114,23 +114,6 @@ def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
     assert ours == expected | added
 
 
-def test_attributes_that_are_read_exist(tmp_path):
-    trainer = make_trainer(tmp_path)
-    for name in (
-        "_metrics", "_tokenizer", "_is_vlm", "eos_token_ids", "reward_weights", "reward_func_names", "reward_funcs",
-        "num_generations", "num_generations_eval", "model_wrapped", "accelerator", "state", "_step",
-        "_buffered_inputs",
-        "use_vllm", "beta", "_logs", "ref_model", "aux_loss_enabled", "num_iterations", "tools", "environments",
-    ):  # fmt: skip
-        assert hasattr(trainer, name), name
-
-
-def test_the_constructors_arguments_stand_where_ours_names_them():
-    names = list(inspect.signature(GRPOTrainer.__init__).parameters)
-    assert names[:6] == ["self", "model", "reward_funcs", "args", "train_dataset", "eval_dataset"]
-    assert {"tools", "environment_factory", "rollout_func", "reward_processing_classes"} <= set(names[6:])
-
-
 def test_environments_reach_the_reward_functions():
     assert 'reward_kwargs["environments"] = self.environments' in source("_calculate_rewards")
 
@@ -176,11 +159,6 @@ def test_a_step_that_the_optimizer_skipped_leaves_the_schedule_alone():
 def test_the_reference_is_synced_from_what_parameters_yields():
     assert "model.parameters()" in inspect.getsource(SyncRefModelCallback._sync_target_model)
     assert "self.sync_target_model(model, self.ref_model" in inspect.getsource(SyncRefModelCallback.on_step_end)
-
-
-def test_the_trainer_saves_and_loads_where_the_overrides_stand():
-    for name in ("_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "save_model"):
-        assert callable(getattr(Trainer, name)), name
 
 
 def test_a_checkpoint_is_written_by_the_methods_that_are_contained():

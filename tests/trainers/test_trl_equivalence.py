@@ -4,6 +4,7 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     PlainEnv,
@@ -44,16 +45,17 @@ def trl_trainer(model, args, samples):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"loss_type": "grpo"},
-        {"loss_type": "bnpo", "scale_rewards": "batch"},
-        {"loss_type": "dr_grpo", "scale_rewards": "none"},
-        {"loss_type": "cispo", "epsilon_high": 0.3},
-        {"loss_type": "sapo"},
         {"beta": 0.04},
-        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
-        {"top_entropy_quantile": 0.5},
+        {"loss_type": "bnpo", "scale_rewards": "batch"},
         {"steps_per_generation": 2, "num_iterations": 2},
+        *nightly(
+            {"loss_type": "grpo"},
+            {"loss_type": "dr_grpo", "scale_rewards": "none"},
+            {"loss_type": "cispo", "epsilon_high": 0.3},
+            {"loss_type": "sapo"},
+            {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+            {"top_entropy_quantile": 0.5},
+        ),
     ],
     ids=str,
 )

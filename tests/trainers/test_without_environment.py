@@ -6,6 +6,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.toys import say
 from tests.trainers.helpers import make_args, make_policy, questions, scored_batch, scripted
@@ -44,15 +45,16 @@ def logs(trainer):
     return trainer.state.log_history
 
 
-@pytest.mark.parametrize("config_class", [GRPOConfig, MultiTurnGRPOConfig])
 @pytest.mark.parametrize(
-    "options",
+    ("config_class", "options"),
     [
-        {},
-        {"max_completion_length": None, "top_p": 0.9},
-        {"steps_per_generation": 2, "num_iterations": 2, "multi_objective_aggregation": "normalize_then_sum"},
+        (GRPOConfig, {"max_completion_length": None, "top_p": 0.9}),
+        *nightly(
+            (MultiTurnGRPOConfig, {}),
+            (MultiTurnGRPOConfig, {"steps_per_generation": 2, "num_iterations": 2}),
+            (GRPOConfig, {"steps_per_generation": 2, "multi_objective_aggregation": "normalize_then_sum"}),
+        ),
     ],
-    ids=["defaults", "sampling", "off policy"],
 )
 def test_the_run_is_trls_bit_for_bit(tmp_path, config_class, options):
     expected, expected_logs = train(GRPOTrainer, tmp_path / "trl", GRPOConfig, **options)
