@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from agent_r1_trl.update.importance import ratio_by_turn, sampling_ratio
+from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio
 from tests.trainers.helpers import make_args, make_trainer, scored_batch
 
 NAN = float("nan")
@@ -54,16 +54,11 @@ def test_bounds_cut_or_drop_the_whole_unit():
     assert dropped.tolist() == pytest.approx([0, 0, 1, 1, 0, 0, 1])
 
 
-def test_an_unknown_unit_is_named():
-    with pytest.raises(ValueError, match=r"unit='word'.*'token', 'turn', 'sequence'"):
-        sampling_ratio(DIFFERENCE, MASK, TURNS, unit="word")
-
-
-def test_the_mismatch_is_summed_by_turn_over_action_tokens():
-    sums = ratio_by_turn(DIFFERENCE, MASK, TURNS)
-    assert set(sums) == {0, 1}
-    assert sums[0] == (pytest.approx(math.exp(0.1) + math.exp(0.3) + math.exp(0.7)), 3)
-    assert sums[1][1] == 2
+def test_the_mismatch_is_a_mean_by_turn_over_action_tokens():
+    found = mismatch_metrics(DIFFERENCE, MASK, TURNS)
+    first, second = [0.1, 0.3, 0.7], [-0.2, -0.4]
+    expected = [sum(map(math.exp, values)) / len(values) for values in (first, second)]
+    assert found == {f"sampling/ratio_turn_{turn}": pytest.approx(value) for turn, value in enumerate(expected)}
 
 
 def with_sampler_noise(tmp_path, **options):

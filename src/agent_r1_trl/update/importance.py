@@ -7,6 +7,8 @@ ratios is dominated by noise; here a turn can be the unit, and the mean of the l
 
 from __future__ import annotations
 
+import math
+
 import torch
 from accelerate.utils import gather_object
 
@@ -38,55 +40,39 @@ def sampling_ratio(
     Returns:
         (B, T), exactly 1 at mask 0.
 
-    Raises:
-        ValueError: for an unknown unit.
-
     >>> half = torch.tensor([[0.5]]).log().expand(1, 3)
     >>> ids = torch.tensor([[0, 0, 1]])
     >>> sampling_ratio(half, torch.ones(1, 3), ids, unit="turn").tolist()
     [[0.25, 0.25, 0.5]]
     """
-    if unit not in UNITS:
-        raise ValueError(f"unit={unit!r} is not one of {', '.join(map(repr, UNITS))}. Set unit to one of them.")
     keep = mask.bool()
     logs = torch.where(keep, difference.double().nan_to_num(0.0), 0.0)  # (B, T)
     if unit != "token":
-        index = turn_ids.clamp(min=0) if unit == "turn" else torch.zeros_like(turn_ids)  # (B, T)
+        index = {"turn": turn_ids.clamp(min=0), "sequence": torch.zeros_like(turn_ids)}[unit]  # (B, T)
         sums = torch.zeros_like(logs).scatter_add(1, index, logs)  # (B, T): by unit, of which there are at most T
         if length_normalized:
             sums = sums / torch.zeros_like(logs).scatter_add(1, index, keep.double()).clamp(min=1)
         logs = sums.gather(1, index)
     ratio = logs.exp()
-    low, high = bounds
-    if is_masked:
-        outside = torch.zeros_like(keep)
-        outside = outside | (ratio < low) if low is not None else outside
-        outside = outside | (ratio > high) if high is not None else outside
-        ratio = torch.where(outside, 0.0, ratio)
-    elif low is not None or high is not None:
-        ratio = ratio.clamp(low, high)
-    return torch.where(keep, ratio, 1.0).to(difference.dtype)
-
-
-def ratio_by_turn(
-    difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor
-) -> dict[int, tuple[float, int]]:
-    """Turn index -> (sum over its tokens of exp(difference), number of tokens): later turns drift further."""
-    keep = mask.bool() & ~difference.isnan()
-    ratios = difference.double().exp()
-    sums = {}
-    for turn in turn_ids[keep].unique().tolist():
-        here = keep & (turn_ids == turn)
-        sums[int(turn)] = (ratios[here].sum().item(), int(here.sum()))
-    return sums
+    low, high = (limit if bound is None else bound for bound, limit in zip(bounds, (0.0, math.inf), strict=True))
+    bounded = torch.where((ratio < low) | (ratio > high), 0.0, ratio) if is_masked else ratio.clamp(low, high)
+    return torch.where(keep, bounded, 1.0).to(difference.dtype)
 
 
 def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor) -> dict[str, float]:
-    """Mean ratio of the trainer's probability to the sampler's, turn by turn, over the rows of all ranks."""
-    sums: dict[int, list[float]] = {}
-    for local in gather_object([ratio_by_turn(difference, mask, turn_ids)]):
-        for turn, (total, count) in local.items():
-            entry = sums.setdefault(turn, [0.0, 0])
-            entry[0] += total
-            entry[1] += count
-    return {f"sampling/ratio_turn_{turn}": total / count for turn, (total, count) in sorted(sums.items())}
+    """Mean ratio of the trainer's probability to the sampler's, turn by turn, over the rows of all ranks.
+
+    Later turns drift further.
+    """
+    keep = mask.bool() & ~difference.isnan()
+    ratios = difference.double().exp()
+    own: dict[int, tuple[float, int]] = {}
+    metrics: dict[str, float] = {}
+    for turn in turn_ids[keep].unique().tolist():
+        of_turn = ratios[keep & (turn_ids == turn)]
+        own[turn] = of_turn.sum().item(), len(of_turn)
+    ranks = gather_object([own])
+    for turn in sorted({turn for one in ranks for turn in one}):
+        sums, counts = zip(*(one[turn] for one in ranks if turn in one), strict=True)
+        metrics[f"sampling/ratio_turn_{turn}"] = sum(sums) / sum(counts)
+    return metrics
