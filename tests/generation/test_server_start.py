@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
-from agent_r1_trl.generation.vllm import find_servers
+from agent_r1_trl.generation.vllm import server_routes
 from tests.fake_vllm import FakeServer
 from tests.servers import free_port, send_json
 
@@ -110,14 +110,14 @@ def test_a_server_without_the_worker_extension_says_how_to_start_it():
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.5"])
 def test_development_routes_that_a_network_can_reach_are_warned_of(address, monkeypatch, caplog):
-    monkeypatch.setattr(find_servers, "_addresses_of", lambda host: [ipaddress.ip_address(address)])
+    monkeypatch.setattr(server_routes, "_addresses_of", lambda host: [ipaddress.ip_address(address)])
     with FakeServer() as server:
         start(server.url).close()
     assert ("development routes" in caplog.text) == (address == "10.0.0.5")
 
 
 def test_development_routes_at_a_public_address_are_refused_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(find_servers, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
+    monkeypatch.setattr(server_routes, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
     with FakeServer() as server:
         with pytest.raises(GenerationError, match=r"servers\.allow_public=True"):
             start(server.url)
@@ -125,6 +125,6 @@ def test_development_routes_at_a_public_address_are_refused_unless_asked_for(mon
 
 
 def test_a_public_server_of_adapters_without_development_routes_is_fine(monkeypatch):
-    monkeypatch.setattr(find_servers, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
+    monkeypatch.setattr(server_routes, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
     with Stub(READY, (404, {"detail": "Not Found"})) as server:
         start(server.url).close()

@@ -24,7 +24,7 @@ from accelerate.utils.environment import get_int_from_env
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, find_estimator
 from agent_r1_trl.features import FEATURES, feature, has_feature, mappings_of
-from agent_r1_trl.generation.vllm.find_servers import check_urls
+from agent_r1_trl.generation.vllm.server_routes import check_urls
 from agent_r1_trl.objects import OwnObject, own_object
 from agent_r1_trl.rollout.context_policies import find_policy, has_row_per_turn
 from agent_r1_trl.rollout.limits import find_limit_problems

@@ -23,12 +23,7 @@ from typing import Any
 
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
-from agent_r1_trl.generation.vllm.server_routes import (
-    UnfitServerError,
-    hello,
-    identity_of,
-    refusal_of,
-)
+from agent_r1_trl.generation.vllm.server_routes import UnfitServerError, hello, identity_of, refusal_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +49,7 @@ class Server:
     """Which processes hold the weights of the last sync; None while it is left out."""
     reason: str = ""
     """Why it is left out."""
-    num_waiting: int = 0
-    """Number of requests that wait for its answer."""
-    silence: asyncio.Future[str] | None = field(default=None, repr=False)
-    watch: asyncio.Task[None] | None = field(default=None, repr=False)
+    health: asyncio.Task[Any] | None = field(default=None, repr=False)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     next_check: asyncio.Task[str | None] | None = field(default=None, repr=False)
     comeback: asyncio.Task[None] | None = field(default=None, repr=False)
@@ -85,11 +77,9 @@ class Fleet:
         """Gives a server the weights of the last sync; None where this rank cannot."""
         self.may_be_restored = False
         """Whether any rank can."""
-        self._num_losses = 0
-        self._num_discarded = 0
         self.health_timeout_s = health_timeout_s
         self.retry_window_s = retry_window_s
-        self._num_pending = 0
+        self._num_losses = self._num_discarded = self._num_pending = 0
         self._lost_at = 0.0  # when the last server was left out
         self._has_servers = asyncio.Event()
         self._has_servers.set()
@@ -168,7 +158,8 @@ class Fleet:
             HTTPError: the server did not answer, or not with 2xx.
             _UnprovenError: it did, but perhaps not with the weights of the last sync.
         """
-        identity, name = server.identity, self.model_of(server)
+        identity = server.identity
+        name = self.weights if self.is_adapter and self.weights is not None else server.model
         answer = await self._answer_of_the_living(server, body | {"model": name})
         if self.weights is None:
             return answer
@@ -184,40 +175,23 @@ class Fleet:
             raise _UnprovenError("it was restarted and no longer has the weights of the last sync")
         return answer
 
-    def model_of(self, server: Server) -> str:
-        """The model that a request to the server names."""
-        return self.weights if self.is_adapter and self.weights is not None else server.model
-
     async def _answer_of_the_living(self, server: Server, body: dict[str, Any]) -> Any:
         """The answer, however long it takes while the server answers health checks."""
-        if server.watch is None or server.watch.done():
-            server.silence = asyncio.get_running_loop().create_future()
-            server.watch = asyncio.create_task(self._watch(server, server.silence))
-        silence = server.silence
-        assert silence is not None
         request = asyncio.create_task(self._http.request("POST", f"{server.url}/v1/completions", body))
-        server.num_waiting += 1
         try:
-            await asyncio.wait({request, silence}, return_when=asyncio.FIRST_COMPLETED)
-            if not request.done():
-                raise HTTPError(silence.result())
+            while not (await asyncio.wait({request}, timeout=self.health_timeout_s / 2))[0]:
+                if server.health is None or server.health.done():  # requests that wait together share a check
+                    check = self._http.request("GET", f"{server.url}/health", timeout_s=self.health_timeout_s)
+                    server.health = asyncio.create_task(check)
+                try:
+                    await asyncio.shield(server.health)
+                except HTTPError as error:
+                    # Any other status comes from something that lives.
+                    if error.status in (None, 503) and not request.done():
+                        raise HTTPError(f"the server does not answer its health check ({error})") from error
             return request.result()
         finally:
-            server.num_waiting -= 1
             request.cancel()
-
-    async def _watch(self, server: Server, silence: asyncio.Future[str]) -> None:
-        """Tell the requests that wait for a server when it no longer answers health checks."""
-        while server.num_waiting:
-            await asyncio.sleep(self.health_timeout_s / 2)
-            if not server.num_waiting:
-                return
-            try:
-                await self._http.request("GET", f"{server.url}/health", timeout_s=self.health_timeout_s)
-            except HTTPError as error:
-                if error.status in (None, 503):  # any other answer comes from something that lives
-                    silence.set_result(f"the server does not answer its health check ({error})")
-                    return
 
     async def _confirmed(self, server: Server) -> str | None:
         """`find_identity`, by a check that begins from now on; answers that came together share one."""
@@ -228,23 +202,20 @@ class Fleet:
     async def _check_next(self, server: Server) -> str | None:
         async with server.checking:  # while one check runs, the next one gathers answers
             server.next_check = None
-            return await self.find_identity(server)
+            return await self._find_identity(server)
 
-    # ---------------------------------------------------------------- who holds the weights
-
-    async def find_identity(self, server: Server, name: str | None = None) -> str | None:
-        """Which processes of the server hold the weights `name` (None: those of the last sync); None if not all do.
+    async def _find_identity(self, server: Server) -> str | None:
+        """Which processes of the server hold the weights of the last sync; None if not all do.
 
         Raises:
             HTTPError: it does not answer.
             UnfitServerError: it lacks the routes.
         """
-        name = self.weights if name is None else name
-        if name is None or self.is_adapter:
-            models = await self._http.request("GET", f"{server.url}/v1/models", timeout_s=self.health_timeout_s)
-            is_there = name is None or name in [entry["id"] for entry in models["data"]]
-            return (name or _AS_STARTED) if is_there else None
-        return identity_of(await hello(self._http, server.url, timeout_s=self.health_timeout_s), name)
+        if self.weights is not None and not self.is_adapter:
+            return identity_of(await hello(self._http, server.url, timeout_s=self.health_timeout_s), self.weights)
+        models = await self._http.request("GET", f"{server.url}/v1/models", timeout_s=self.health_timeout_s)
+        is_there = self.weights is None or self.weights in [entry["id"] for entry in models["data"]]
+        return (self.weights or _AS_STARTED) if is_there else None
 
     # ---------------------------------------------------------------- losing servers, and getting them back
 
@@ -275,19 +246,18 @@ class Fleet:
         """Take the server in again as soon as it holds the weights; give up where nobody can give it any."""
         while not self._is_paused:
             try:
-                identity = await self.find_identity(server)
+                identity = await self._find_identity(server)
                 if identity is None and not self.may_be_restored:
                     return
                 if identity is None and self.restore is not None and self._num_pending:
                     server.is_restoring = True
                     await self.restore(server)
-                    identity = await self.find_identity(server)
+                    identity = await self._find_identity(server)
             except UnfitServerError as error:
                 server.reason = str(error)
                 return
             except (HTTPError, GenerationError, OSError) as error:
-                server.reason = str(error)
-                identity = None
+                server.reason, identity = str(error), None
             finally:
                 server.is_restoring = False
             if identity is not None and not self._is_paused:
@@ -300,11 +270,11 @@ class Fleet:
     async def pause(self) -> None:
         """End the attempts to bring servers back; one that is sending weights is waited for."""
         self._is_paused = True
-        tasks = [server.comeback for server in self.servers.values() if server.comeback is not None]
-        for server in self.servers.values():
-            if server.comeback is not None and not server.is_restoring:
-                server.comeback.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        attempts = [(server, server.comeback) for server in self.servers.values() if server.comeback is not None]
+        for server, comeback in attempts:
+            if not server.is_restoring:
+                comeback.cancel()
+        await asyncio.gather(*(comeback for _, comeback in attempts), return_exceptions=True)
 
     async def resume(self, weights: str, found: Found, *, is_adapter: bool) -> None:
         """Sample from the servers that hold `weights` after a sync; the others may still come back."""
@@ -312,12 +282,10 @@ class Fleet:
         for server in self.servers.values():
             was_in = server.identity is not None
             server.identity, server.reason = found[server.url]
-            if server.identity is not None:
-                continue
-            if was_in:
-                self._num_losses += 1
-            logger.warning("The vLLM server %s is left out until the next sync: %s", server.url, server.reason)
-            server.comeback = asyncio.create_task(self._bring_back(server))
+            if server.identity is None:
+                self._num_losses += was_in
+                logger.warning("The vLLM server %s is left out until the next sync: %s", server.url, server.reason)
+                server.comeback = asyncio.create_task(self._bring_back(server))
         self._note_servers()
 
     def take_counts(self) -> dict[str, float]:

@@ -19,16 +19,12 @@ _SPARE_CONNECTIONS = 4  # for checks of a server whose other connections all wai
 
 
 class HTTPError(RuntimeError):
-    """An answer that is not 2xx, or none at all.
-
-    Args:
-        message: names the URL and what the server said.
-        status: of the answer; None without one.
-    """
+    """An answer that is not 2xx, or none at all; the message names the URL and what the server said."""
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
+        """Of the answer; None without one."""
 
     @property
     def is_passing(self) -> bool:
@@ -65,12 +61,6 @@ class HTTPClient:
 
     async def request(self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         """The answer's JSON (None if it is empty or, as from vLLM's LoRA routes, a plain sentence).
-
-        Args:
-            method: GET or POST.
-            url: of the route.
-            body: JSON.
-            timeout_s: seconds to wait for the answer; None for the client's own.
 
         Raises:
             HTTPError: no answer in time, none at all, or one that is not 2xx.

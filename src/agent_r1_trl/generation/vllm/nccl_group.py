@@ -55,14 +55,7 @@ def reason_against(trainer: dict[str, str] | None, workers: list[dict[str, str] 
 
 
 class NCCLGroup:
-    """One member of a group; member 0, the trainer, sends to all others.
-
-    Args:
-        rank: of this member.
-        size: number of members.
-        device: GPU of this member.
-        timeout_s: seconds after which a call gives up.
-    """
+    """One member of a group; member 0, the trainer, sends to all others. A call gives up after `timeout_s`."""
 
     def __init__(self, rank: int, size: int, device: torch.device, *, timeout_s: float):
         self._rank, self._size, self._device = rank, size, device
@@ -86,10 +79,7 @@ class NCCLGroup:
         self._within_limit(lambda: self._meet(number))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors to the other members, or receive into them; returns when they are there.
-
-        Args:
-            tensors: contiguous, on the group's device.
+        """Send contiguous tensors on the group's device, or receive into them; returns when they are there.
 
         Raises:
             GroupError: see there; the group is closed.

@@ -9,10 +9,8 @@ Each sync gives the weights a new name, which a server proves to hold (`fleet.py
 breaks off is left out; a sync fails only when no server is left, or when one is unfit from the start. A server that
 was restarted gets the weights again in the rollout.
 
-Covered here: requests, log-probabilities of given ids, adapter or whole weights, who takes part and how, what the
-ranks must agree on. Not covered: which servers are sampled from (`fleet.py`), the transfer of whole weights
-(`weight_transfer.py`, `worker_extension.py`), HTTP (`http_client.py`, `server_routes.py`), starting a server
-(`docs/serving.md`).
+Not covered: which servers are sampled from (`fleet.py`), the transfer of whole weights (`weight_transfer.py`,
+`worker_extension.py`), starting a server (`docs/serving.md`).
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ from agent_r1_trl.generation.base import (
     check_request,
     current_slot,
 )
-from agent_r1_trl.generation.vllm.find_servers import check_exposure, check_urls, wait_for_servers
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.vllm.nccl_group import GroupError, describe_gpu, reason_against
@@ -50,10 +47,13 @@ from agent_r1_trl.generation.vllm.server_routes import (
     NoAdaptersError,
     UnfitServerError,
     ask_each,
+    check_exposure,
+    check_urls,
     hello,
     identity_of,
     load_adapter,
     reset_prefix_cache,
+    wait_for_servers,
 )
 from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightTransfer
 from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
@@ -108,13 +108,13 @@ class VLLMServerGenerator(Generator):
         may_restore: bool = False,
         allow_public: bool = False,
     ) -> None:
-        self.urls = check_urls(urls)
+        self.urls, self._rank = check_urls(urls), own_rank()
         self._stop_token_ids = sorted(stop_token_ids)
         self._http = HTTPClient(max_connections=max_connections, timeout_s=request_timeout_s)
-        self._next_place = itertools.count(own_rank())  # ranks start at different servers
+        self._next_place = itertools.count(self._rank)  # ranks start at different servers
         try:
             models = self._http.run(wait_for_servers(self._http, self.urls, startup_timeout_s))
-            exposure = check_exposure(self._http, self.urls, allow_public=allow_public, may_warn=own_rank() == 0)
+            exposure = check_exposure(self._http, self.urls, allow_public=allow_public, may_warn=self._rank == 0)
             self._http.run(exposure)
         except GenerationError:
             self._http.close()
@@ -125,7 +125,6 @@ class VLLMServerGenerator(Generator):
         self._fleet = Fleet(self._http, names, health_timeout_s=health_timeout_s, retry_window_s=retry_window_s)
         self._adapter_dir = Path(adapter_dir).resolve() if adapter_dir is not None else None
         self._way, self._timeout_s, self._may_restore = weight_transfer, sync_timeout_s, may_restore
-        self._rank = own_rank()
         self._run_name = agreed(f"agent-r1-{uuid.uuid4().hex[:8]}")
         self._weights_folder = Path(weights_dir or tempfile.gettempdir()).resolve() / self._run_name
         self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
@@ -148,15 +147,10 @@ class VLLMServerGenerator(Generator):
             GenerationError: no server answered, or one refused the request (`RefusedRequestError`).
         """
         check_request(prompt_ids, max_tokens)
-        body = {
+        body = vars(params) | {
             "prompt": prompt_ids,
             "max_tokens": max_tokens,
             "seed": seed,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "repetition_penalty": params.repetition_penalty,
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": 0,  # of the sampled id only
@@ -179,9 +173,9 @@ class VLLMServerGenerator(Generator):
     def close(self) -> None:
         """Cancel what is in flight, close the connections and remove our files; the servers go on."""
         self._http.run(self._fleet.pause())
-        if self._fleet.is_adapter and self._rank == 0:
-            shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
         if self._rank == 0:
+            if self._fleet.is_adapter:
+                shutil.rmtree(self._folder(self._fleet.weights), ignore_errors=True)
             shutil.rmtree(self._weights_folder, ignore_errors=True)
         self._http.close()
 
@@ -218,10 +212,8 @@ class VLLMServerGenerator(Generator):
         except Exception as caught:
             error = caught
         value, message = agreed((value, None if error is None else str(error)))
-        if error is not None:
-            raise error
-        if message is not None:
-            raise GenerationError(message)
+        if error is not None or message is not None:
+            raise error or GenerationError(message)
         return value
 
     async def _until_one_takes(self, action: Callable[[str], Any]) -> dict[str, tuple[Any, str]]:
@@ -234,15 +226,19 @@ class VLLMServerGenerator(Generator):
         deadline = time.monotonic() + self._fleet.retry_window_s
         while True:
             found, failures = await ask_each(self._fleet.servers, action)
-            for error in failures.values():
-                if isinstance(error, UnfitServerError) and self._fleet.weights is None:
-                    raise error
+            self._refuse_unfit(failures)
             reasons = {url: str(error) for url, error in failures.items()}
             if found:
                 return {url: (found.get(url), reasons.get(url, "")) for url in self._fleet.servers}
             if time.monotonic() > deadline or (self.is_cut is not None and self.is_cut.is_set()):
                 raise GenerationError(self._fleet.explain(reasons))
             await asyncio.sleep(_POLL_S)
+
+    def _refuse_unfit(self, failures: dict[str, Exception]) -> None:
+        """Raise the error of a server that was unfit from the start."""
+        for error in failures.values():
+            if isinstance(error, UnfitServerError) and self._fleet.weights is None:
+                raise error
 
     # ---------------------------------------------------------------- adapters
 
@@ -273,7 +269,7 @@ class VLLMServerGenerator(Generator):
         return self._led(serve)
 
     async def _load(self, url: str, name: str) -> str:
-        await load_adapter(self._http, url, name, str(self._folder(name)))
+        await load_adapter(self._http, url, name, self._folder(name))
         if self._fleet.weights is not None:
             with contextlib.suppress(HTTPError):  # a server that was restarted does not have the old one
                 await self._http.request("POST", f"{url}/v1/unload_lora_adapter", {"lora_name": self._fleet.weights})
@@ -332,61 +328,44 @@ class VLLMServerGenerator(Generator):
         return reason_against(self._gpu, [worker["gpu"] for worker in workers])
 
     def _send(self, weights: Iterable[Named], workers: Workers, name: str, *, is_complete: bool) -> Found:
-        """Send to the servers of these workers, and see which of them hold the weights then.
-
-        Always iterates over all weights: where they are sharded, the other ranks do.
-        """
-        transfer = WeightTransfer(self._http, name, self._weights_folder, timeout_s=self._timeout_s)
-        weights = iter(weights)
-        try:
-            self._http.run(transfer.each(lambda url: self._begin(transfer, url, workers[url]), workers))
-            transfer.send(weights, self._device)
-            found = self._http.run(transfer.each(lambda url: self._end(transfer, url, name, is_complete)))
-        finally:
-            for _ in weights:
-                pass
-            transfer.close()
-        for url, error in transfer.failures.items():
-            if isinstance(error, UnfitServerError) and self._fleet.weights is None:
-                raise error
+        """Send to the servers of these workers, over NCCL where that can be, and see which hold the weights then."""
+        transfer = WeightTransfer(self._http, name, self._weights_folder, self._device, timeout_s=self._timeout_s)
+        sizes = {url: (len(found), self._reason_against_nccl(found) is None) for url, found in workers.items()}
+        received = transfer.send(weights, sizes, is_complete=is_complete)
+        found, failures = self._http.run(ask_each(received, lambda url: self._finalize(url, name)))
+        failures |= transfer.failures
+        self._refuse_unfit(failures)
+        for url, error in failures.items():
             fix = f". {NO_NCCL}" if isinstance(error, GroupError) else ""
             found[url] = (None, f"the weight transfer broke ({error}{fix})")
         return found
 
-    async def _begin(self, transfer: WeightTransfer, url: str, workers: list[dict[str, Any]]) -> None:
-        """Begin over NCCL if that can be, else through the folder."""
-        device = self._device if self._reason_against_nccl(workers) is None else None
-        await transfer.begin(url, len(workers), device)
-
-    async def _end(self, transfer: WeightTransfer, url: str, name: str, is_complete: bool) -> tuple[str | None, str]:
+    async def _finalize(self, url: str, name: str) -> tuple[str | None, str]:
         """Which processes of a server hold the weights, checked last of all; or None and why not."""
-        await transfer.end(url, is_complete=is_complete)
         await reset_prefix_cache(self._http, url, timeout_s=self._fleet.health_timeout_s)
         identity = identity_of(await hello(self._http, url, timeout_s=self._fleet.health_timeout_s), name)
         return identity, "" if identity is not None else "it was restarted during the weight sync"
 
-    # ---------------------------------------------------------------- in a rollout
-
     async def _restore(self, server: Server) -> None:
-        """Give a server that was restarted the weights of the last sync.
+        """Give a server that was restarted in a rollout the weights of the last sync.
 
         Raises:
             HTTPError: it does not answer.
             GenerationError: it could not take them.
         """
+        name = str(self._fleet.weights)
         if self._fleet.is_adapter:
-            name = str(self._fleet.weights)
-            await load_adapter(self._http, server.url, name, str(self._folder(name)))
+            await load_adapter(self._http, server.url, name, self._folder(name))
             return
-        workers = await self._hello(server.url)
-        identity, reason = await asyncio.to_thread(self._send_again, server.url, workers)
+        workers = {server.url: await self._hello(server.url)}
+
+        def send_again() -> Found:
+            with torch.no_grad():
+                return self._send(policy_weights(self._model), workers, name, is_complete=True)
+
+        identity, reason = (await asyncio.to_thread(send_again))[server.url]
         if identity is None:
             raise GenerationError(reason)
-
-    def _send_again(self, url: str, workers: list[dict[str, Any]]) -> tuple[str | None, str]:
-        with torch.no_grad():
-            weights = policy_weights(self._model)
-            return self._send(weights, {url: workers}, str(self._fleet.weights), is_complete=True)[url]
 
 
 def _as_generation(choice: dict[str, Any]) -> Generation:

@@ -1,28 +1,38 @@
-"""What the trainer asks a vLLM server besides completions: its workers, adapters, cache and scores.
+"""What the trainer asks a vLLM server besides completions: its model, its workers, adapters and cache.
 
-Covered here: one request each, and what a refusal means. Not covered: which servers are used (`fleet.py`).
+Covered here: one request each, what a refusal means, and who else can reach a server. Not covered: which servers are
+sampled from (`fleet.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Iterable
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from agent_r1_trl.generation.base import GenerationError, RefusedRequestError, RequestTooLongError
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 
+logger = logging.getLogger(__name__)
+
 PROTOCOL = 4
 """Version of the requests to the worker extension; trainer and server must have the same."""
-_WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
-_SAME_MODEL = "It must run the policy's architecture, vocabulary size included: start it with the trainer's model."
-_ADAPTERS_ONLY = (
-    "It was started with --enable-lora and can take adapters only. For LoRA start every server with --enable-lora and "
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save start all without."
-)
 NO_NCCL = "servers.weight_transfer='folder' does without NCCL."
+_WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
+_FIXES = {
+    ".base_layer.": "It was started with --enable-lora and can take adapters only. For LoRA start every server with "
+    "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save "
+    "start all without.",
+    "GroupError": NO_NCCL,
+    "": "It must run the policy's architecture, vocabulary size included: start it with the trainer's model.",
+}
+"""Part of what a worker says when it cannot load weights -> fix; the first that fits."""
 _TOO_LONG = ("maximum context length", "maximum model length")  # of vLLM's messages
 
 Result = TypeVar("Result")
@@ -36,15 +46,109 @@ class NoAdaptersError(UnfitServerError):
     """A server without the route that loads adapters."""
 
 
+# -------------------------------------------------------------------- before the first request
+
+
+def check_urls(urls: Sequence[str]) -> list[str]:
+    """The URLs without a slash at the end.
+
+    Raises:
+        ValueError: no URL is given, one is not a URL, or one is given twice.
+    """
+    cleaned = [url.rstrip("/") for url in urls]
+    wrong = [url for url in cleaned if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
+    if wrong or not cleaned or len(set(cleaned)) < len(cleaned):
+        problem = f"{wrong[0]!r} is no URL of a server" if wrong else "it must name at least one server, and each once"
+        raise ValueError(f"servers.urls={list(urls)}: {problem}. Give URLs such as http://127.0.0.1:8000.")
+    return cleaned
+
+
+async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """URL -> the server's base model as it describes it (`id`, `max_model_len`), once all have answered.
+
+    Raises:
+        GenerationError: one does not answer within `timeout_s`, or is not a vLLM server.
+    """
+    waiting = {url: f"{url}: no answer" for url in urls}  # URL -> what it said last
+
+    async def model_of(url: str) -> dict[str, Any]:
+        while True:
+            try:
+                model = (await http.request("GET", f"{url}/v1/models"))["data"][0]
+                _ = model["id"]
+                del waiting[url]
+                return model
+            except (TypeError, LookupError, HTTPError) as error:
+                if not isinstance(error, HTTPError) or not error.is_passing:
+                    reason = str(error) if isinstance(error, HTTPError) else "names no model"
+                    raise GenerationError(
+                        f"{url} is not a vLLM server, or has the wrong port: {reason}. Set servers.urls to the "
+                        "addresses that `vllm serve` printed."
+                    ) from error
+                if waiting[url] != str(error):
+                    logger.warning("Waiting up to %g s for the vLLM server: %s", timeout_s, error)
+                waiting[url] = str(error)
+                await asyncio.sleep(0.5)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            models = await asyncio.gather(*(model_of(url) for url in urls))
+    except TimeoutError as error:
+        raise GenerationError(
+            f"Not every server of {', '.join(urls)} answered within {timeout_s:g} s "
+            f"({'; '.join(waiting.values())}). Start them first (docs/serving.md), or raise vllm_server_timeout."
+        ) from error
+    return dict(zip(urls, models, strict=True))
+
+
+async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public: bool, may_warn: bool = True) -> None:
+    """Look at who else can reach the development routes of the servers, which have no password.
+
+    Args:
+        http: client for the requests.
+        urls: of the servers.
+        allow_public: whether public addresses are meant.
+        may_warn: about addresses in a private network; False on all ranks but one.
+
+    Raises:
+        GenerationError: a server with these routes has a public address, and `allow_public` is off.
+    """
+    for url in urls:
+        try:
+            await http.request("GET", f"{url}/is_sleeping", timeout_s=10.0)
+        except HTTPError:
+            continue  # it has no such routes, as a server of adapters need not
+        addresses = await asyncio.to_thread(_addresses_of, str(urlsplit(url).hostname))
+        if any(address.is_global for address in addresses) and not allow_public:
+            raise GenerationError(
+                f"servers.urls: {url} has a public address and open development routes (VLLM_SERVER_DEV_MODE=1), "
+                "with which anybody can replace its weights. Reach it through a private network or an SSH tunnel, or "
+                "set servers.allow_public=True if a firewall keeps others out."
+            )
+        if may_warn and not all(address.is_loopback for address in addresses):
+            logger.warning(
+                "The development routes of %s can be reached from its network, and have no password: whoever calls "
+                "them can replace the weights. docs/serving.md says how to keep others out.",
+                url,
+            )
+
+
+def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
+    return [ipaddress.ip_address(address) for address in found]
+
+
+# -------------------------------------------------------------------- requests
+
+
 async def ask_each(
     urls: Iterable[str], action: Callable[[str], Awaitable[Result]]
 ) -> tuple[dict[str, Result], dict[str, Exception]]:
     """URL -> what an action returns for the server, and URL -> what went wrong; all servers at once."""
     urls = list(urls)
-    answers = await asyncio.gather(*(action(url) for url in urls), return_exceptions=True)
     found: dict[str, Result] = {}
     failures: dict[str, Exception] = {}
-    for url, answer in zip(urls, answers, strict=True):
+    for url, answer in zip(urls, await asyncio.gather(*map(action, urls), return_exceptions=True), strict=True):
         if isinstance(answer, (HTTPError, GenerationError, OSError)):
             failures[url] = answer
         elif isinstance(answer, BaseException):
@@ -79,12 +183,11 @@ async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_
             f"--worker-extension-cls {_WORKER}; see docs/serving.md."
         ) from error
     results = [item if isinstance(item, dict) else json.loads(item) for item in (answer or {}).get("results", ())]
-    errors = sorted({item["error"] for item in results if "error" in item})
+    errors = "; ".join(sorted({item["error"] for item in results if "error" in item}))
     if errors or not results:
-        said = "".join(errors)
-        fix = _ADAPTERS_ONLY if ".base_layer." in said else NO_NCCL if "GroupError" in said else _SAME_MODEL
+        fix = next(fix for words, fix in _FIXES.items() if words in errors)
         raise UnfitServerError(
-            f"The server {url} could not load the policy's weights ({'; '.join(errors) or 'no answer'}). {fix}"
+            f"The server {url} could not load the policy's weights ({errors or 'no answer'}). {fix}"
         )
     return results
 
@@ -102,9 +205,8 @@ async def hello(http: HTTPClient, url: str, path: Path | None = None, *, timeout
     return workers
 
 
-def identity_of(workers: Iterable[dict[str, Any]], weights: str) -> str | None:
+def identity_of(workers: Sequence[dict[str, Any]], weights: str) -> str | None:
     """The processes of the workers if all of them hold these weights, else None."""
-    workers = list(workers)
     if any(worker["weights"] != weights for worker in workers):
         return None
     return "+".join(sorted(worker["process"] for worker in workers))
@@ -123,7 +225,7 @@ async def reset_prefix_cache(http: HTTPClient, url: str, *, timeout_s: float) ->
         raise HTTPError(f"{url} keeps its prefix cache, which was computed with older weights")
 
 
-async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> None:
+async def load_adapter(http: HTTPClient, url: str, name: str, folder: Path) -> None:
     """Have a server serve the adapter in `folder` as the model `name`.
 
     Raises:
@@ -132,7 +234,7 @@ async def load_adapter(http: HTTPClient, url: str, name: str, folder: str) -> No
         UnfitServerError: it could not load the adapter.
     """
     try:
-        await http.request("POST", f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        await http.request("POST", f"{url}/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
     except HTTPError as error:
         if error.status is None:
             raise

@@ -16,7 +16,7 @@ import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -28,7 +28,6 @@ CHUNK_BYTES = 256 * 2**20
 """How many bytes travel at a time, unless one weight has more."""
 _MEETING_S = 60.0
 
-Result = TypeVar("Result")
 Named = tuple[str, torch.Tensor]
 
 
@@ -39,94 +38,55 @@ class WeightTransfer:
         http: client for the requests.
         name: of the weights.
         folder: that the servers see which are not in an NCCL group; files are there only while they are read.
+        device: our GPU, if a server is reached over NCCL.
         timeout_s: seconds that a server may take over one chunk.
     """
 
-    def __init__(self, http: HTTPClient, name: str, folder: Path, *, timeout_s: float):
-        self._http = http
-        self._name = name
+    def __init__(self, http: HTTPClient, name: str, folder: Path, device: torch.device, *, timeout_s: float):
+        self._http, self._name, self._timeout_s = http, name, timeout_s
         self._folder = folder / uuid.uuid4().hex
-        self._timeout_s = timeout_s
+        self._device = device
         self._groups: dict[str, NCCLGroup | None] = {}  # URL of a server that takes part -> its group
         self.failures: dict[str, Exception] = {}
         """URL -> what broke the transfer to it."""
 
-    async def each(
-        self, action: Callable[[str], Awaitable[Result]], urls: Iterable[str] | None = None
-    ) -> dict[str, Result]:
-        """URL -> what an action returns for the server; those for which it fails are left behind.
+    def send(self, weights: Iterable[Named], sizes: dict[str, tuple[int, bool]], *, is_complete: bool) -> list[str]:
+        """Send every weight, in order, and return the URLs of the servers that have them now.
 
-        Args:
-            action: done for all servers at once.
-            urls: of them; None for all that take part.
-        """
-        found, failures = await ask_each(list(self._groups) if urls is None else urls, action)
-        for url, error in failures.items():
-            self._leave(url, error)
-        return found
-
-    async def begin(self, url: str, num_workers: int, device: torch.device | None) -> None:
-        """Let a server take part.
-
-        Args:
-            url: of the server.
-            num_workers: of it.
-            device: our GPU, for NCCL; None for the folder.
-
-        Raises:
-            HTTPError: the server does not answer.
-            UnfitServerError: it cannot take weights.
-            GroupError: NCCL cannot be used.
-        """
-        if device is None:
-            self._groups[url] = None
-            await self._ask(url, "agent_r1_begin", None)
-            return
-        group = self._groups[url] = NCCLGroup(0, num_workers + 1, device, timeout_s=_MEETING_S)
-
-        async def invite() -> None:
-            number = await asyncio.wrap_future(group.number)
-            about = {"number": number.hex(), "size": num_workers + 1, "timeout_s": _MEETING_S}
-            await self._ask(url, "agent_r1_begin", about)
-
-        await asyncio.gather(invite(), asyncio.to_thread(group.meet))  # the first that fails has the cause
-
-    def send(self, weights: Iterable[Named], device: torch.device) -> None:
-        """Send every weight, in order, to every server that takes part.
+        Always iterates over all weights: where they are sharded, the other ranks do.
 
         Args:
             weights: name and tensor; each is read before the next is asked for.
-            device: our GPU, if there are NCCL groups.
+            sizes: URL -> number of the server's workers, and whether NCCL reaches them.
+            is_complete: whether every weight of the model is among them.
         """
-        has_groups = any(group is not None for group in self._groups.values())
-        for chunk in chunks(weights, device if has_groups else torch.device("cpu")):
-            if has_groups and device.type == "cuda":  # threads read the copies
-                torch.cuda.synchronize(device)
-            file = self._written(chunk)
-            self._http.run(self.each(lambda url: self._load(url, chunk, file)))  # noqa: B023
-            if file is not None:
-                file.unlink()
-            if not self._groups:
-                return
+        weights = iter(weights)
+        try:
+            self._http.run(self._each(sizes, lambda url: self._begin(url, *sizes[url])))
+            has_groups = any(self._groups.values())
+            for chunk in chunks(weights, self._device if has_groups else torch.device("cpu")):
+                if has_groups and self._device.type == "cuda":  # threads read the copies
+                    torch.cuda.synchronize(self._device)
+                file = self._written(chunk)
+                self._http.run(self._each(self._groups, lambda url: self._load(url, chunk, file)))  # noqa: B023
+                if file is not None:
+                    file.unlink()
+                if not self._groups:
+                    break
+            self._http.run(self._each(self._groups, lambda url: self._ask(url, "agent_r1_end", is_complete)))
+            return list(self._groups)
+        finally:
+            for _ in weights:
+                pass
+            for url in list(self._groups):
+                self._leave(url)
+            shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def end(self, url: str, *, is_complete: bool) -> None:
-        """Have a server use what it got.
-
-        Args:
-            url: of the server.
-            is_complete: whether every weight of the model must have come.
-
-        Raises:
-            HTTPError: it does not answer.
-            UnfitServerError: a weight is missing.
-        """
-        await self._ask(url, "agent_r1_end", is_complete)
-
-    def close(self) -> None:
-        """Close the groups and remove the files."""
-        for url in list(self._groups):
-            self._leave(url)
-        shutil.rmtree(self._folder, ignore_errors=True)
+    async def _each(self, urls: Iterable[str], action: Callable[[str], Awaitable[None]]) -> None:
+        """Act for all servers at once; those for which it fails are left behind."""
+        _, failures = await ask_each(urls, action)
+        for url, error in failures.items():
+            self._leave(url, error)
 
     def _leave(self, url: str, error: Exception | None = None) -> None:
         if error is not None:
@@ -137,6 +97,20 @@ class WeightTransfer:
 
     async def _ask(self, url: str, method: str, *arguments: Any) -> None:
         await rpc(self._http, url, method, self._name, *arguments, timeout_s=self._timeout_s)
+
+    async def _begin(self, url: str, num_workers: int, is_over_nccl: bool) -> None:
+        if not is_over_nccl:
+            self._groups[url] = None
+            await self._ask(url, "agent_r1_begin", None)
+            return
+        group = self._groups[url] = NCCLGroup(0, num_workers + 1, self._device, timeout_s=_MEETING_S)
+
+        async def invite() -> None:
+            number = await asyncio.wrap_future(group.number)
+            about = {"number": number.hex(), "size": num_workers + 1, "timeout_s": _MEETING_S}
+            await self._ask(url, "agent_r1_begin", about)
+
+        await asyncio.gather(invite(), asyncio.to_thread(group.meet))  # the first that fails has the cause
 
     async def _load(self, url: str, chunk: dict[str, torch.Tensor], file: Path | None) -> None:
         entries = [(name, str(value.dtype).removeprefix("torch."), [*value.shape]) for name, value in chunk.items()]

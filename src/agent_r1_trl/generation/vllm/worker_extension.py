@@ -81,9 +81,7 @@ class PolicyWorker:
     def agent_r1_begin(self, name: str, group: dict[str, Any] | None) -> None:
         """Expect the weights `name`; if they break off, the model has neither the old ones nor these.
 
-        Args:
-            name: of the weights.
-            group: number under which an NCCL group meets, its size and the limit for a call; None: files come.
+        `group` is the number under which an NCCL group meets, its size and the limit for a call; None: files come.
         """
         self._agent_r1_close()
         self._agent_r1_weights, self._agent_r1_coming, self._agent_r1_loaded = None, name, set()
@@ -94,12 +92,9 @@ class PolicyWorker:
 
     @answers
     def agent_r1_load(self, name: str, entries: list[tuple[str, str, list[int]]], file: str | None) -> None:
-        """Load some of the weights `name`: those in a file, or what the group's trainer sends.
+        """Load some of the weights `name`: those in a file of safetensors, or what the group's trainer sends (None).
 
-        Args:
-            name: of the weights.
-            entries: name, dtype (`bfloat16`) and shape of each tensor.
-            file: in safetensors' format; None for the group.
+        Entries are name, dtype (`bfloat16`) and shape of each tensor.
         """
         from vllm.config import set_current_vllm_config
 
