@@ -17,29 +17,26 @@ WEIGHTS_FOLDER = "vllm_weights"
 
 
 def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_gpu: bool) -> Generator:
-    """The generator that `vllm_mode` asks for; call `sync` before its first request.
+    """The generator that `vllm_mode` of a `MultiTurnConfig` asks for; call `sync` before its first request.
 
-    Args:
-        model: the policy, unwrapped.
-        args: a `MultiTurnConfig`.
-        stop_token_ids: ids that end a turn.
-        is_on_gpu: whether this process trains on a GPU, which an engine in it then shares.
+    `is_on_gpu` says that this process trains on a GPU, which an engine in it then shares.
     """
     if args.vllm_mode == "server":
         from agent_r1_trl.generation.vllm.server import VLLMServerGenerator
 
+        settings = args.servers
         return VLLMServerGenerator(
             server_urls(args),
             stop_token_ids=stop_token_ids,
             adapter_dir=Path(args.output_dir) / ADAPTER_FOLDER,
             weights_dir=Path(args.output_dir) / WEIGHTS_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
-            request_timeout_s=args.servers.request_timeout,
-            health_timeout_s=args.servers.health_timeout,
-            retry_window_s=args.servers.retry_window,
-            sync_timeout_s=args.servers.sync_timeout,
-            weight_transfer=args.servers.weight_transfer,
-            allow_public=args.servers.allow_public,
+            request_timeout_s=settings.request_timeout,
+            health_timeout_s=settings.health_timeout,
+            retry_window_s=settings.retry_window,
+            sync_timeout_s=settings.sync_timeout,
+            weight_transfer=settings.weight_transfer,
+            allow_public=settings.allow_public,
             may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
         )
@@ -67,9 +64,6 @@ def engine_dtype(args: Any) -> dict[str, Any]:
 
     Float32 weights under autocast are computed with in 16 bits. So does the engine then, whose weights and cache would
     take twice the memory otherwise, and which has no FlashAttention for float32.
-
-    Args:
-        args: a `MultiTurnConfig`.
     """
     if args.vllm_dtype != "auto":
         return {"dtype": args.vllm_dtype}
@@ -80,11 +74,6 @@ def engine_dtype(args: Any) -> dict[str, Any]:
 
 def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
     """Check before the first rollout that vLLM is installed and can run the trained model.
-
-    Args:
-        args: a `MultiTurnConfig`.
-        model: the policy, unwrapped.
-        is_on_gpu: whether this process trains on a GPU.
 
     Raises:
         ImportError: vLLM is not installed, and the engine is to run in this process.

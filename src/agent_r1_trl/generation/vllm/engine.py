@@ -18,16 +18,12 @@ from typing import Any
 import torch
 
 
-def build_engine(
-    model: Any, *, max_model_len: int | None, max_num_seqs: int, cpu_kv_cache_gib: int, **options: Any
-) -> Any:
+def build_engine(model: Any, *, cpu_kv_cache_gib: int, **options: Any) -> Any:
     """A `vllm.LLMEngine` in this process whose weights can be replaced.
 
     Args:
         model: checkpoint path or Hub name; or a transformers or PEFT model, of which only the configuration is taken
             (the weights are random until the first sync).
-        max_model_len: maximum number of tokens of a request, prompt included (None: what the model allows).
-        max_num_seqs: maximum number of requests that run at the same time.
         cpu_kv_cache_gib: memory for the cache on a CPU, in GiB; on a GPU see `gpu_memory_utilization`.
         options: of `vllm.EngineArgs`; they win over the defaults chosen here.
     """
@@ -51,8 +47,6 @@ def build_engine(
             "distributed_executor_backend": "external_launcher",
             # Log-probabilities under the temperature and the filters, as the sampler used them.
             "logprobs_mode": "processed_logprobs",
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
             "enforce_eager": is_cpu,  # compiling takes minutes there
             # Between the parts of a long prompt vLLM rewinds its random numbers, which a generator on a CPU cannot do.
             **({"enable_chunked_prefill": False} if is_cpu else {}),
@@ -108,31 +102,20 @@ def _single_process_group() -> Iterator[None]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    defaults = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(launch | before)
     try:
         yield
     finally:
-        for name in [name for name in os.environ if not name.startswith("VLLM_")]:
-            if name not in before:
-                del os.environ[name]
-            elif os.environ[name] != before[name]:
-                os.environ[name] = before[name]
+        for name in [name for name in os.environ if name not in before and not name.startswith("VLLM_")]:
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if not name.startswith("VLLM_")})
 
 
 def shut_down(engine: Any, *, owns_process_group: bool) -> None:
-    """Free the engine and vLLM's process groups.
+    """Free the engine, to which there must be no other reference, and vLLM's process groups.
 
-    Args:
-        engine: what `build_engine` returned; drop every other reference too.
-        owns_process_group: whether torch's default process group is vLLM's own and not the trainer's.
+    `owns_process_group` says that torch's default process group is vLLM's own and not the trainer's.
     """
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 

@@ -18,17 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.base import Generation, GenerationError, SamplingParams
+from agent_r1_trl.generation.base import Generation, GenerationError
 from agent_r1_trl.generation.weights import policy_weights
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
 
 def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-    """Load weights into vLLM's own model, in the process that holds it.
-
-    Args:
-        engine_model: the model of a worker.
-        weights: checkpoint name and tensor.
+    """Load weights by checkpoint name into vLLM's own model, in the process that holds it.
 
     Returns:
         Names of the model's parameters that were loaded; None from a model that does not say.
@@ -55,12 +51,8 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]])
 def check_complete(engine_model: Any, loaded: set[str] | None) -> None:
     """Refuse weights of which some did not come.
 
-    Args:
-        engine_model: the model of a worker.
-        loaded: what `load_weights` returned.
-
     Raises:
-        KeyError: the model needs another one.
+        KeyError: the model needs a parameter that `load_weights` did not name.
     """
     # Experts are loaded under other names than the parameters they end up in.
     needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
@@ -108,13 +100,8 @@ class VLLMGenerator(ThreadedGenerator):
         if self._is_owner:
             from agent_r1_trl.generation.vllm.engine import build_engine
 
-            self._engine = build_engine(
-                model,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                cpu_kv_cache_gib=cpu_kv_cache_gib,
-                **engine_options,
-            )
+            engine_options |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+            self._engine = build_engine(model, cpu_kv_cache_gib=cpu_kv_cache_gib, **engine_options)
         if isinstance(model, nn.Module):
             self.sync(model)
 
@@ -176,11 +163,7 @@ class VLLMGenerator(ThreadedGenerator):
 
     @contextmanager
     def _engine_at_rest(self) -> Iterator[None]:
-        """The engine, once no request is in flight.
-
-        Raises:
-            GenerationError: a step hangs, or the engine has died.
-        """
+        """The engine, once no request is in flight; a GenerationError if a step hangs or the engine has died."""
         if not self._engine_lock.acquire(timeout=self._step_timeout_s or -1):
             self._check_step()
             raise GenerationError("The vLLM engine in this process is busy with requests that do not end.")
@@ -269,13 +252,8 @@ class VLLMGenerator(ThreadedGenerator):
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
-        params: SamplingParams = request.params
         return EngineParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
+            **vars(request.params),
             max_tokens=request.max_tokens,
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
@@ -291,13 +269,9 @@ class VLLMGenerator(ThreadedGenerator):
         if completion.finish_reason not in ("stop", "length"):
             request.outcome = GenerationError(f"vLLM ended the request with {completion.finish_reason!r}.")
         else:
-            request.outcome = Generation(
-                token_ids=token_ids,
-                logprobs=[
-                    entry[token_id].logprob for entry, token_id in zip(completion.logprobs, token_ids, strict=True)
-                ],
-                stop=completion.finish_reason,
-            )
+            pairs = zip(completion.logprobs, token_ids, strict=True)
+            logprobs = [entry[token_id].logprob for entry, token_id in pairs]
+            request.outcome = Generation(token_ids=token_ids, logprobs=logprobs, stop=completion.finish_reason)
         self._ended.append(request)
 
     def _abort_cancelled(self) -> None:
