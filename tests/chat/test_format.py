@@ -463,9 +463,9 @@ def test_markers_that_are_words_keep_their_ids_in_prompts_and_lose_them_in_obser
 def test_a_prompt_is_rendered_once_for_all_members_of_its_group(monkeypatch):
     chat = ChatFormat(make_tokenizer("qwen3"))
     rendered = []
-    render = chat._renderer.template.render
+    render = chat.template.render
     monkeypatch.setattr(
-        chat._renderer.template, "render", lambda *args, **options: rendered.append(args) or render(*args, **options)
+        chat.template, "render", lambda *args, **options: rendered.append(args) or render(*args, **options)
     )
     messages = [{"role": "user", "content": "Hi"}]
     ids = chat.encode_prompt(messages)
@@ -479,4 +479,4 @@ def test_a_prompt_is_rendered_once_for_all_members_of_its_group(monkeypatch):
     assert len(rendered) == 3
     for number in range(1000):
         chat.encode_prompt([{"role": "user", "content": str(number)}])
-    assert len(chat._prompts) <= 256
+    assert chat._encode_json.cache_info().currsize <= 256

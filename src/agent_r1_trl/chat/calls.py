@@ -41,6 +41,12 @@ def strict_json(text: str) -> Any:
     return strict_decoder().decode(text.strip())
 
 
+def _some(calls: list[Call]) -> list[Call]:
+    if not calls:
+        raise ValueError("the list of calls is empty")
+    return calls
+
+
 # ---------------------------------------------------------------- JSON
 
 
@@ -52,16 +58,12 @@ def json_call(body: str, tools: Any) -> list[Call]:
 def json_calls(body: str, tools: Any) -> list[Call]:
     """`[{"name": ..., "arguments": {...}, "id": ...}]` or one such object; Cohere's key names are known as well."""
     value = strict_json(body)
-    calls = []
-    for item in value if isinstance(value, list) else [value]:
-        item = dict(item) if isinstance(item, dict) else item
+    calls = value if isinstance(value, list) else [value]
+    for item in calls:
         for theirs, ours in (("tool_name", "name"), ("tool_call_id", "id"), ("parameters", "arguments")):
             if isinstance(item, dict) and theirs in item and ours not in item:
                 item[ours] = item.pop(theirs)
-        calls.append(item)
-    if not calls:
-        raise ValueError("the list of calls is empty")
-    return calls
+    return _some(calls)
 
 
 def mistral_calls(body: str, tools: Any) -> list[Call]:
@@ -76,7 +78,7 @@ def mistral_calls(body: str, tools: Any) -> list[Call]:
         raise ValueError("the call has no arguments after its name")
     # No marker ends a call; as in vLLM, text behind the arguments is no part of it.
     arguments = strict_decoder().raw_decode(written)[0] if written else {}
-    return [_with_id(match["id"], name=match["name"], arguments=arguments)]
+    return [{"name": match["name"], "arguments": arguments} | ({"id": match["id"]} if match["id"] else {})]
 
 
 def deepseek_calls(body: str, tools: Any) -> list[Call]:
@@ -233,10 +235,7 @@ def python_calls(body: str, tools: Any) -> list[Call]:
         tree = ast.parse(_as_python(text), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError("the calls are not a list of calls with named arguments") from error
-    calls = [_from_tree(node) for node in (tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree])]
-    if not calls:
-        raise ValueError("the list of calls is empty")
-    return calls
+    return _some([_from_tree(node) for node in (tree.elts if isinstance(tree, (ast.List, ast.Tuple)) else [tree])])
 
 
 def _as_python(text: str) -> str:
@@ -283,22 +282,9 @@ def _value(node: ast.AST) -> Any:
         raise ValueError(f"{ast.unparse(node)[:40]!r} is not a value") from error
 
 
-def _with_id(call_id: str | None, **call: Any) -> Call:
-    return {**call, "id": call_id} if call_id else call
-
-
-READERS: dict[str, Reader] = {
-    reader.__name__: reader
-    for reader in (
-        json_call,
-        json_calls,
-        mistral_calls,
-        deepseek_calls,
-        kimi_calls,
-        function_calls,
-        invoke_calls,
-        pair_calls,
-        python_calls,
-    )
-}
+_READERS: tuple[Reader, ...] = (
+    json_call, json_calls, mistral_calls, deepseek_calls, kimi_calls, function_calls, invoke_calls, pair_calls,
+    python_calls,
+)  # fmt: skip
+READERS = {reader.__name__: reader for reader in _READERS}
 """Name in a grammar's `content` -> reader `(text between the markers, schemas) -> calls`."""

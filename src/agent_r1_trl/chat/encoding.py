@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.trajectory import Message
 
 # Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
 _OPEN, _MIDDLE, _CLOSE = "\U000f0000", "\U000f0002", "\U000f0001"
@@ -48,7 +49,7 @@ class TextEncoder:
             tokenizer does not mark them special (`<tool_call>` and `<think>` of Qwen, say).
 
     Raises:
-        ChatFormatError: if the tokenizer is not a fast one or its back end cannot be copied.
+        ChatFormatError: the tokenizer's back end cannot be copied.
     """
 
     def __init__(self, tokenizer: Any, template: str) -> None:
@@ -83,16 +84,19 @@ class TextEncoder:
     # ---------------------------------------------------------------- hiding data
 
     def hide(self, data: Any, *, special_only: bool = False) -> Any:
-        """Replace the spellings of control tokens in every string of `data` (nested lists and dicts too).
+        """Replace the spellings of control tokens in every string of JSON-like data; `restore` undoes it.
 
-        The result can be rendered by a template and encoded; `restore` undoes it.
-
-        Args:
-            data: a string, or JSON-like data.
-            special_only: leave the added tokens alone that the tokenizer does not mark special.
+        `special_only` leaves the added tokens alone that the tokenizer does not mark special.
         """
         pattern = self._special_re if special_only else self._control_re
         return _map_strings(data, lambda text: pattern.sub(lambda match: self._hidden(match[0]), text))
+
+    def hide_prompt(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages of a prompt: special tokens are text in all but what an assistant said."""
+        return [
+            message if message.get("role") == "assistant" else self.hide(message, special_only=True)
+            for message in messages
+        ]
 
     def restore(self, data: Any) -> Any:
         """Undo `hide` in every string of `data`."""
@@ -135,13 +139,9 @@ class TextEncoder:
         return num_ids, ids
 
     def encode_segments(self, segments: Sequence[tuple[str, bool]]) -> tuple[list[int], list[bool]]:
-        """Encode the concatenation of `segments` and say which flag each token carries.
+        """Ids of concatenated (rendered text, flag) pairs, and each token's flag, both (N,).
 
-        Args:
-            segments: (rendered text, flag) pairs.
-
-        Returns:
-            ids and flags, both (N,). A token that reaches into a flagged segment carries the flag.
+        A token that reaches into a flagged segment carries the flag.
         """
         spans, text = [], ""
         for piece, flag in segments:
@@ -181,15 +181,11 @@ class TextEncoder:
         num_sampled = sum(token_id in self._control_id_set for token_id in token_ids)
         if len(self._control_re.findall(text)) == num_sampled:
             return text
-        pieces: list[str] = []
-        run: list[int] = []
-        for token_id in token_ids:
-            if token_id in self._control_id_set:
-                pieces += [self.hide(self.to_text(run)), self.to_text([token_id])]
-                run = []
-            else:
-                run.append(token_id)
-        return "".join([*pieces, self.hide(self.to_text(run))])
+        pieces = []
+        for is_control, run in itertools.groupby(token_ids, self._control_id_set.__contains__):
+            ids = list(run)
+            pieces += [self.to_text([each]) for each in ids] if is_control else [self.hide(self.to_text(ids))]
+        return "".join(pieces)
 
     def to_text(self, token_ids: Sequence[int]) -> str:
         """The characters that ids spell, control tokens included, nothing hidden and nothing tidied up."""
@@ -231,38 +227,24 @@ class TextEncoder:
         try:
             backend = Tokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the Rust side raises bare Exceptions
-            raise ChatFormatError(
-                f"tokenizer={type(self.tokenizer).__name__}: its back end cannot be copied with its control tokens "
-                f"renamed ({error}).",
-                "Save the tokenizer with save_pretrained and load it again; if that does not help, its tokenizer.json "
-                "is inconsistent.",
-            ) from error
+            raise self._inconsistent(f"its back end cannot be copied with control tokens renamed ({error})") from error
         moved = [text for text, token_id in self.control_ids.items() if backend.token_to_id(names[text]) != token_id]
         if moved:
-            raise ChatFormatError(
-                f"tokenizer={type(self.tokenizer).__name__}: the added tokens {moved[:5]} have ids that do not follow "
-                "the vocabulary, so they cannot be kept apart from text.",
-                "Give added tokens consecutive ids after the vocabulary (save_pretrained writes them so).",
-            )
+            raise self._inconsistent(f"the added tokens {moved[:5]} have ids that do not follow the vocabulary")
         return backend
 
-
-def not_fast(tokenizer: Any) -> ChatFormatError:
-    """The error of a tokenizer without the `tokenizers` back end (Mistral's own, for example)."""
-    return ChatFormatError(
-        f"tokenizer={type(tokenizer).__name__} is not a fast tokenizer: token-exact rollouts need the `tokenizers` "
-        "back end.",
-        "Load it with PreTrainedTokenizerFast.from_pretrained(...), which reads the model's tokenizer.json.",
-    )
+    def _inconsistent(self, problem: str) -> ChatFormatError:
+        return ChatFormatError(
+            f"tokenizer={type(self.tokenizer).__name__}: {problem}, so that they cannot be kept apart from text.",
+            "Save the tokenizer with save_pretrained, which gives added tokens ids after the vocabulary, and load it "
+            "again.",
+        )
 
 
 def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[str, bool]]:
     """Cut rendered observations into (text, is environment text) pairs.
 
-    Args:
-        delta: the rendered observations.
-        glue: the same rendering with `marks` in place of the contents.
-        marks: one per observation.
+    `glue` is the same rendering with `marks`, one per observation, in place of the contents.
     """
     if not marks:
         return [(delta, False)]

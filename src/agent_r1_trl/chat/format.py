@@ -12,15 +12,13 @@ template is used, and every context is rendered anew (`thoughts.py`).
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from agent_r1_trl.chat.encoding import TextEncoder, not_fast, split_by_author
+from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.grammars import GRAMMAR_NAMES
 from agent_r1_trl.chat.jinja import ChatTemplate
@@ -83,7 +81,11 @@ class ChatFormat:
             tokenizer = tokenizer.tokenizer
         self.tokenizer = tokenizer
         if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise not_fast(tokenizer)
+            raise ChatFormatError(  # Mistral's own, for example
+                f"tokenizer={type(tokenizer).__name__} is not a fast tokenizer: token-exact rollouts need the "
+                "`tokenizers` back end.",
+                "Load it with PreTrainedTokenizerFast.from_pretrained(...), which reads the model's tokenizer.json.",
+            )
         self.chat_template, self.supports_tools = choose_chat_template(
             tokenizer, chat_template, trl, is_rendered_anew=thinking == "strip"
         )
@@ -95,9 +97,6 @@ class ChatFormat:
         self.template = ChatTemplate(
             tokenizer, self.chat_template, self.chat_template_kwargs, plain=self.plain_template
         )
-        """Renders conversations."""
-        self.no_tools = self.template.no_tools
-        """What the template takes as tools where there are none: None as a rule, or an empty list."""
         try:
             self._renderer = TemplateRenderer(self.template, self.encoder, supports_tools=self.supports_tools)
         except ChatFormatError as error:
@@ -116,9 +115,8 @@ class ChatFormat:
         self.response_template = read_response_template(response_template)
         """The grammar that was asked for, or None."""
         self._parser = self._make_parser(trl)
-        self._prompts: OrderedDict[bytes, list[int]] = OrderedDict()
-        """Digest of messages and tools -> ids: the members of a group have one prompt, which is rendered once."""
-        self._prompts_lock = threading.Lock()  # long prompts are encoded in threads
+        # The members of a group have one prompt, which is rendered once.
+        self._encode_json = functools.lru_cache(_KEPT_PROMPTS)(lambda text: self._encode_prompt(*json.loads(text)))
         self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
 
     @property
@@ -156,28 +154,17 @@ class ChatFormat:
                 f"{suggestion(self.tokenizer, self.chat_template)} Or use a model whose template can, or describe the "
                 "tools in the prompt and read the calls in your environment.",
             )
-        key = _key_of(messages, tools)
-        with self._prompts_lock:
-            if key is not None and key in self._prompts:
-                self._prompts.move_to_end(key)
-                return list(self._prompts[key])
-        ids = self._encode_prompt(messages, tools)
-        with self._prompts_lock:
-            if key is not None:
-                self._prompts[key] = ids
-            while len(self._prompts) > _KEPT_PROMPTS:
-                self._prompts.popitem(last=False)
-        return list(ids)
+        try:
+            text = json.dumps([list(messages), list(tools or ())])
+        except (TypeError, ValueError, RecursionError):  # not all of it is JSON
+            return self._encode_prompt(messages, tools)
+        return list(self._encode_json(text))
 
     def _encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
-        messages = readable(messages, self.chat_template, where="prompt")
-        safe = [
-            message if message.get("role") == "assistant" else self.encoder.hide(message, special_only=True)
-            for message in messages
-        ]
+        safe = self.encoder.hide_prompt(readable(messages, self.chat_template, where="prompt"))
         schemas = self.encoder.hide(list(tools), special_only=True) if tools else None
         try:
-            return self.encoder.encode(self._renderer.template.render(safe, schemas, generation_prompt=True))
+            return self.encoder.encode(self.template.render(safe, schemas, generation_prompt=True))
         except Exception as error:
             roles = [message.get("role") for message in messages]
             raise ChatFormatError(
@@ -222,12 +209,8 @@ class ChatFormat:
         """Glue (mask 0) that closes an assistant turn which does not end as the template ends turns.
 
         A turn cut by a limit and one that stopped on a foreign token (`<|endoftext|>` under ChatML) get the
-        template's end-of-turn token; a turn that ends with it already gets nothing.
-
-        Args:
-            token_ids: the sampled turn.
-            stopped: the model ended the turn. A turn that was cut is closed as one without calls: even a call that
-                looks complete may have gone on.
+        template's end-of-turn token; a turn that ends with it already gets nothing. A turn that the model did not end
+        (`stopped`) is closed as one without calls: even a call that looks complete may have gone on.
         """
         text_end, call_end = self._ends
         end = text_end
@@ -304,9 +287,7 @@ class ChatFormat:
         self, messages: Sequence[Message], tools: Sequence[Schema] | None = None, *, generation_prompt: bool = False
     ) -> list[int]:
         """Ids of a whole conversation that is rendered at once; a rollout's ids must spell the same text."""
-        return self.encoder.encode(
-            self._renderer.template.render(messages, tools, generation_prompt=generation_prompt)
-        )
+        return self.encoder.encode(self.template.render(messages, tools, generation_prompt=generation_prompt))
 
     def canonical(self, token_ids: Sequence[int]) -> list[int]:
         """The ids with every end-of-turn token but the last as the template writes it once something follows."""
@@ -353,13 +334,8 @@ class ChatFormat:
                 )
         self.grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
         """What reads turns: the grammar that was asked for, that of the family, or one without calls."""
-        grammar = self.grammar
-
-        def parse_call(text: str, tools: Any) -> Message:
-            parsed: Message = self.tokenizer.parse_response(text, schema=grammar, prefix="", tools=tools)
-            return parsed
-
-        return TurnParser(grammar, parse_call, turn_ends={end.sampled for end in self._ends}, thinks=self.thinks)
+        parse_call = functools.partial(self.tokenizer.parse_response, schema=self.grammar, prefix="")
+        return TurnParser(self.grammar, parse_call, turn_ends={end.sampled for end in self._ends}, thinks=self.thinks)
 
     def _written_by_template(self, prompt_ids: Sequence[int]) -> str:
         """The end of the prompt that the template wrote after the last message; no earlier turn is part of it."""
@@ -372,12 +348,3 @@ class ChatFormat:
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
-
-
-def _key_of(messages: Sequence[Message], tools: Sequence[Schema] | None) -> bytes | None:
-    """Digest of what a prompt is rendered from, in its order; None for what JSON cannot hold."""
-    try:
-        text = json.dumps([list(messages), list(tools or ())])
-    except (TypeError, ValueError, RecursionError):
-        return None
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -13,70 +13,49 @@ from typing import Any
 Grammar = dict[str, Any]
 
 
-def _grammar(reader: str, opening: str, closing: str, *hints: str, thought: tuple[str, str] | None = None) -> Grammar:
-    before, after = thought or ("<think>", "</think>")
-    return {
-        "defaults": {"role": "assistant"},
-        "fields": {
-            "reasoning_content": {"open": before, "close": after, "content": "text"},
-            "tool_calls": {
-                "open_pattern": opening,
-                "close_pattern": closing,
-                "repeats": True,
-                "content": reader,
-                "hints": list(hints),
-            },
-            "content": {"content": "text"},
-        },
+def _grammar(
+    reader: str, opening: str, closing: str, *hints: str, thought: tuple[str, str] = ("<think>", "</think>")
+) -> Grammar:
+    calls = {"open_pattern": opening, "close_pattern": closing, "repeats": True, "content": reader}
+    fields = {
+        "reasoning_content": {"open": thought[0], "close": thought[1], "content": "text"},
+        "tool_calls": calls | {"hints": list(hints)},
+        "content": {"content": "text"},
     }
+    return {"defaults": {"role": "assistant"}, "fields": fields}
 
 
-_TAG = r"<tool_call>\s*"
+_TAG, _TAG_END = r"<tool_call>\s*", r"</tool_call>\s*"
 GRAMMARS: dict[str, Grammar] = {
-    "hermes": _grammar("json_call", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>"),
-    "qwen3_coder": _grammar("function_calls", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>", "<function="),
-    "glm": _grammar("pair_calls", _TAG, r"</tool_call>\s*", "<tool_call>", "</tool_call>", "<arg_key>"),
+    "hermes": _grammar("json_call", _TAG, _TAG_END, "<tool_call>", "</tool_call>"),
+    "qwen3_coder": _grammar("function_calls", _TAG, _TAG_END, "<tool_call>", "</tool_call>", "<function="),
+    "glm": _grammar("pair_calls", _TAG, _TAG_END, "<tool_call>", "</tool_call>", "<arg_key>"),
     "mistral": _grammar(
-        "mistral_calls",
-        r"\[TOOL_CALLS\]",
-        r"(?=\[TOOL_CALLS\]|\[/THINK\])|\Z",
-        "[TOOL_CALLS]",
+        "mistral_calls", r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\]|\[/THINK\])|\Z", "[TOOL_CALLS]",
         thought=("[THINK]", "[/THINK]"),
     ),
     "deepseek": _grammar(
-        "deepseek_calls",
-        r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
-        r"<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
-        "<｜tool▁call",
-        "<｜tool▁sep｜>",
+        "deepseek_calls", r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
+        r"<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?", "<｜tool▁call", "<｜tool▁sep｜>",
     ),
     "kimi": _grammar(
-        "kimi_calls",
-        r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
-        r"<\|tool_call_end\|>\s*(?:<\|tool_calls_section_end\|>)?",
-        "<|tool_call",
+        "kimi_calls", r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
+        r"<\|tool_call_end\|>\s*(?:<\|tool_calls_section_end\|>)?", "<|tool_call",
     ),
     "minimax": _grammar(
         "invoke_calls", r"<minimax:tool_call>", r"</minimax:tool_call>\s*", "minimax:tool_call>", "<invoke name="
     ),
     "seed": _grammar(
-        "function_calls",
-        r"<seed:tool_call>",
-        r"</seed:tool_call>\s*",
-        "seed:tool_call>",
-        "<function=",
+        "function_calls", r"<seed:tool_call>", r"</seed:tool_call>\s*", "seed:tool_call>", "<function=",
         thought=("<seed:think>", "</seed:think>"),
     ),
     "nemotron_nano": _grammar("json_calls", r"<TOOLCALL>", r"</TOOLCALL>\s*", "TOOLCALL>"),
     "lfm2": _grammar("python_calls", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>\s*", "<|tool_call_"),
     "command": _grammar(
-        "json_calls",
-        r"<\|START_ACTION\|>",
-        r"<\|END_ACTION\|>\s*",
-        "_ACTION|>",
+        "json_calls", r"<\|START_ACTION\|>", r"<\|END_ACTION\|>\s*", "_ACTION|>",
         thought=("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
-}
+}  # fmt: skip
 """Name -> grammar; the names are accepted as `response_template`."""
 GRAMMARS["command"]["fields"]["content"] = {
     "open": ["<|START_RESPONSE|>", "<|START_TEXT|>"],

@@ -43,26 +43,19 @@ class ChatTemplate:
         self.plain = plain
         self.kwargs = dict(kwargs or {})
         self._reads_thinking = re.search(r"\.thinking\b|[\"']thinking[\"']", source) is not None
+        # The generation prompt of a template that writes it after every conversation, as Command-R's does.
         self._constant_header = ""
         self.no_tools: list[dict[str, Any]] | None = None
         """What to pass as tools where there are none; some templates cannot count None."""
-        question: Message = {"role": "user", "content": "?"}
         self.probe_tools: list[dict[str, Any]] | None = [PROBE_TOOL] if plain else None
         """What to pass as tools where a rendering is only a probe: Hermes' template for tools needs some."""
-        try:
-            self.probe([question])
-        except Exception:  # templates raise what they like
+        question: Message = {"role": "user", "content": "?"}
+        if not self.attempt([question]):
             self.no_tools, self.probe_tools = [], [PROBE_TOOL]
-        self._constant_header = self._find_constant_header(question)
-
-    def _find_constant_header(self, question: Message) -> str:
-        """The generation prompt of a template that writes it after every conversation, as Command-R's does."""
-        try:
-            asked, begun = (self.probe([question], generation_prompt=prompted) for prompted in (False, True))
-        except Exception:  # a template that cannot render a question is refused later, with a reason
-            return ""
-        eos, after = getattr(self.tokenizer, "eos_token", None), asked.rpartition("?")[2]
-        return after[after.rindex(eos) + len(eos) :] if eos and eos in after and asked == begun else ""
+        asked, begun = (self.attempt([question], generation_prompt=prompted) for prompted in (False, True))
+        eos, after = getattr(tokenizer, "eos_token", None), asked.rpartition("?")[2]
+        if eos and eos in after and asked == begun:
+            self._constant_header = after[after.rindex(eos) + len(eos) :]
 
     def render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
         """Text of a conversation; whatever the template raises propagates."""
@@ -80,6 +73,13 @@ class ChatTemplate:
     def probe(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """`render` for a conversation that no model will see."""
         return self.render(messages, self.probe_tools, generation_prompt=generation_prompt)
+
+    def attempt(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
+        """`probe`, or "" if the template refuses the conversation."""
+        try:
+            return self.probe(messages, generation_prompt=generation_prompt)
+        except Exception:  # templates raise what they like
+            return ""
 
     def _apply(self, messages: Sequence[Message], tools: Any, generation_prompt: bool) -> str:
         return str(
@@ -101,32 +101,26 @@ class ChatTemplate:
 
 
 def _with_text_arguments(message: Message) -> Message:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
     changed = []
-    for call in calls:
+    for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
         if not isinstance(function.get("arguments"), str):
             function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
         changed.append({**call, "function": function})
-    return {**message, "tool_calls": changed}
+    return {**message, "tool_calls": changed} if changed else message
 
 
 # ---------------------------------------------------------------- what a template can do
 
 _MARKS = ("name_a8f3e2b1", "key_b9d4f5c2", "value_d6e7a9f3", "content_c4f9a8e2")
+_HI: Message = {"role": "user", "content": "hi"}
 
 
 def calling(name: str = "f", arguments: Any = None, **more: Any) -> Message:
     """An assistant message with one call."""
     function = {"name": name, "arguments": {"x": 1} if arguments is None else arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": CALL_ID, "function": function}],
-        **more,
-    }
+    calls = [{"type": "function", "id": CALL_ID, "function": function}]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
 
 
 def tool_answer(content: str, name: str = "f") -> Message:
@@ -137,43 +131,27 @@ def tool_answer(content: str, name: str = "f") -> Message:
 def supports_tools(template: ChatTemplate) -> bool:
     """Whether the template shows a call's name and arguments and the tool's answer."""
     name, key, value, content = _MARKS
-    turns = [{"role": "user", "content": "hi"}, calling(name, {key: value}), tool_answer(content, name)]
-    try:
-        text = template.probe(turns)
-    except Exception:  # templates raise what they like
-        return False
+    text = template.attempt([_HI, calling(name, {key: value}), tool_answer(content, name)])
     return all(mark in text for mark in _MARKS)
 
 
 def preserves_prefixes(template: ChatTemplate, **thought: str) -> bool:
     """Whether a turn with a call stays as it is when the tool's answer follows."""
-    turns = [{"role": "user", "content": "hi"}, calling(_MARKS[0], {}, **thought)]
-    try:
-        alone = template.probe(turns)
-        whole = template.probe([*turns, tool_answer("dummy", _MARKS[0])], generation_prompt=True)
-    except Exception:  # templates raise what they like
-        return False
+    turns = [_HI, calling(_MARKS[0], {}, **thought)]
+    alone = template.attempt(turns)
+    whole = template.attempt([*turns, tool_answer("dummy", _MARKS[0])], generation_prompt=True)
     # Nemotron Nano's template does not show the calls of the last message at all; a rollout never renders it last.
-    return whole.startswith(alone) or _MARKS[0] not in alone
+    return bool(alone and whole) and (whole.startswith(alone) or _MARKS[0] not in alone)
 
 
 def ends_turns(template: ChatTemplate) -> bool:
     """Whether anything follows what an assistant said (GLM's published template leaves its turns open)."""
-    try:
-        turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "said"}]
-        return not template.probe(turns).endswith("said")
-    except Exception:  # templates raise what they like
-        return False
+    text = template.attempt([_HI, {"role": "assistant", "content": "said"}])
+    return bool(text) and not text.endswith("said")
 
 
 def keeps_thoughts(template: ChatTemplate) -> bool:
     """Whether a turn with a thought stays as it is when a user message follows."""
-    turns = [
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "said", "reasoning_content": "thought"},
-        {"role": "user", "content": "v"},
-    ]
-    try:
-        return template.probe(turns).startswith(template.probe(turns[:2]))
-    except Exception:  # templates raise what they like
-        return False
+    turns = [_HI, {"role": "assistant", "content": "said", "reasoning_content": "thought"}]
+    alone, whole = template.attempt(turns), template.attempt([*turns, _HI])
+    return bool(alone and whole) and whole.startswith(alone)

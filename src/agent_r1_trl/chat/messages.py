@@ -64,7 +64,7 @@ def as_text(content: Any, where: str) -> str:
     if media := [kind for kind in kinds if kind in _MEDIA]:
         raise _no_text(where, f"a block of type {media[0]!r}")
     if isinstance(content, list) and content and all(_is_text_block(block) for block in content):
-        return "\n".join(block if isinstance(block, str) else str(block["text"]) for block in content)
+        return "\n".join(str(block["text"]) for block in content)
     try:
         return json.dumps(content, ensure_ascii=False, default=spell_out)
     except NoTextError as error:
@@ -74,10 +74,8 @@ def as_text(content: Any, where: str) -> str:
 
 
 def _is_text_block(block: Any) -> bool:
-    return isinstance(block, dict) and isinstance(block.get("text"), str) and block.get("type", "text") in _TEXT_TYPES
-
-
-_TEXT_TYPES = ("text", "input_text", "output_text")
+    kinds = ("text", "input_text", "output_text")
+    return isinstance(block, dict) and isinstance(block.get("text"), str) and block.get("type", "text") in kinds
 
 
 def _no_text(where: str, what: str) -> ChatFormatError:

@@ -71,7 +71,7 @@ class TurnParser:
 
     Args:
         response_template: transformers' grammar of an assistant message.
-        parse_call: `(text, tools) -> message`, transformers' parser for this grammar; it may raise.
+        parse_call: `(text, tools=...) -> message`, transformers' parser for this grammar; it may raise.
         turn_ends: spellings of the end-of-turn tokens.
         thinks: whether the model's template knows thoughts, so that one may be closed that was never opened.
     """
@@ -79,7 +79,7 @@ class TurnParser:
     def __init__(
         self,
         response_template: dict[str, Any],
-        parse_call: Callable[[str, Any], Message],
+        parse_call: Callable[..., Message],
         *,
         turn_ends: Iterable[str],
         thinks: bool = True,
@@ -96,7 +96,7 @@ class TurnParser:
         opening = str(call.get("open") or call.get("open_pattern") or "").replace("\\", "")
         self._hints = call.get("hints") or next((hints for piece, hints in _HINTS.items() if piece in opening), ())
         self._reader = READERS.get(str(call.get("content")))
-        self._thought = next((name for name in _THOUGHTS if name in self._opens), None)
+        self._thought = next((name for name in _THOUGHTS if name in self._opens and name in self._closes), None)
         self._is_strict_json = call.get("content") == "json" and not call.get("content_args")
         self._is_bare_json = opening.startswith('{"name"')
         self._is_harmony = "to=functions" in opening
@@ -116,7 +116,7 @@ class TurnParser:
             text = _HARMONY_CALL.sub(r"to=functions.\g<name><|channel|>commentary json<|message|>", text)
         begun = self._begun(prefix, text)
         message: Message = {"role": "assistant", "content": ""}
-        content, calls, reasons = [], [], []
+        content, thoughts, calls, reasons = [], [], [], []
         whole = self._turn_ends.sub("", text).strip()
         is_bare_call = self._is_bare_json and _looks_like_bare_call(whole, tools)
         # Bare JSON has no marker before it: a delimiter found inside it would tear it apart.
@@ -128,9 +128,7 @@ class TurnParser:
                     reasons.append(reason)
                     content.append(self._turn_ends.sub("", region.raw))
             elif region.field in _THOUGHTS:
-                thought = self._turn_ends.sub("", region.body).strip()
-                if thought:
-                    message["reasoning_content"] = "\n".join(filter(None, [message.get("reasoning_content"), thought]))
+                thoughts.append(self._turn_ends.sub("", region.body).strip())
             else:
                 found, reason = self._read_stray_call(region.raw, tools)
                 calls += found
@@ -139,6 +137,8 @@ class TurnParser:
                 if not found:
                     content.append(region.body)
         message["content"] = "\n".join(filter(None, (piece.strip() for piece in content)))
+        if any(thoughts):
+            message["reasoning_content"] = "\n".join(filter(None, thoughts))
         if calls:
             message["tool_calls"] = calls
         if reasons:
@@ -147,12 +147,10 @@ class TurnParser:
 
     def closed_thought(self, prefix: str) -> str:
         """The thought that `prefix` ends with, whole; "" if it ends with none, or with one that is open."""
-        if self._thought is None or self._thought not in self._closes:
-            return ""
-        closed = list(self._closes[self._thought].finditer(prefix))
+        closed = list(self._closes[self._thought].finditer(prefix)) if self._thought else []
         if not closed or prefix[closed[-1].end() :].strip():
             return ""
-        opened = self._opens[self._thought].search(prefix)
+        opened = self._opens[self._thought].search(prefix)  # type: ignore[index]
         return prefix[opened.start() if opened else closed[-1].start() :]
 
     # ---------------------------------------------------------------- regions
@@ -161,7 +159,7 @@ class TurnParser:
         """What of the turn stands before the sampled text: the opener of a thought, as a rule."""
         anchors = list(self._anchor.finditer(prefix)) if self._anchor else []
         prefix, begun = (prefix[anchors[-1].end() :],) * 2 if anchors else (prefix, "")
-        if self._thought is None or self._thought not in self._closes:
+        if self._thought is None:
             return begun
         opener, closer = self._opens[self._thought], self._closes[self._thought]
         if closed := list(closer.finditer(prefix)):
@@ -188,14 +186,10 @@ class TurnParser:
         closes = {name: _Scan(pattern, text) for name, pattern in self._closes.items()}
         position = outside = 0
         while True:
-            opened = [
-                (match.start(), -len(match[0]), name, match)
-                for name, scan in opens.items()
-                if (match := scan.next(position))
-            ]
-            if not opened:
+            found = [(name, match) for name, scan in opens.items() if (match := scan.next(position))]
+            if not found:
                 break
-            _, _, name, match = min(opened)
+            name, match = min(found, key=lambda item: (item[1].start(), -len(item[1][0]), item[0]))
             yield from self._outside(text[outside : match.start()])
             close = closes[name].next(match.end()) if name in closes else None
             end = close.end() if close else len(text)
@@ -205,9 +199,8 @@ class TurnParser:
                 end = close.start() if close else end
             began = match.end()
             if close is not None and name == self._thought and "tool_calls" in opens:
-                for call, called in self._calls_within(
-                    opens["tool_calls"], closes["tool_calls"], began, close.start()
-                ):
+                delimiters = opens["tool_calls"], closes["tool_calls"]
+                for call, called in self._calls_within(*delimiters, began, close.start()):
                     yield _Region(name, "", text[began : call.start()])
                     yield _Region("tool_calls", text[call.start() : called.end()], text[call.end() : called.start()])
                     began = called.end()
@@ -249,7 +242,7 @@ class TurnParser:
         try:
             if self._is_strict_json:
                 strict_json(region.body)
-            calls = self._parse_call(region.raw, tools).get("tool_calls") or []
+            calls = self._parse_call(region.raw, tools=tools).get("tool_calls") or []
             return [_well_formed(call) for call in calls], None
         except Exception as error:
             if self._is_bare_json:
@@ -260,14 +253,13 @@ class TurnParser:
         """With a reader of ours: one broken call among several does not take the others along."""
         calls, reasons = [], []
         try:
-            found = reader(self._turn_ends.sub("", body), tools)
+            for call in reader(self._turn_ends.sub("", body), tools):
+                try:
+                    calls.append(_well_formed({"function": call}))
+                except Exception as error:
+                    reasons.append(_reason(error))
         except Exception as error:
             return [], _reason(error)
-        for call in found:
-            try:
-                calls.append(_well_formed({"function": call}))
-            except Exception as error:
-                reasons.append(_reason(error))
         return calls, "; ".join(dict.fromkeys(reasons)) or None
 
     def _read_stray_call(self, text: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:

@@ -60,17 +60,13 @@ class TemplateRenderer:
         ChatFormatError: if the template does not end turns in a way that a rollout can follow.
     """
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        encoder: TextEncoder,
-        *,
-        supports_tools: bool,
-    ) -> None:
+    def __init__(self, template: ChatTemplate, encoder: TextEncoder, *, supports_tools: bool) -> None:
         self.template = template
         self.encoder = encoder
         self.supports_tools = supports_tools
         self._said = encoder.mark("s")
+        self._question: Message = {"role": "user", "content": self._said}
+        self._asked, self._begun = (template.attempt([self._question], generation_prompt=on) for on in (False, True))
         self._ids_are_names = supports_tools and self._shows_ids_for_names()
         self._numbers_calls = supports_tools and self._shows_numbers_for_ids()
         self.text_end = self._find_end(self._stand_in(), {"role": "user", "content": "."})
@@ -83,15 +79,12 @@ class TemplateRenderer:
 
     def turn_start(self) -> str:
         """The generation prompt without a forced `<think>`; empty for a template that writes none."""
-        question = {"role": "user", "content": self._said}
-        begun = self.template.probe([question], generation_prompt=True)
-        asked = self.template.probe([question])
+        asked, begun = self._asked, self._begun
         return begun.removeprefix(asked).partition("<think>")[0] if begun.startswith(asked) else ""
 
     def prompt_ends(self) -> list[str]:
         """What the template writes after a user message and after a tool message, up to where the policy goes on."""
-        question: Message = {"role": "user", "content": self._said}
-        ends = [self.template.probe([question], generation_prompt=True).rpartition(self._said)[2]]
+        ends = [self._begun.rpartition(self._said)[2]]
         if self.supports_tools:
             marks = [self.encoder.mark("o0")]
             calls = [{"function": {"name": "f"}}]
@@ -100,19 +93,16 @@ class TemplateRenderer:
         return ends
 
     def reply(self, message: Message) -> tuple[str, str]:
-        """The end of a prompt, from its last control token, and what the policy would write to say `message`.
-
-        The second text includes the end-of-turn token.
-        """
+        """The end of a prompt, from its last control token, and the reply, end-of-turn token included."""
         end = self.call_end if message.get("tool_calls") else self.text_end
         message = self._with_ids(message)
-        turns, stop = [*self._before(message), message], None
+        before, after, stop = self._before(message), [], None
         if end.needs_follower:
             stop = self.encoder.mark("f")
-            turns.append(self._follower(message.get("tool_calls"), stop))
-        begun = self.template.probe(turns[: turns.index(message)], generation_prompt=True)
-        whole = self.template.probe(turns, generation_prompt=bool(stop))
-        start = self._reply_start(turns[: turns.index(message)], begun, whole)
+            after = [self._follower(message.get("tool_calls"), stop)]
+        begun = self.template.probe(before, generation_prompt=True)
+        whole = self.template.probe([*before, message, *after], generation_prompt=bool(stop))
+        start = self._reply_start(before, begun, whole)
         until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
         said = self._rest_of_thought(begun, whole[start:until], message) + whole[start:until]
         tokens = self.encoder.valid_tokens(begun)
@@ -127,11 +117,11 @@ class TemplateRenderer:
         header = re.split(_THOUGHT_MARKS, begun[asked:], maxsplit=1)[0]
         if whole.startswith(begun[:asked] + header):
             return asked + len(header)
-        start = _common_prefix_length(begun, whole)
+        start = num_common(begun, whole)
         for text in (begun, whole):  # never inside of a token
             start = min([start, *(left for left, right, _ in self.encoder.valid_tokens(text) if left < start < right)])
         if start <= asked:
-            raise unusable("The chat template does not start an assistant turn with its generation prompt.")
+            raise _unusable("The chat template does not start an assistant turn with its generation prompt.")
         return start
 
     def _rest_of_thought(self, begun: str, reply: str, message: Message) -> str:
@@ -145,21 +135,13 @@ class TemplateRenderer:
     def _follower(self, calls: Any, content: str) -> Message:
         if not calls:
             return {"role": "user", "content": content}
-        function = calls[0].get("function", {})
-        return {
-            "role": "tool",
-            "name": function.get("name"),
-            "tool_call_id": calls[0].get("id") or CALL_ID,
-            "content": content,
-        }
+        name = calls[0].get("function", {}).get("name")
+        return tool_answer(content, name) | {"tool_call_id": calls[0].get("id") or CALL_ID}
 
     def stage(self, calls: Sequence[Any], observations: Sequence[Message], tools: Any) -> Staging:
         """Render observations after a turn with these calls, as faithfully as the template allows.
 
-        Args:
-            calls: of the assistant message, control tokens hidden; only their names and ids matter.
-            observations: messages whose contents are strings with control tokens hidden.
-            tools: schemas.
+        Of the calls only names and ids matter. Control tokens are hidden in all of it.
         """
         marks = [self.encoder.mark(f"o{index}") for index in range(len(observations))]
         for turn, rest in self._stagings(calls, observations):
@@ -173,34 +155,25 @@ class TemplateRenderer:
             # An attempt counts only if the template shows every observation.
             if all(mark in glue for mark in marks[: len(rest)]):
                 return Staging(end=end, delta=delta, glue=glue, marks=marks[: len(rest)])
-        raise unusable("The chat template does not show a user message after an assistant turn.")
+        raise _unusable("The chat template does not show a user message after an assistant turn.")
 
     # ---------------------------------------------------------------- ids of calls
 
     def _shows_ids_for_names(self) -> bool:
         """Whether calls are written by their ids alone, as Kimi's `functions.name:0` is."""
         name = self.encoder.mark("n")
-        turns = [{"role": "user", "content": "."}, calling(name), tool_answer(".", "f")]
-        try:
-            text = self.template.probe(turns)
-        except Exception:  # templates raise what they like
-            return False
+        text = self.template.attempt([self._question, calling(name), tool_answer(".", "f")])
         return name not in text and CALL_ID in text
 
     def _shows_numbers_for_ids(self) -> bool:
         """Whether calls are numbered through the conversation, as Command-R's are."""
         mark = self.encoder.mark("o0")
-        turns: list[Message] = [{"role": "user", "content": "."}]
-        before = []
-        try:
-            for call_id in (CALL_ID, CALL_ID[:-1] + "7"):
-                call = {**calling()["tool_calls"][0], "id": call_id}
-                turns += [{**calling(), "tool_calls": [call]}, {**tool_answer(mark), "tool_call_id": call_id}]
-                before.append(self.template.probe(turns).rpartition(mark)[0][-90:])
-        except Exception:  # templates raise what they like
-            return False
-        changes = {pair for pair in zip(*before, strict=False) if pair[0] != pair[1]}
-        return changes == {("0", "1")}
+        turns, before = [self._question], []
+        for call_id in (CALL_ID, CALL_ID[:-1] + "7"):
+            call = {**calling()["tool_calls"][0], "id": call_id}
+            turns += [{**calling(), "tool_calls": [call]}, {**tool_answer(mark), "tool_call_id": call_id}]
+            before.append(self.template.attempt(turns).rpartition(mark)[0][-90:])
+        return {pair for pair in zip(*before, strict=False) if pair[0] != pair[1]} == {("0", "1")}
 
     def _with_ids(self, message: Message) -> Message:
         """The message with ids of the form that its template shows."""
@@ -232,15 +205,10 @@ class TemplateRenderer:
         """An assistant turn that says `_said`, or makes calls whose arguments say it."""
         if not calls:
             return {"role": "assistant", "content": self._said}
-        functions = [
-            {
-                "type": "function",
-                "id": self._id_of(call, index),
-                "function": {"name": call["function"]["name"], "arguments": {"x": self._said}},
-            }
-            for index, call in enumerate(calls)
-        ]
-        return {"role": "assistant", "content": "", "tool_calls": functions}
+        saying = [calling(call["function"]["name"], {"x": self._said})["tool_calls"][0] for call in calls]
+        for index, (call, said) in enumerate(zip(calls, saying, strict=True)):
+            said["id"] = self._id_of(call, index)
+        return {**calling(), "tool_calls": saying}
 
     def _stagings(
         self, calls: Sequence[Any], observations: Sequence[Message]
@@ -283,7 +251,7 @@ class TemplateRenderer:
         for token in (end.rendered, end.sampled):
             if after.startswith(end.lead + token):
                 return after[len(end.lead) + len(token) :]
-        raise unusable("The chat template ends this turn in another way than others of its kind.")
+        raise _unusable("The chat template ends this turn in another way than others of its kind.")
 
     def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
         conversation = [*self._before(reply), reply, *rest]
@@ -293,10 +261,10 @@ class TemplateRenderer:
             )
         except Exception as error:  # templates raise what they like
             roles = [message["role"] for message in conversation]
-            raise unusable(f"The chat template cannot render messages of the roles {roles}: {error}.") from error
+            raise _unusable(f"The chat template cannot render messages of the roles {roles}: {error}.") from error
         _, said, after = text.rpartition(self._said)
         if not said:
-            raise unusable("The chat template does not show what the assistant said.")
+            raise _unusable("The chat template does not show what the assistant said.")
         return after
 
     def _find_end(self, reply: Message, follow: Message) -> TurnEnd:
@@ -320,7 +288,7 @@ class TemplateRenderer:
         lead = alone[:start]
         following = self.encoder.valid_tokens(after[len(lead) :])
         if not after.startswith(lead) or not following or following[0][0] != 0:
-            raise unusable(
+            raise _unusable(
                 f"The chat template ends an assistant turn with {sampled!r}, but not once a {follow['role']} message "
                 "follows: it is not prefix preserving."
             )
@@ -333,9 +301,7 @@ class TemplateRenderer:
         the token that opens the next message, which the policy samples (GLM). A token that opens assistant turns as
         well cannot end one.
         """
-        question: Message = {"role": "user", "content": self._said}
-        asked, begun = (self.template.probe([question], generation_prompt=prompted) for prompted in (False, True))
-        opening = begun.removeprefix(asked)
+        opening = self._begun.removeprefix(self._asked)
         special = [token for token in self.encoder.valid_tokens(after) if token[2] in self.encoder.special_ids]
         known = getattr(self, "text_end", None)
         usual = [token for token in special if known is not None and token[2] == known.rendered]
@@ -345,11 +311,15 @@ class TemplateRenderer:
         return None
 
 
-def unusable(problem: str) -> ChatFormatError:
+def num_common(first: str, second: str) -> int:
+    """Length of what both begin with."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low
+
+
+def _unusable(problem: str) -> ChatFormatError:
     """The error of a template that another template can replace."""
     return ChatFormatError(problem, GENERAL_FIX)
-
-
-def _common_prefix_length(one: str, other: str) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

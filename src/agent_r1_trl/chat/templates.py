@@ -6,6 +6,7 @@ renders, or accepted as it is where it preserves prefixes and writes calls in a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -25,26 +26,21 @@ from agent_r1_trl.chat.jinja import (
     preserves_prefixes,
     supports_tools,
 )
+from agent_r1_trl.trajectory import Message
 
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
 THINKING = ("keep", "off", "strip")
 """Values of `thinking`."""
 
-_CALLING = calling()
 _NUM_CANDIDATES = 4
-# Renderings that a revision must share with a template of TRL's to count as the same.
-_PROBES: tuple[list[dict[str, Any]], ...] = (
-    [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
-    [{"role": "user", "content": "u"}, _CALLING],
-    [
-        {"role": "user", "content": "u"},
-        {"role": "assistant", "content": "a", "reasoning_content": "r"},
-        {"role": "user", "content": "v"},
-        _CALLING,
-        {"role": "tool", "name": "f", "content": "t"},
-        {"role": "assistant", "content": "b", "reasoning_content": "r"},
-    ],
+_USER: Message = {"role": "user", "content": "u"}
+_THINKING: Message = {"role": "assistant", "content": "a", "reasoning_content": "r"}
+# Conversations that a revision must render as a template of TRL's to count as the same.
+_PROBES: tuple[list[Message], ...] = (
+    [{"role": "system", "content": "s"}, _USER],
+    [_USER, calling()],
+    [_USER, _THINKING, _USER, calling(), {"role": "tool", "name": "f", "content": "t"}, _THINKING],
 )
 
 
@@ -63,20 +59,19 @@ def choose_chat_template(
     Raises:
         ChatFormatError: if there is no template, or it renders earlier turns differently once later ones follow.
     """
-    template = _source(requested) if requested is not None else _own_template(tokenizer)
+    template, name = tokenizer.chat_template, getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    if requested is not None:
+        template = _source(requested)
+    elif isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
     if not template:
-        raise ChatFormatError(
-            f"tokenizer={_name(tokenizer)} has no chat template: set chat_template to the template of the model's "
-            "family.",
-            suggestion(tokenizer, ""),
-        )
+        # A vocabulary alone does not tell Qwen2.5 from Qwen3, so no name can be recommended.
+        raise ChatFormatError(f"tokenizer={name} has no chat template.", GENERAL_FIX)
     own = ChatTemplate(tokenizer, template)
     if not supports_tools(own):
         return template, False
-    if is_rendered_anew:
-        return template, True
     preserves = preserves_prefixes(own)
-    if preserves and ends_turns(own) and keeps_thoughts(own):
+    if is_rendered_anew or (preserves and ends_turns(own) and keeps_thoughts(own)):
         return template, True
     training = _training_variant(_with_template(tokenizer, template), trl)
     if preserves and (training is None or not _is_better(ChatTemplate(tokenizer, training), own)):
@@ -87,7 +82,7 @@ def choose_chat_template(
     if preserves_prefixes(own, reasoning_content="thought"):
         return template, True
     raise ChatFormatError(
-        f"chat_template of tokenizer={_name(tokenizer)} is not prefix preserving: it renders an assistant turn "
+        f"chat_template of tokenizer={name} is not prefix preserving: it renders an assistant turn "
         "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
         suggestion(tokenizer, template) if requested is None else GENERAL_FIX,
     )
@@ -110,13 +105,12 @@ def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, 
     """
     if requested is None or requested == "":
         return None
-    grammar: Any = requested
     if isinstance(requested, str) and requested in GRAMMAR_NAMES:
         return named_grammar(requested)
+    grammar: Any = requested
     try:
         if isinstance(requested, str):
-            path = Path(requested)
-            grammar = json.loads(requested if "{" in requested else path.read_text(encoding="utf-8"))
+            grammar = json.loads(requested if "{" in requested else Path(requested).read_text(encoding="utf-8"))
         fields = grammar["fields"]
         if (fields.get("tool_calls") or {}).get("content") not in READERS:
             from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -134,10 +128,7 @@ def read_response_template(requested: dict[str, Any] | str | None) -> dict[str, 
 def text_grammar(template: str, turn_start: str, turn_end: str) -> dict[str, Any]:
     """A grammar without tool calls, for templates that cannot write them.
 
-    Args:
-        template: source.
-        turn_start: what the template writes before what the assistant says.
-        turn_end: the end-of-turn token.
+    `turn_start` is what the template writes before what the assistant says, `turn_end` the end-of-turn token.
     """
     fields: dict[str, Any] = {"content": {"close_pattern": re.escape(turn_end) + r"\s*", "content": "text"}}
     if "</think>" in template:
@@ -195,12 +186,9 @@ def _source(requested: str) -> str:
 
 def _training_variant(carrier: Any, trl: Any) -> str | None:
     for candidate in (carrier, _with_template(carrier, _same_rendering(carrier))):
-        try:
-            training = trl.get_training_chat_template(candidate)
-        except (ValueError, TypeError, KeyError):
-            continue
-        if training is not None:
-            return str(training)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if training := trl.get_training_chat_template(candidate):
+                return str(training)
     return None
 
 
@@ -241,13 +229,6 @@ def _is_better(training: ChatTemplate, template: ChatTemplate) -> bool:
     return ends_turns(training) and (keeps_thoughts(training) or not ends_turns(template))
 
 
-def _own_template(tokenizer: Any) -> str | None:
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = template.get("tool_use") or template.get("default")
-    return template
-
-
 def without_tools(tokenizer: Any, template: str) -> str | None:
     """The tokenizer's template for conversations without tools, if it has two and `template` is the other one."""
     named = tokenizer.chat_template
@@ -271,26 +252,17 @@ def suggestion(tokenizer: Any, template: str) -> str:
     from agent_r1_trl.chat.checks import control_tokens, is_sound
     from agent_r1_trl.chat.format import ChatFormat
 
-    lines = set(template.splitlines())
-    likely = ["qwen3_training"] if "<think>" in template else []
-    shipped = _shipped()
-    known = set(tokenizer.get_vocab())
+    lines, shipped, known = set(template.splitlines()), _shipped(), set(tokenizer.get_vocab())
     for_tools = {token for token in known if "tool" in token and control_tokens(token)}
-
-    def closeness(name: str) -> tuple[int, bool, int]:
-        num_lines = len(lines & set(shipped[name].splitlines()))
-        return num_lines, name == "qwen2_5_training", len(control_tokens(shipped[name]) & known)
-
-    def is_related(name: str) -> bool:
-        writes_calls = not for_tools or bool(for_tools & control_tokens(shipped[name]))
-        return writes_calls and (closeness(name)[0] > 0 or name == "qwen2_5_training")
-
-    if not template:  # a vocabulary alone does not tell Qwen2.5 from Qwen3, nor Gemma 4 from its diffusion model
-        return GENERAL_FIX
-    trained = [name for name in shipped if name.endswith("_training") or f"{name}_training" not in shipped]
-    trained = [name for name in trained if is_related(name)]
-    closest = sorted(trained, key=closeness, reverse=True)[:_NUM_CANDIDATES]
-    for name in [*likely, *closest]:
+    related = {}
+    for name, source in shipped.items():
+        if f"{name}_training" in shipped or not (not for_tools or for_tools & control_tokens(source)):
+            continue
+        num_lines, is_chatml = len(lines & set(source.splitlines())), name == "qwen2_5_training"
+        if num_lines or is_chatml:
+            related[name] = (num_lines, is_chatml, len(control_tokens(source) & known))
+    likely = ["qwen3_training"] if "<think>" in template else []
+    for name in [*likely, *sorted(related, key=related.__getitem__, reverse=True)[:_NUM_CANDIDATES]]:
         try:
             works = is_sound(ChatFormat(tokenizer, chat_template=name))
         except Exception:  # a template that does not fit the tokenizer fails in any way
@@ -298,7 +270,3 @@ def suggestion(tokenizer: Any, template: str) -> str:
         if works:
             return f'Pass chat_template="{name}", a template of TRL\'s that works with this tokenizer.'
     return GENERAL_FIX
-
-
-def _name(tokenizer: Any) -> str:
-    return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)

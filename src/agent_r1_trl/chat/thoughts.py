@@ -1,13 +1,8 @@
 """Conversations as a server shows them: rendered before every turn, without the reasoning that the template drops.
 
-Which reasoning goes is the template's own decision, as with `apply_chat_template` at inference. So the ids of a
-context are those of inference, whatever the rule is (all earlier turns, those before the last user message, those
-before the last answer).
-
-The cost of a turn stays the same, however long the conversation is: where the template's rule allows it, only the end
-of the conversation is rendered, and only text that changed is encoded (`RenderedConversation`).
-
-Not covered: how a turn is cut into thought, content and calls (`parsing.py`).
+Which reasoning goes is the template's own decision (that of all earlier turns, of those before the last user message,
+or before the last answer), as with `apply_chat_template` at inference. A turn costs the same, however long the
+conversation is: where the rule allows it, only the end is rendered, and only text that changed is encoded.
 """
 
 from __future__ import annotations
@@ -21,10 +16,13 @@ from agent_r1_trl.chat.encoding import EncodedText, TextEncoder
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.jinja import ChatTemplate, calling, tool_answer
 from agent_r1_trl.chat.messages import readable
+from agent_r1_trl.chat.rendering import num_common
 from agent_r1_trl.trajectory import Message
 
 _CLOSERS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]")
 _MARK = "thought_b7e1c3d9"
+_QUESTION: Message = {"role": "user", "content": "q"}
+_ANSWER: Message = {"role": "assistant", "content": "said"}
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,16 @@ def find_rule(template: ChatTemplate) -> ThoughtRule:
 
 def _is_local(template: ChatTemplate, thought: Message) -> bool:
     """Whether a long conversation of all kinds of turns is the same text, rendered at once and by its ends."""
-    question: Message = {"role": "user", "content": "q"}
-    answer: Message = {"role": "assistant", "content": "said"}
-    thinking, calls, answers = calling(**thought), [calling(), tool_answer("t")], [answer | thought, question]
-    turns = [*[[thinking, tool_answer("t")]] * 5, calls, [answer, question], answers, answers, calls, calls]
-    turns += [*[[thinking, tool_answer("t")]] * 4, answers, calls, answers, [thinking, tool_answer("t")]]
-    whole = [question]
+    calls, answers = [calling(), tool_answer("t")], [_ANSWER | thought, _QUESTION]
+    thinking = [calling(**thought), tool_answer("t")]
+    turns = [*[thinking] * 5, calls, [_ANSWER, _QUESTION], answers, answers, calls, calls]
+    turns += [*[thinking] * 4, answers, calls, answers, thinking]
+    whole = [_QUESTION]
     conversation = RenderedConversation(template, template.probe_tools)
     try:
         for index, turn in enumerate(turns):
             whole += turn
-            conversation.add([*([] if index else [question]), *turn], num_prompt=1)
+            conversation.add([*([] if index else [_QUESTION]), *turn], num_prompt=1)
             if conversation.text != template.probe(whole, generation_prompt=True):
                 return False
     except Exception:  # templates raise what they like
@@ -79,26 +76,15 @@ def with_thought(tags: tuple[str, str], thought: str, content: str) -> str:
 
 
 def _probes(template: ChatTemplate, thought: Message) -> Iterator[str]:
-    """Conversations in which one turn, never the last, has the thought."""
-    question: Message = {"role": "user", "content": "q"}
-    answer: Message = {"role": "assistant", "content": "said"}
-    for conversation in (
-        [question, answer | thought, question],
-        [question, calling(**thought), tool_answer("t")],
-        [question, calling(**thought), tool_answer("t"), answer, question],
-    ):
-        try:
-            yield template.probe(conversation, generation_prompt=True)
-        except Exception:  # a template without tools, or one that wants other roles
-            continue
+    """Conversations in which one turn, never the last, has the thought, as far as the template takes them."""
+    called = [_QUESTION, calling(**thought), tool_answer("t")]
+    for conversation in ([_QUESTION, _ANSWER | thought, _QUESTION], called, [*called, _ANSWER, _QUESTION]):
+        if text := template.attempt(conversation, generation_prompt=True):
+            yield text
 
 
 def check_drops(rule: ThoughtRule, *, thinks: bool, kwargs: dict[str, Any]) -> None:
-    """Refuse `thinking='strip'` where it would do nothing.
-
-    Raises:
-        ChatFormatError: the template knows no thoughts, or it keeps them all.
-    """
+    """Refuse `thinking='strip'` where it would do nothing: the template knows no thoughts, or it keeps them all."""
     if thinks and rule.drops:
         return
     reason = "knows no thoughts"
@@ -115,12 +101,8 @@ class RenderedConversation:
 
     What a turn changes lies behind the last user message before it: reasoning up to there has been dropped already, or
     never will be. So the conversation's end is rendered with and without the new messages, behind the prompt alone; if
-    the first text is how the conversation ends, the second is how it goes on. Otherwise all of it is rendered.
-
-    Args:
-        template: renders.
-        tools: schemas.
-        is_local: False to render all of it before every turn (`ThoughtRule.is_local`).
+    the first text is how the conversation ends, the second is how it goes on. Otherwise, or where the template's rule
+    is not local, all of it is rendered.
     """
 
     def __init__(self, template: ChatTemplate, tools: Any, *, is_local: bool = True) -> None:
@@ -138,7 +120,7 @@ class RenderedConversation:
         spliced = None if end is None else self._splice([*self.messages[:num_prompt], *self.messages[end:]], new)
         if spliced is None:
             text = self._render([*self.messages, *new])
-            spliced = _num_common(self.text, text), text
+            spliced = num_common(self.text, text), text
         self.messages += new
         num_kept, self.text = spliced
         return num_kept
@@ -156,7 +138,7 @@ class RenderedConversation:
             before, after = self._render(end), self._render([*end, *new])
         except Exception:  # without its middle, a template may refuse a conversation
             return None
-        num_same, num_kept = _num_common(self.text, before), _num_common(before, after)
+        num_same, num_kept = num_common(self.text, before), num_common(before, after)
         if num_kept < num_same or not self.text.endswith(before[num_same:]):
             return None
         length = len(self.text) - len(before) + num_kept
@@ -166,24 +148,8 @@ class RenderedConversation:
         return self._template.render(messages, self.tools, generation_prompt=True)
 
 
-def _num_common(first: str, second: str) -> int:
-    """Length of what both begin with."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
-    return low
-
-
 class History:
-    """One conversation, rendered before every turn.
-
-    Args:
-        template: renders.
-        encoder: of the template's tokenizer.
-        rule: of the template.
-        tools: schemas.
-    """
+    """One conversation, rendered before every turn."""
 
     def __init__(self, template: ChatTemplate, encoder: TextEncoder, rule: ThoughtRule, tools: Any) -> None:
         self._template, self._encoder, self._rule = template, encoder, rule
@@ -221,10 +187,7 @@ class History:
         """Ways to show the messages that are new, the most faithful first."""
         prompt: list[Message] = []
         if not self._num_seen:
-            prompt = [
-                message if message.get("role") == "assistant" else self._encoder.hide(message, special_only=True)
-                for message in readable(messages[:num_prompt], self._template.source, where="prompt")
-            ]
+            prompt = self._encoder.hide_prompt(readable(messages[:num_prompt], self._template.source, where="prompt"))
         turn, *rest = messages[max(self._num_seen, num_prompt) :]
         plain = readable(rest, self._template.source, where="observations")
         told: list[Message] = self._encoder.hide([{"content": "", **observation} for observation in plain])

@@ -240,7 +240,7 @@ def _refuse_tools(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> 
 
 def _check_rendering(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None) -> None:
     messages = [{"role": "user", "content": '\nTwo words: "naïve" 東京 \n'}]
-    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False, "tools": chat.no_tools}
+    options: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False, "tools": chat.template.no_tools}
     options |= {"chat_template": chat.plain_template or chat.chat_template, **chat.chat_template_kwargs}
     if list(chat.tokenizer.apply_chat_template(messages, **options)) != chat.encode_prompt(messages):
         text = "A prompt's ids are not those of apply_chat_template: the tokenizer does more than tokenizer.json says."
