@@ -35,15 +35,7 @@ def ask(url, *, times=1, **options):
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        error(429, "slow down", ("Retry-After", "0")),
-        error(500),
-        error(503, "loading"),
-        (502, "<html>Bad Gateway</html>"),
-        None,
-    ],
-    ids=str,
+    "fault", [error(429, "slow down", ("Retry-After", "0")), error(503, "loading"), None], ids=str
 )
 def test_what_may_pass_is_asked_again_and_counted(fault):
     with hosted(faults=[fault, fault]) as (url, seen, _):
@@ -112,12 +104,9 @@ def test_a_server_that_stays_broken_or_is_not_there_is_given_up(monkeypatch):
     assert len(seen.bodies) == 3
     _, (answer,) = ask(f"http://127.0.0.1:{free_port()}")
     assert "ConnectError" in str(answer)
-
-
-def test_a_server_that_does_not_answer_in_time_is_given_up():
     with hosted(delay_s=1.5) as (url, seen, _):
         _, (answer,) = ask(url, timeout_s=0.5)
-    assert type(answer) is GenerationError and len(seen.bodies) == 1
+    assert type(answer) is GenerationError and len(seen.bodies) == 1, "not in time"
 
 
 def test_models_that_want_another_name_of_the_limit_get_it_from_then_on():
@@ -153,19 +142,19 @@ def test_the_key_goes_to_the_server_and_nowhere_else():
     assert "Authorization" not in seen.headers[0]
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "api.openai.com",
-        "ftp://a",
-        "http://",
-        "http://a:99999",
-        "https://me:password@a/v1",
-        "https://a/v1?key=password",
-    ],
+ADDRESSES = (
+    "api.openai.com",
+    "ftp://a",
+    "http://",
+    "http://a:99999",
+    "https://me:password@a",
+    "https://a/v1?k=password",
 )
+
+
+@pytest.mark.parametrize("url", ADDRESSES)
 def test_an_address_that_is_none_or_holds_a_secret_is_refused(url):
-    with pytest.raises(ValueError, match=r"endpoint=.*Pass an address such as") as refusal:
+    with pytest.raises(ValueError, match=r"endpoint=.*Pass one such as") as refusal:
         api_url(url)
     assert "password@" not in str(refusal.value) and "=password" not in str(refusal.value)
 

@@ -1,7 +1,6 @@
 """A hosted model behind an OpenAI-compatible endpoint, asked with the package `openai` (the extra `hosted`).
 
-Covered here: requests, and what a refusal means. The client repeats what may pass. Not covered: the form of messages
-and the rollout (`agent_r1_trl.rollout.hosted`).
+The client repeats what may pass. Not covered: the form of messages and the rollout (`agent_r1_trl.rollout.hosted`).
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ if TYPE_CHECKING:
 
 MAX_RETRIES = 20
 """Retries of a request that is lost, or that a server cannot answer: about two minutes."""
-OWN_SETTINGS = ("model", "messages", "tools", "stream", "n")
-"""What the rollout alone writes into a request."""
+_OWN_SETTINGS = ("model", "messages", "tools", "stream", "n")  # what the rollout alone writes into a request
 _TOO_LONG = re.compile(
     r"context.?length|context.?window|maximum context|too many tokens|(prompt|input|request)\W+(is )?too (long|large)",
     re.IGNORECASE,
 )
 _NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "insufficient_credits")
-_PATH = "/chat/completions"
 
 
 class EndpointUnusableError(GenerationError):
@@ -71,10 +68,9 @@ class Endpoint:
         options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.url, self.model, self.key_name = api_url(url), model, key_name
-        self.options, self.timeout_s = dict(options or {}), timeout_s
-        own = [name for name in self.options if name in OWN_SETTINGS]
-        if own:
+        self.url, self.model, self.options = api_url(url), model, dict(options or {})
+        self._key, self._key_name, self._timeout_s = key, key_name, timeout_s
+        if own := [name for name in self.options if name in _OWN_SETTINGS]:
             raise ValueError(
                 f"endpoint_options={self.options}: {own[0]!r} is what the evaluation itself sets. Remove it."
             )
@@ -85,7 +81,6 @@ class Endpoint:
                 f"endpoint={url!r}: a hosted model needs the package openai. Install it: "
                 "pip install 'agent-r1-trl[hosted]'."
             ) from error
-        self._key = key
         if key:
             rules().note({"api_key": key})  # masked wherever a server or an error repeats it
         self.counts: Counter[str] = Counter()
@@ -113,14 +108,17 @@ class Endpoint:
         sent = {name: value for name, value in (sent | self.options).items() if value is not None}
         messages, where = sent.pop("messages"), f"{self.model} at {self.url}"
         headers: Any = None if self._key else {"Authorization": openai.Omit()}
-        completions = self._open().chat.completions.with_raw_response
+        if self._client is None:
+            self._client = openai.AsyncOpenAI(
+                base_url=self.url, api_key=self._key or "none", max_retries=MAX_RETRIES, timeout=self._timeout_s
+            )
         try:
-            async with asyncio.timeout(self.timeout_s):
-                response = await completions.create(
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._client.chat.completions.with_raw_response.create(
                     model=self.model, messages=messages, extra_body=sent, extra_headers=headers
                 )
         except TimeoutError as error:
-            raise GenerationError(f"{where}: no answer after {self.timeout_s:g} s") from error
+            raise GenerationError(f"{where}: no answer after {self._timeout_s:g} s") from error
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             raise GenerationError(f"{where}: no answer ({type(cause).__name__}: {shown(str(cause))})") from error
@@ -151,48 +149,27 @@ class Endpoint:
     def close(self) -> None:
         """Nothing is held but connections, which `aclose` ends on their own loop."""
 
-    def __repr__(self) -> str:
-        return f"Endpoint({self.url!r}, {self.model!r})"
-
-    def _open(self) -> openai.AsyncOpenAI:
-        from openai import AsyncOpenAI
-
-        if self._client is None:
-            self._client = AsyncOpenAI(
-                base_url=self.url,
-                api_key=self._key or "none",
-                max_retries=MAX_RETRIES,
-                timeout=self.timeout_s,
-            )
-        return self._client
-
     def _refusal(self, error: openai.APIStatusError) -> GenerationError:
         """What a refusal means that was not over after all repetitions."""
         status, fields = error.status_code, error.body if isinstance(error.body, dict) else {}
         text = shown(str(fields.get("message") or error.response.text)[:1000])
-        said, where = f"HTTP {status}: {text}", f"model {self.model!r} at {self.url}"
+        said, where = f"HTTP {status}: {text}", f"{self.model} at {self.url}"
         codes = (fields.get("code"), fields.get("type"))
         if status == 402 or any(code in _NO_CREDIT for code in codes):
             message = f"{where} has no credit left ({said}). Pay for more, or pass another key."
             return EndpointUnusableError(message, is_mistake=False)
-        is_new = not self._has_answered  # later a server refuses what a single request asks for
-        if status == 401 or (status == 403 and is_new):
-            key = f"the key in {self.key_name}" if self._key else f"no key ({self.key_name} is not set)"
+        # Later than at the first answer a server refuses what a single request asks for.
+        if status == 401 or (status in (403, 404, 405) and not self._has_answered):
+            key = f"the key in {self._key_name}" if self._key else f"{self._key_name}, which is not set"
             return EndpointUnusableError(
-                f"{where} refuses {key} ({said}). Set the environment variable that --api_key_env names to a key "
-                "that may use the model.",
-                is_mistake=True,
-            )
-        if status in (404, 405) and is_new:
-            return EndpointUnusableError(
-                f"{where}: there is no such model or address ({said}). Pass the URL up to /v1 as --endpoint, and a "
-                "name that GET /v1/models lists as --model.",
+                f"{where} cannot be asked ({said}). Correct {key} (--api_key_env names the variable), --model (GET "
+                "/v1/models lists the names), or --endpoint (the URL up to /v1).",
                 is_mistake=True,
             )
         if status in (400, 413, 422) and ("context_length_exceeded" in codes or _TOO_LONG.search(text)):
             return RequestTooLongError(said)
         if status in (408, 409, 429) or status >= 500:
-            return GenerationError(f"{self.model} at {self.url}: {said}")
+            return GenerationError(f"{where}: {said}")
         return RefusedRequestError(said)
 
 
@@ -205,19 +182,18 @@ def api_url(url: str) -> str:
     Raises:
         ValueError: it is no address of HTTP, or holds a password or a query.
     """
-    problem = None
+    has_more = any(mark in url for mark in "@?#")  # it is written into results, where no secret may stand
     try:
         parts = urlsplit(url)
-        if parts.scheme.lower() not in ("http", "https") or not parts.hostname:
-            problem = "must begin with http:// or https:// and name a host"
-        elif parts.username or parts.password or parts.query or parts.fragment:
-            # It is written into results, where no secret may stand.
-            problem = "must hold no password, query or fragment; the key comes from an environment variable"
-            url = f"{parts.scheme}://{parts.hostname}/..."
         _ = parts.port  # is computed, and may be out of range
-    except ValueError as error:
-        problem = str(error)
-    if problem:
-        raise ValueError(f"endpoint={url!r}: {problem}. Pass an address such as https://api.openai.com/v1.")
-    path = parts.path.rstrip("/").removesuffix(_PATH)
+        is_address = parts.scheme in ("http", "https") and parts.hostname
+    except ValueError:
+        is_address = False
+    if has_more or not is_address:
+        raise ValueError(
+            f"endpoint={'***' if has_more else url!r}: it must begin with http:// or https:// and name a host, "
+            "without password, query or fragment (the key comes from an environment variable). Pass one such as "
+            "https://api.openai.com/v1."
+        )
+    path = parts.path.rstrip("/").removesuffix("/chat/completions")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
