@@ -12,6 +12,7 @@ from torch import nn
 from transformers import MixtralConfig
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
+from agent_r1_trl.generation.adapters import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.weights import check_tied_embeddings, policy_weights
 from tests.generation.helpers import tiny_model
 
@@ -89,15 +90,24 @@ def test_an_adapter_on_one_of_two_tied_layers_is_refused(is_refused, options):
         check_tied_embeddings(tied)
 
 
-def test_low_precision_weights_are_rounded_once():
-    model = adapted_model("lora")
-    model.get_base_model().to(torch.bfloat16)
+def test_syncs_of_a_bf16_policy_round_once_and_leave_its_base_bit_for_bit_alone(tmp_path):
+    """Merging into the live weights and out again, step after step, would let them drift."""
+    model = get_peft_model(tiny_model().bfloat16(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
-    layer.lora_A.float()
-    layer.lora_B.float()
-    merged = dict(policy_weights(model))["model.layers.0.self_attn.q_proj.weight"]
-    exact = layer.base_layer.weight.float() + layer.get_delta_weight("default")
-    assert torch.equal(merged, exact.to(torch.bfloat16))
+    for step in range(100):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_(0, 0.1)
+        sent = dict(policy_weights(model, only_trainable=True))
+        exact = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+        assert torch.equal(sent["model.layers.0.self_attn.q_proj.weight"], exact.bfloat16()), step
+    write_adapter(model, served_adapter(model), adapter_tensors(model, "default"), tmp_path)
+    present = {name.replace(".default.", "."): p for name, p in model.named_parameters() if "lora_" in name}
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    assert written.keys() == present.keys() and all(torch.equal(written[name], present[name]) for name in written)
+    assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
 
 
 def test_shared_weights_come_once():
@@ -136,14 +146,6 @@ def test_every_weight_is_read_inside_its_gather_context():
     assert seen == {id(parameter) for parameter in model.parameters()} - replaced
 
 
-def test_quantised_weights_under_an_adapter_are_refused():
-    model = adapted_model("lora")
-    layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
-    layer.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"q_proj.*use_vllm=False"):
-        dict(policy_weights(model))
-
-
 def test_weights_in_4_bits_are_sent_as_numbers_with_the_adapter_added(monkeypatch):
     """With a stand-in for bitsandbytes; `test_qlora.py` has the real one."""
     expected = adapted_model("lora")
@@ -161,13 +163,18 @@ def test_weights_in_4_bits_are_sent_as_numbers_with_the_adapter_added(monkeypatc
         torch.testing.assert_close(found[name], value, atol=0.01, rtol=0)  # bfloat16 of numbers below 1
 
 
-def test_weights_that_bitsandbytes_has_repacked_are_refused():
-    model = adapted_model("lora")
+@pytest.mark.parametrize(
+    ("adapter", "is_repacked", "reason"),
+    [("lora", False, "quantised in another way"), ("dora", False, "not plain LoRA"), ("lora", True, "was repacked")],
+)
+def test_quantised_weights_that_are_no_numbers_for_another_engine_are_refused(adapter, is_repacked, reason):
+    model = adapted_model(adapter)
     layer = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
-    layer.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
-    layer.weight.__class__ = type("Params4bit", (nn.Parameter,), {})
-    layer.weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=True)
-    with pytest.raises(ValueError, match=r"q_proj.* was repacked .*use_vllm=False"):
+    layer.weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.uint8), requires_grad=False)
+    if is_repacked:
+        layer.weight.__class__ = type("Params4bit", (nn.Parameter,), {})
+        layer.weight.quant_state = types.SimpleNamespace(packing_format_for_cpu=True)
+    with pytest.raises(ValueError, match=f"q_proj.*{reason}.*use_vllm=False"):
         dict(policy_weights(model))
 
 

@@ -6,8 +6,7 @@ step, would let low-precision weights drift.
 A base in 4 bits (QLoRA) is dequantised, one layer at a time too: what comes out are the weights that the trainer
 computes with, and the sampler needs no quantisation.
 
-Covered here: full models, PEFT adapters, `modules_to_save`, bitsandbytes in 4 bits; a PPO critic inside the policy is
-left out. Not covered: other quantised weights, FSDP shards.
+A PPO critic inside the policy is left out. Not covered: other quantised weights, FSDP shards.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ def _gather_shards(parameters: list[nn.Parameter]) -> AbstractContextManager[Any
 
 def check_tied_embeddings(model: Any) -> None:
     """Refuse an adapter on one of two layers that share their weight: vLLM has one weight for both.
-
-    Args:
-        model: a transformers model or a `PeftModel` around one.
 
     Raises:
         ValueError: only one of input embeddings and output layer is trained apart from the shared weight.
@@ -156,11 +152,7 @@ def _merged(name: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name}.{parameter_name}", merged
         return
     if any(is_quantised(parameter) for parameter in base.parameters()):
-        raise ValueError(
-            f"{name} has an adapter on quantised weights that is not plain LoRA (DoRA, say), and cannot be merged for "
-            "another engine. Use plain LoRA, or load the base model without quantisation, or generate with "
-            "transformers (use_vllm=False)."
-        )
+        raise _unsendable(f"{name} has an adapter on quantised weights that is not plain LoRA (DoRA, say)")
     dtypes = {parameter_name: parameter.dtype for parameter_name, parameter in base.named_parameters()}
     duplicate = copy.deepcopy(layer).float()
     for inner in duplicate.modules():
@@ -181,28 +173,25 @@ def is_4bit(parameter: torch.Tensor) -> bool:
 
 
 def _plain(path: str, module: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """The numbers that the module computes with; a copy where they are stored in 4 bits.
-
-    Raises:
-        ValueError: they are quantised in another way.
-    """
+    """The numbers that the module computes with; a copy where they are stored in 4 bits."""
     if is_4bit(parameter):
         from peft.utils.integrations import dequantize_module_weight
 
         owner: Any = module.get_submodule(name.rpartition(".")[0])
         if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
-            raise ValueError(
-                f"{path} was repacked by bitsandbytes for this processor and can no longer be read as numbers. Train "
-                "on a GPU, or without load_in_4bit, or generate with transformers (use_vllm=False)."
-            )
+            raise _unsendable(f"{path} was repacked by bitsandbytes for this processor, not for a GPU")
         numbers = dequantize_module_weight(owner).detach()
         return numbers if owner.compute_dtype is None else numbers.to(owner.compute_dtype)
     if is_quantised(parameter):
-        raise ValueError(
-            f"{path} is a quantised weight ({parameter.dtype}) that cannot be sent to another engine. Load the base "
-            "model with load_in_4bit, or without quantisation, or generate with transformers (use_vllm=False)."
-        )
+        raise _unsendable(f"{path} is quantised in another way than by load_in_4bit ({parameter.dtype})")
     return parameter.data
+
+
+def _unsendable(problem: str) -> ValueError:
+    return ValueError(
+        f"{problem}: it cannot be sent to another engine. Load the base model without quantisation, or with "
+        "load_in_4bit on a GPU and plain LoRA, or generate with transformers (use_vllm=False)."
+    )
 
 
 def _is_plain_lora(layer: Any, adapters: Sequence[str]) -> bool:
