@@ -26,16 +26,12 @@ class FakeServer:
 
     Args:
         adapters: serve LoRA (then whole weights cannot be sent).
-        base: another number for another model.
-        host: address where it listens.
     """
 
-    def __init__(self, *, adapters=False, base=BASE, host="127.0.0.1"):
-        self.host = host
+    def __init__(self, *, adapters=False):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.adapters = adapters
-        self.base = base
         self.answer_s = 0.0
         """Seconds before each completion."""
         self.break_transfer = False
@@ -43,9 +39,6 @@ class FakeServer:
         self.may_receive = threading.Event()
         """Unset it to stop reading in the middle of a weight transfer."""
         self.may_receive.set()
-        self.may_join = threading.Event()
-        """Until then it is in no transfer."""
-        self.may_join.set()
         self.machine = None
         """Of its own; then it does not see the trainer's folder."""
         self.knows_every_name = False
@@ -83,7 +76,7 @@ class FakeServer:
     def start(self):
         """As a new process, with the weights it was started from."""
         self.process = uuid.uuid4().hex
-        self.value, self.weights, self.loaded, self.sums = self.base, None, {}, {}
+        self.value, self.weights, self.loaded, self.sums = BASE, None, {}, {}
         self.coming = None
         self.is_frozen = False
         self._run(self._listen())
@@ -103,20 +96,17 @@ class FakeServer:
 
     async def _listen(self):
         app = web.Application(middlewares=[self._note])
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/is_sleeping", self._health)
+        for route in ("/health", "/is_sleeping"):
+            app.router.add_get(route, self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/collective_rpc", self._rpc)
         app.router.add_post("/reset_prefix_cache", self._reset)
-        if self.adapters:
-            app.router.add_post("/v1/load_lora_adapter", self._load_adapter)
-            app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
-        else:
-            app.router.add_post("/v1/load_lora_adapter", self._no_route)
+        app.router.add_post("/v1/load_lora_adapter", self._load_adapter if self.adapters else self._no_route)
+        app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, self.host, self.port, reuse_address=True).start()
+        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
         self._runner = runner
 
     async def _end(self, runner):
@@ -162,11 +152,8 @@ class FakeServer:
         value = self.loaded.get(body["model"], self.value)
         await asyncio.sleep(self.answer_s)
         self.num_answers += 1
-        count = body["max_tokens"]
-        choice = {
-            "finish_reason": "length",
-            "logprobs": {"tokens": [f"token_id:{value}"] * count, "token_logprobs": [-1.0] * count},
-        }
+        logprobs = {"tokens": [f"token_id:{value}"] * num_output, "token_logprobs": [-1.0] * num_output}
+        choice = {"finish_reason": "length", "logprobs": logprobs}
         if "prompt_logprobs" in body:
             score = {"logprob": -float(value)}
             choice["prompt_logprobs"] = [None, *({str(token): score} for token in body["prompt"][1:])]
@@ -189,7 +176,6 @@ class FakeServer:
 
     def rpc_begin(self, name, group):
         self.weights, self.coming = None, name
-        self.may_join.wait(20)
         return {"rank": 0}
 
     def rpc_load(self, name, entries, file):

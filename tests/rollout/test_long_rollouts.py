@@ -14,13 +14,13 @@ from agent_r1_trl.features.journal.players import JournaledGenerator, Trajectory
 from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
-from agent_r1_trl.generation.local.prefix_cache import ParkedRow, PrefixCache
+from agent_r1_trl.generation.local.kv_cache import ParkedRow, PrefixCache
 from agent_r1_trl.generation.vllm.server import _as_generation
 from agent_r1_trl.recording import TrajectoryStore, store, terminal
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
-from tests.fake_vllm import FakeServer
+from tests.fake_vllm import BASE, FakeServer
 from tests.families import FAMILIES
 from tests.generation.helpers import SAMPLED
 from tests.recording.examples import two_turns
@@ -153,7 +153,7 @@ def test_a_server_receives_every_context_whole_and_does_not_send_it_back():
         generator.close()
     assert [body["prompt"] for body in server.bodies] == CONTEXTS
     assert not any("return_token_ids" in body for body in server.bodies)
-    assert [(answer.token_ids, answer.logprobs) for answer in answers] == [([server.base] * 2, [-1.0] * 2)] * 5
+    assert [(answer.token_ids, answer.logprobs) for answer in answers] == [([BASE] * 2, [-1.0] * 2)] * 5
 
 
 def test_a_server_that_writes_tokens_as_text_is_refused():

@@ -66,10 +66,7 @@ class Generator(ABC):
         """
 
     def sync(self, model: nn.Module) -> bool:
-        """Take over the policy's weights; called after every optimizer step that precedes a rollout.
-
-        Args:
-            model: the policy, unwrapped; a `PeftModel` with its adapter active.
+        """Take over the weights of the policy, unwrapped; called after every optimizer step that precedes a rollout.
 
         Returns:
             False if there was nothing to do, as for a generator that reads the policy's own weights.
@@ -77,15 +74,10 @@ class Generator(ABC):
         return False
 
     def scores(self, token_ids: list[int]) -> dict[str, list[float]] | None:
-        """Log-probabilities, temperature 1, of each id after the first given those before it.
+        """Name of each engine behind this generator -> log-probabilities of (N,) ids; None from one that cannot score.
 
-        The trainer compares them with the policy's own after every `sync`.
-
-        Args:
-            token_ids: (N,), N >= 2.
-
-        Returns:
-            Name of each engine behind this generator to its (N - 1,) numbers; None from one that cannot score.
+        (N - 1,) numbers at temperature 1, of each id after the first given those before it. The trainer compares them
+        with the policy's own after every `sync`.
         """
         return None
 
@@ -128,21 +120,14 @@ class _Adapted(Generator):
 def as_generator(given: Any, path: str | None = None) -> Generator:
     """A `Generator` from what a user passed as `generator=`; any object with an async `generate` will do.
 
-    Args:
-        given: the object.
-        path: that led to it, for errors.
-
     Raises:
-        ValueError: the object has no `generate`, or one with other arguments.
+        ValueError: the object has no `generate`, or one with other arguments; names the `path` that led to it.
     """
     setting = f"generator={(given if path is None else path)!r:.200}"
-    if isinstance(given, type) or not callable(getattr(given, "generate", None)):
-        raise ValueError(
-            f"{setting} cannot sample: it must be an object with a method `async generate(prompt_ids, *, "
-            "max_tokens, seed, params)`. Pass such an object, or leave generator out."
-        )
-    named = dict.fromkeys(("max_tokens", "seed", "params"))
     form = "an object with async generate(prompt_ids, *, max_tokens, seed, params)"
+    if isinstance(given, type) or not callable(getattr(given, "generate", None)):
+        raise ValueError(f"{setting} cannot sample: pass {form}, or leave generator out.")
+    named = dict.fromkeys(("max_tokens", "seed", "params"))
     check_call(f"{setting}: its generate", given.generate, form, None, **named)
     return given if isinstance(given, Generator) else _Adapted(given)
 
@@ -177,19 +162,22 @@ def check_generation(generation: Generation) -> None:
     Some answer NaN or None where their logits overflowed: such a token cannot be trained on.
 
     Raises:
-        GenerationError: names the position, the id and the number.
+        GenerationError: says what is wrong; of a number its position, its id and itself.
     """
+    if problem := _problem_with(generation):
+        raise GenerationError(problem)
+
+
+def _problem_with(generation: Generation) -> str | None:
     if not isinstance(generation, Generation):
-        raise GenerationError(f"generate returned {generation!r:.200}; it must be a Generation")
-    if len(generation.logprobs) != len(generation.token_ids):
-        raise GenerationError(
-            f"{len(generation.token_ids)} ids came with {len(generation.logprobs)} log-probabilities; each needs one"
-        )
-    for position, value in enumerate(generation.logprobs):
+        return f"generate returned {generation!r:.200}; it must be a Generation"
+    ids, logprobs = generation.token_ids, generation.logprobs
+    if len(logprobs) != len(ids):
+        return f"{len(ids)} ids came with {len(logprobs)} log-probabilities; each needs one"
+    for position, value in enumerate(logprobs):
         if value is None or not math.isfinite(value):
-            raise GenerationError(
-                f"the log-probability of sampled token {position} (id {generation.token_ids[position]}) is {value!r}"
-            )
+            return f"the log-probability of sampled token {position} (id {ids[position]}) is {value!r}"
+    return None
 
 
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:
@@ -198,9 +186,8 @@ def check_request(prompt_ids: list[int], max_tokens: int) -> None:
     Raises:
         ValueError: for an empty prompt or a token limit below 1.
     """
-    if not prompt_ids:
+    if not prompt_ids or max_tokens < 1:
+        problem = f"max_tokens={max_tokens}" if prompt_ids else "prompt_ids is empty"
         raise ValueError(
-            "prompt_ids is empty: the model needs at least one token to continue; start with a BOS token."
+            f"{problem}: a request continues at least one token (start with BOS) and samples one or more."
         )
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens}: a request samples at least one token; end the rollout instead.")

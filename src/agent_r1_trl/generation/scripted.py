@@ -49,9 +49,7 @@ class ScriptedGenerator(Generator):
     """A `Generator` that follows a script.
 
     Args:
-        script: one of
-            a list of answers, one per turn, the same for every trajectory;
-            a function of the `ScriptedRequest`.
+        script: a list of answers, one per turn, the same for every trajectory; or a function of the `ScriptedRequest`.
         stop_token_ids: if given, an answer that does not end in one of them has `stop="length"`; if not, every answer
             that `max_tokens` does not cut has `stop="stop"`.
         delay_s: seconds that every answer takes.
@@ -68,8 +66,7 @@ class ScriptedGenerator(Generator):
         self._script = script
         self._stop_token_ids = frozenset(stop_token_ids)
         self._delay_s = delay_s
-        self._turn_after: dict[tuple[int, ...], int] = {}
-        """Prompt with its answer -> the turn that comes next."""
+        self._turn_after: dict[tuple[int, ...], int] = {}  # prompt with its answer -> the turn that comes next
         self._num_running = 0
         self.requests: list[ScriptedRequest] = []
         """All requests, in order."""
@@ -85,9 +82,10 @@ class ScriptedGenerator(Generator):
             GenerationError: the script has no such turn. Whatever exception the script holds is raised as it is.
         """
         check_request(prompt_ids, max_tokens)
+        asked = tuple(prompt_ids)
         request = ScriptedRequest(
-            prompt_ids=tuple(prompt_ids),
-            turn=self._find_turn(tuple(prompt_ids)),
+            prompt_ids=asked,
+            turn=self._find_turn(asked),
             index=len(self.requests),
             max_tokens=max_tokens,
             seed=seed,
@@ -95,17 +93,18 @@ class ScriptedGenerator(Generator):
         )
         self.requests.append(request)
         answer = self._look_up(request)
-        turn = answer if isinstance(answer, ScriptedTurn) else None
+        delay_s = answer.delay_s if isinstance(answer, ScriptedTurn) else 0.0
         self._num_running += 1
         self.most_running = max(self.most_running, self._num_running)
         try:
-            await asyncio.sleep(self._delay_s + (turn.delay_s if turn else 0.0))
+            await asyncio.sleep(self._delay_s + delay_s)
         finally:
             self._num_running -= 1
         if isinstance(answer, Exception):
             raise answer
-        generation = self._cut(turn or ScriptedTurn(token_ids=list(answer)), max_tokens)  # type: ignore[arg-type]
-        self._turn_after[request.prompt_ids + tuple(generation.token_ids)] = request.turn + 1
+        turn = answer if isinstance(answer, ScriptedTurn) else ScriptedTurn(token_ids=answer)
+        generation = self._cut(turn, max_tokens)
+        self._turn_after[asked + tuple(generation.token_ids)] = request.turn + 1
         return generation
 
     def _find_turn(self, prompt_ids: tuple[int, ...]) -> int:

@@ -20,11 +20,11 @@ from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.generation.local.decoding import evaluation_mode
 from agent_r1_trl.generation.weights import gather_for, gather_nothing
 
-PROBE_TEXT = (
+# Plain text, whose tokens are likely: rounding shows most in the log-probabilities of unlikely ones.
+_PROBE_TEXT = (
     "Question: which river flows through Paris, and how long is it? I will search first. The Seine is a river of 777 "
     "kilometres in northern France; it rises near Dijon and reaches the sea at Le Havre. Answer: the Seine, 777 km."
 )
-"""Plain text, whose tokens are likely: rounding shows most in the log-probabilities of unlikely ones."""
 _PROBE_TOKENS = 64
 
 
@@ -35,37 +35,26 @@ class SyncError(RunError):
 def sync_weights(
     generator: Generator, model: nn.Module, tokenizer: Any, *, max_gap: float | None = None, is_autocast: bool = False
 ) -> dict[str, float]:
-    """Bring the policy's weights to the sampler and compare log-probabilities there.
+    """Bring the weights of the policy (unwrapped) to the sampler and compare log-probabilities there.
 
     A collective call where parameters are sharded.
-
-    Args:
-        generator: the sampler.
-        model: the policy, unwrapped.
-        tokenizer: of the policy.
-        max_gap: see `probe_sync`.
-        is_autocast: see `default_max_gap`.
 
     Returns:
         Metrics: seconds of the sync, those of the sampler, and the mean absolute difference where it can score. Empty
         for a sampler without weights of its own.
 
     Raises:
-        SyncError: sampler and trainer differ.
+        SyncError: see `probe_sync`.
     """
     start = time.perf_counter()
     if generator.sync(model) is False:  # None, from a user's own `sync`, counts as done
         return {}
     gap = None
     if generator.can_score:
-        gap = probe_sync(generator, model, probe_ids(tokenizer), max_gap=max_gap, is_autocast=is_autocast)
+        ids = tokenizer(_PROBE_TEXT, add_special_tokens=False)["input_ids"][:_PROBE_TOKENS]
+        gap = probe_sync(generator, model, ids, max_gap=max_gap, is_autocast=is_autocast)
     metrics = {"time/sync_s": time.perf_counter() - start} | generator.metrics()
     return metrics if gap is None else metrics | {"sampling/sync_logprob_gap": gap}
-
-
-def probe_ids(tokenizer: Any) -> list[int]:
-    """Ids of the text that sampler and trainer are compared on."""
-    return tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"][:_PROBE_TOKENS]
 
 
 @torch.no_grad()
@@ -116,9 +105,7 @@ def _head_as_in_the_loss(model: Any) -> Iterator[None]:
 def default_max_gap(model: nn.Module, *, is_autocast: bool = False) -> float:
     """1e-3 for float32, where only the order of sums differs; 0.05 for what rounds to 8 or 11 bits.
 
-    Args:
-        model: the policy.
-        is_autocast: its float32 weights are rounded in every forward pass (mixed precision).
+    `is_autocast`: float32 weights are rounded in every forward pass (mixed precision).
     """
     is_exact = not is_autocast and all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return 1e-3 if is_exact else 0.05

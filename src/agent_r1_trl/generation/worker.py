@@ -1,12 +1,9 @@
-"""A generator whose requests are served by one worker thread.
-
-Covered here: the path of a request from the event loop to the thread and back, cancellation, closing, a thread that
-does not return from a step. Not covered: how tokens are sampled (the subclasses).
-"""
+"""A generator whose requests are served by one worker thread: to the thread and back, cancelling, closing, hanging."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import threading
 import time
@@ -14,13 +11,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from agent_r1_trl.generation.base import (
-    Generation,
-    GenerationError,
-    Generator,
-    SamplingParams,
-    check_request,
-)
+from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
 
 _IDLE_S = 2.0  # an idle worker thread ends, so a forgotten close() leaks nothing; the next request starts another
 _POLL_S = 0.1  # how soon an idle worker notices that the program ends
@@ -83,12 +74,7 @@ class ThreadedGenerator(Generator):
             GenerationError: the back end failed (the cause is chained), hangs or was closed.
         """
         check_request(prompt_ids, max_tokens)
-        request = WorkerRequest(
-            prompt_ids=list(prompt_ids),
-            max_tokens=max_tokens,
-            seed=seed,
-            params=params,
-        )
+        request = WorkerRequest(prompt_ids=list(prompt_ids), max_tokens=max_tokens, seed=seed, params=params)
         self._submit(request)
         answer = asyncio.wrap_future(request.done)
         try:
@@ -111,11 +97,7 @@ class ThreadedGenerator(Generator):
         self._step_began = time.monotonic()
 
     def _check_step(self) -> None:
-        """Refuse to wait for a step that hangs.
-
-        Raises:
-            GenerationError: the worker thread has been in one step for longer than `step_timeout_s`.
-        """
+        """Refuse to wait once the worker thread has been in one step for longer than `step_timeout_s`."""
         began, limit = self._step_began, self._step_timeout_s
         if began is not None and limit is not None and time.monotonic() - began > limit:
             raise GenerationError(
@@ -140,10 +122,10 @@ class ThreadedGenerator(Generator):
             self._waiting.append(request)
             if self._worker is None:
                 # A daemon, because the program must be able to end while a step hangs. One that is killed inside torch
-                # takes the process down with an abort, so a thread that is none waits for the step in progress.
+                # takes the process down with an abort, so the end of the program waits for the step in progress.
                 self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._worker.start()
-                threading.Thread(target=_outlive, args=(self._worker,), name="outlive", daemon=False).start()
+                atexit.register(self._worker.join, _EXIT_S)
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- worker thread
@@ -167,6 +149,7 @@ class ThreadedGenerator(Generator):
             if not self._waiting:
                 self._rest()
                 self._worker = None
+                atexit.unregister(threading.current_thread().join)
                 return False
             size = 0
             while size < len(self._waiting) and not self._must_end:
@@ -202,10 +185,3 @@ class ThreadedGenerator(Generator):
                 request.done.set_result(request.outcome)
             else:
                 request.done.set_exception(request.outcome or GenerationError("The request was cancelled."))
-
-
-def _outlive(worker: threading.Thread) -> None:
-    """Return when the worker has ended; at the end of the program, wait for it only as long as a step may take."""
-    while worker.is_alive() and threading.main_thread().is_alive():
-        worker.join(_POLL_S)
-    worker.join(_EXIT_S)

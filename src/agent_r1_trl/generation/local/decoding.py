@@ -1,8 +1,4 @@
-"""One batch of rows that are being sampled: prefill, decode, drop.
-
-Covered here: forward passes with a cache, left padding, position ids, eval mode. Not covered: requests and threads
-(`generator.py`).
-"""
+"""One batch of rows that are being sampled: forward passes with a cache, left padding, position ids, eval mode."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from agent_r1_trl.generation.local.kv_cache import RowCache, can_hold, join_rows
-from agent_r1_trl.generation.local.prefix_cache import ParkedRow
+from agent_r1_trl.generation.local.kv_cache import ParkedRow, RowCache, can_hold, join_rows
 
 
 @contextmanager
@@ -47,7 +42,8 @@ class ModelRunner:
         self.model = model
         self.pad_token_id = pad_token_id
         base: Any = getattr(model, "get_base_model", lambda: model)()
-        self._has_movable_rows = can_hold(base.config)
+        self.can_move_rows = can_hold(base.config)
+        """Whether rows can join a running batch, leave it, and be continued later."""
         self.config = base.config
         self._prefill_options: dict[str, Any] = {}
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
@@ -67,14 +63,9 @@ class ModelRunner:
         return self._lengths.shape[0]
 
     @property
-    def can_park(self) -> bool:
-        """Whether rows can be copied out of the batch and continued later."""
-        return self._has_movable_rows
-
-    @property
     def accepts_rows(self) -> bool:
         """Whether `prefill` may be called now."""
-        return self._has_movable_rows or self.num_rows == 0
+        return self.can_move_rows or self.num_rows == 0
 
     def prefill(self, sequences: list[list[int]], parked: list[ParkedRow] | None = None) -> torch.Tensor:
         """Add rows and return the logits after each of them, (n, V).
@@ -86,7 +77,7 @@ class ModelRunner:
         """
         if parked is None:
             places = {tuple(sequence): None for sequence in sequences}
-            distinct = [list(sequence) for sequence in places] if self._has_movable_rows else sequences
+            distinct = [list(sequence) for sequence in places] if self.can_move_rows else sequences
             index_of = {sequence: index for index, sequence in enumerate(places)}
             copies = [index_of[tuple(sequence)] for sequence in sequences]
             known = [0] * len(distinct)
@@ -96,7 +87,7 @@ class ModelRunner:
             known = [max(0, len(sequence) - num_new) for sequence in sequences]
         logits, cache, mask = self._pass(distinct, known, parked)
         lengths = mask.sum(dim=1, keepdim=True)
-        if self._has_movable_rows:
+        if self.can_move_rows:
             self._rows.add_rows(cache, mask, copies)
             logits, lengths = logits[copies], lengths[copies]
         else:
@@ -107,11 +98,7 @@ class ModelRunner:
     def _pass(
         self, sequences: list[list[int]], known: list[int], parked: list[ParkedRow] | None
     ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor]:
-        """Run the ids after the first `known[i]` of each sequence.
-
-        Returns:
-            Logits after each sequence (n, V), the cache, and the mask (n, L) of its columns.
-        """
+        """Run the ids after the first `known[i]` of each sequence: logits (n, V), the cache, its mask (n, L)."""
         num_known = max(known)
         num_new = max(len(sequence) - skipped for sequence, skipped in zip(sequences, known, strict=True))
         ids = [
@@ -125,7 +112,7 @@ class ModelRunner:
         if parked is not None and num_known > 0:
             cache = join_rows([row.tensors for row in parked], known)
         else:
-            cache = DynamicCache() if self._has_movable_rows else DynamicCache(config=self.config)
+            cache = DynamicCache() if self.can_move_rows else DynamicCache(config=self.config)
         new_positions = positions[:, num_known:].clamp(min=0)
         return self._forward(ids, mask, new_positions, cache, **self._prefill_options), cache, mask
 
@@ -150,10 +137,9 @@ class ModelRunner:
         return logits
 
     def drop_rows(self, dropped: list[int]) -> list[int]:
-        """Remove rows that need no more tokens.
+        """Remove rows that need no more tokens; returns the former index of each remaining row.
 
-        Returns:
-            For each remaining row, its index before the call. All rows stay if they cannot be moved and one is needed.
+        All stay if they cannot be moved and one is needed.
         """
         if len(set(dropped)) == self.num_rows:
             self.clear()

@@ -3,9 +3,6 @@
 Requests join the running batch between two decode steps and leave it when they end, so no trajectory waits for
 another's turn to finish. What a row samples depends on its seed and the weights, not on the rows beside it (up to the
 rounding of matrix products).
-
-Covered here: admission, failures, memory. Not covered: requests and threads (`worker.py`), forward passes
-(`decoding.py`), draws (`sampling.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from torch import nn
 from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.generation.base import Generation, GenerationError
 from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
-from agent_r1_trl.generation.local.prefix_cache import PrefixCache
+from agent_r1_trl.generation.local.kv_cache import PrefixCache
 from agent_r1_trl.generation.local.sampling import UniformStream, draw, policy_logprobs
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
@@ -108,7 +105,7 @@ class TransformersGenerator(ThreadedGenerator):
         self._runner = ModelRunner(self._model, pad_token_id)
         if prefix_cache_bytes is None:
             prefix_cache_bytes = 2**30 if self._runner.device.type == "cpu" else 0
-        self._prefixes = PrefixCache(prefix_cache_bytes if self._runner.can_park else 0)
+        self._prefixes = PrefixCache(prefix_cache_bytes if self._runner.can_move_rows else 0)
         self._versions: list[tuple[int, int]] = []
         self._rows: list[_ActiveRow] = []  # same order as the runner's rows
         self._resuming: list[_ActiveRow] = []  # put back when memory ran out; they go first
@@ -212,18 +209,17 @@ class TransformersGenerator(ThreadedGenerator):
 
     def _leave(self) -> None:
         """Take the rows that have ended or were cancelled out of the batch."""
-        dropped = [
-            index
+        ended = [
+            (index, row)
             for index, row in enumerate(self._rows)
             if row.request.outcome is not None or row.request.is_cancelled
         ]
-        if self._prefixes.max_bytes:
-            for index in dropped:
-                if isinstance(self._rows[index].request.outcome, Generation):
-                    self._prefixes.put(self._runner.park(index, self._rows[index].ids))
-        if dropped:
-            self._ended.extend(self._rows[index].request for index in dropped)
-            self._rows = [self._rows[index] for index in self._runner.drop_rows(dropped)]
+        for index, row in ended:
+            if self._prefixes.max_bytes and isinstance(row.request.outcome, Generation):
+                self._prefixes.put(self._runner.park(index, row.ids))
+        if ended:
+            self._ended.extend(row.request for _, row in ended)
+            self._rows = [self._rows[index] for index in self._runner.drop_rows([index for index, _ in ended])]
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
         """Out of memory: from now on half the rows; all go back to the line and continue where they were."""

@@ -9,11 +9,13 @@ masked (left padding). In the picture `-` is masked, `x` holds a token, `.` is s
 Rows that join, leave or need more room make new buffers, as wide as the longest row. transformers' own dynamic cache
 copies everything at every step (`torch.cat`); here a step writes one column and hands out views.
 
-Covered here: storage. Not covered: forward passes (`decoding.py`). Uses transformers' public cache classes.
+A row that has ended may be parked for the next turn of its trajectory, whose prompt begins with everything that the
+last turn saw and sampled, so that only what is new (the tool results) has to go through the model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,12 +109,9 @@ class RowCache(Cache):
         self.end += 1
 
     def add_rows(self, prefilled: DynamicCache, mask: torch.Tensor, copies: list[int]) -> None:
-        """Append rows.
+        """Append the rows `copies` of a left-padded forward pass; a row may be appended several times.
 
-        Args:
-            prefilled: cache of a forward pass over the new rows, left padded.
-            mask: (n, L), 1 where the rows have a token.
-            copies: for each row to append, its index in the two above; a row may be appended several times.
+        `mask` is (n, L), 1 where the rows have a token.
         """
         if not self.layers:
             self._mask = mask.new_zeros(0, 0)
@@ -121,11 +120,7 @@ class RowCache(Cache):
         self._rebuild(list(range(len(self._mask))), (prefilled, mask, copies))
 
     def drop_rows(self, dropped: list[int]) -> list[int]:
-        """Remove rows, and the columns that only they needed.
-
-        Returns:
-            For each remaining row, its index before the call.
-        """
+        """Remove rows, and the columns that only they needed; returns the former index of each remaining row."""
         kept = [row for row in range(len(self._mask)) if row not in set(dropped)]
         self._rebuild(kept)
         return kept
@@ -136,12 +131,7 @@ class RowCache(Cache):
         return [buffer[row, :, columns].clone() for layer in self.layers for buffer in layer.tensors()]
 
     def _rebuild(self, kept: list[int], new: tuple[DynamicCache, torch.Tensor, list[int]] | None = None) -> None:
-        """Move rows to buffers that hold the longest of them and spare columns.
-
-        Args:
-            kept: indices of the rows that stay.
-            new: what `add_rows` was given.
-        """
+        """Move the rows with these indices, and what `add_rows` was given, to buffers with spare columns."""
         parts = [(self._mask[:, : self.end], kept)] + ([new[1:]] if new else [])
         width = max(int(mask[rows].sum(dim=1).max()) if rows else 0 for mask, rows in parts)
         columns = width + max(64, width // 4)  # so many spare ones that this is rare
@@ -167,3 +157,62 @@ class RowCache(Cache):
             )
         self._mask = joined([mask for mask, _ in parts], 1)
         self.end = width
+
+
+# -------------------------------------------------------------------- rows that have ended
+
+
+@dataclass(kw_only=True)
+class ParkedRow:
+    """A row without its place in a batch; stale once the weights change."""
+
+    ids: list[int]
+    """(N,) the ids whose keys and values these are."""
+    tensors: list[torch.Tensor]
+    """Keys and values of layer 0, keys and values of layer 1, ...; each (heads, N, head size)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+
+class PrefixCache:
+    """The most recent parked rows, as many as fit into `max_bytes`; a row is handed out once.
+
+    >>> cache = PrefixCache(max_bytes=9)
+    >>> for ids in ([1, 2], [1, 2, 3], [9]):
+    ...     cache.put(ParkedRow(ids=ids, tensors=[torch.zeros(1, len(ids), 2, dtype=torch.uint8)]))
+    >>> cache.take([1, 2, 3, 4]).ids, cache.take([1, 2, 3, 4]), cache.take([9])
+    ([1, 2, 3], None, None)
+    """
+
+    _TAIL = 8
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._rows: list[ParkedRow] = []
+
+    def put(self, row: ParkedRow) -> None:
+        """Keep a row; the oldest ones make room."""
+        self._rows.append(row)
+        while sum(kept.num_bytes for kept in self._rows) > self.max_bytes:
+            del self._rows[0]
+
+    def take(self, ids: list[int]) -> ParkedRow | None:
+        """The longest row that `ids` continues by at least one token, removed."""
+        best = None
+        for row in self._rows:
+            length = len(row.ids)
+            if length >= len(ids) or (best is not None and length <= len(best.ids)):
+                continue
+            # Rows of one group begin alike, so comparing from the end fails sooner.
+            tail = max(0, length - self._TAIL)
+            if ids[tail:length] == row.ids[tail:] and ids[:tail] == row.ids[:tail]:
+                best = row
+        self._rows = [row for row in self._rows if row is not best]
+        return best
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows = []

@@ -3,8 +3,6 @@
 A row's draw depends on its seed and on how many tokens it has sampled, never on other rows: token n of a
 request is the inverse of the cumulative distribution at the n-th number of the request's own counter-based stream.
 One uniform number per token is enough, so a step costs no random numbers over the vocabulary.
-
-Covered here: temperature, the filters, log-probabilities, draws. Not covered: who is in the batch (`decoding.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ import torch
 
 from agent_r1_trl.generation.base import SamplingParams
 
-_BELOW_ONE = (
-    1.0 - 2.0**-40
-)  # u * total must stay below total in float64, or the draw falls off the end of the vocabulary
+# u * total must stay below total in float64, or the draw falls off the end of the vocabulary.
+_BELOW_ONE = 1.0 - 2.0**-40
 
 
 class UniformStream:
@@ -55,8 +52,7 @@ def policy_logprobs(logits: torch.Tensor, params: SamplingParams, seen: torch.Te
     """
     scores = logits.float()
     if params.repetition_penalty != 1.0:
-        if seen is None:
-            raise ValueError("repetition_penalty needs `seen`: the ids that occur in each row.")
+        assert seen is not None
         penalised = torch.where(scores < 0, scores * params.repetition_penalty, scores / params.repetition_penalty)
         scores = torch.where(seen, penalised, scores)
     if params.temperature == 0:
