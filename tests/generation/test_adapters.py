@@ -11,7 +11,7 @@ from agent_r1_trl.generation.adapters import check_adapters, served_adapter, war
 from agent_r1_trl.generation.weights import policy_weights
 from tests.generation.helpers import PROMPTS, make_generator, run, tiny_model
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import PlainEnv, make_policy, make_trainer, scored_batch
+from tests.trainers.helpers import PlainEnv, make_policy, make_trainer
 
 Q = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 FOLLOWED = {
@@ -70,9 +70,7 @@ def test_the_sampler_is_the_policy_that_is_scored(kind):
     second = run(generator, longer, max_tokens=5)  # continues from the cache
     generator.close()
     plain = scores(tiny_model(LlamaConfig), prompts[0], first[0].token_ids)
-    assert scores(model, prompts[0], first[0].token_ids) != pytest.approx(
-        plain, abs=1e-3
-    )  # the adapter does something
+    assert scores(model, prompts[0], first[0].token_ids) != pytest.approx(plain, abs=1e-3), "it does something"
     for prompt, item in [*zip(prompts, first, strict=True), *zip(longer, second, strict=True)]:
         assert scores(model, prompt, item.token_ids) == pytest.approx(item.logprobs, abs=1e-4)
 
@@ -95,25 +93,19 @@ def test_an_adapter_that_cannot_be_merged_is_refused_for_vllm_alone():
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+def test_an_adapter_that_a_sampler_cannot_follow_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=f"peft_config=.*{kind}.*peft_config=LoraConfig\\(\\)"):
+        TransformersGenerator(adapted(REFUSED[kind]()), pad_token_id=0, stop_token_ids=[])
+
+
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["peft_config", "wrapped"])
-def test_an_adapter_that_a_sampler_cannot_follow_is_refused_by_name(tmp_path, kind, is_wrapped):
-    config = REFUSED[kind]()
-    tokenizer = make_tokenizer("qwen3")
-    given = {"model": make_policy(tokenizer), "peft_config": config}
+def test_the_trainer_refuses_it_too(tmp_path, is_wrapped):
+    config = REFUSED["PrefixTuningConfig"]()
+    given = {"model": make_policy(make_tokenizer("qwen3")), "peft_config": config}
     if is_wrapped:
         given = {"model": peft.get_peft_model(given["model"], config)}
-    with pytest.raises(ValueError, match=f"peft_config=.*{kind}.*peft_config=LoraConfig\\(\\)"):
-        make_trainer(tmp_path, script=None, env=PlainEnv, **given)
-
-
-def test_the_fix_trains(tmp_path):
-    trainer = make_trainer(tmp_path, script=None, env=PlainEnv, peft_config=peft.LoraConfig(), max_completion_length=6)
-    assert scored_batch(trainer)["completion_ids"].shape[1] <= 6
-
-
-def test_evaluating_a_saved_prefix_is_refused_as_well():
     with pytest.raises(ValueError, match="peft_config=PrefixTuningConfig"):
-        TransformersGenerator(adapted(REFUSED["PrefixTuningConfig"]()), pad_token_id=0, stop_token_ids=[])
+        make_trainer(tmp_path, script=None, env=PlainEnv, **given)
 
 
 def test_a_variant_of_lora_is_merged_and_not_served_as_plain_lora():

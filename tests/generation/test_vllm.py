@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent_r1_trl.generation import GenerationError, Generator, SamplingParams, VLLMGenerator
-from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
+from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, forward_logprobs, make_generator, run, tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -82,14 +82,10 @@ def test_greedy_ids_equal_those_of_transformers(engine, policy):
 def test_logprobs_are_those_of_the_sampler_under_the_temperature(engine, policy):
     for prompt, generation in zip(PROMPTS, run(engine, PROMPTS, max_tokens=20), strict=True):
         assert generation.logprobs == pytest.approx(forward_logprobs(policy, prompt, generation, 0.8), abs=1e-4)
-
-
-def test_logprobs_are_those_of_the_filtered_distribution(engine, policy):
-    params = SamplingParams(temperature=1.2, top_p=0.7, top_k=20)
-    for ours in run(engine, PROMPTS, params=params, max_tokens=8):
-        assert max(ours.logprobs) <= 0
     [single] = run(engine, [PROMPTS[0]], params=SamplingParams(top_k=1), max_tokens=8)
     assert single.logprobs == pytest.approx([0.0] * len(single.logprobs), abs=1e-6)
+    with pytest.raises(GenerationError, match="256"):
+        run(engine, [[3] * 300])
 
 
 def test_a_sync_brings_the_new_weights_and_forgets_what_the_old_ones_computed(engine, policy):
@@ -131,27 +127,6 @@ def test_more_prompt_tokens_than_fit_one_step_are_sampled_with_their_seeds(engin
     ]
 
 
-def test_a_short_request_does_not_wait_for_a_long_one(engine, policy):
-    finished = []
-
-    async def race():
-        async def one(name, limit):
-            await engine.generate([70, 71], max_tokens=limit, seed=0, params=SamplingParams(temperature=2.0))
-            finished.append(name)
-
-        long = asyncio.create_task(one("long", 200))
-        await asyncio.sleep(0.05)
-        await one("short", 2)
-        await long
-
-    engine_stops, engine._stop_token_ids = engine._stop_token_ids, []
-    try:
-        asyncio.run(race())
-    finally:
-        engine._stop_token_ids = engine_stops
-    assert finished == ["short", "long"]
-
-
 def test_the_seed_decides_the_ids(engine, policy):
     together = run(engine, [PROMPTS[2]] * 3, seeds=[11, 11, 2**62 + 1], max_tokens=20)
     [alone] = run(engine, [PROMPTS[2]], seeds=[11], max_tokens=20)
@@ -190,20 +165,6 @@ def test_a_cancelled_request_leaves_the_engine(engine, policy):
     assert generation.token_ids == run(engine, [PROMPTS[1]], seeds=[1], max_tokens=9)[0].token_ids
 
 
-def test_a_prompt_that_does_not_fit_fails_alone(engine, policy):
-    async def both():
-        return await asyncio.gather(
-            engine.generate([3] * 300, max_tokens=5, seed=0, params=SAMPLED),
-            engine.generate(PROMPTS[0], max_tokens=5, seed=0, params=SAMPLED),
-            return_exceptions=True,
-        )
-
-    too_long, fine = asyncio.run(both())
-    assert isinstance(too_long, GenerationError)
-    assert "256" in str(too_long)
-    assert fine.token_ids
-
-
 def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engine, policy, monkeypatch):
     def broken():
         raise ZeroDivisionError("broken kernel")
@@ -215,15 +176,6 @@ def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engin
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
     assert engine._engine.get_num_unfinished_requests() == 0
-
-
-def test_an_engine_that_forgets_requests_fails_them(engine, policy, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._engine, "step", list)
-        patch.setattr(engine._engine, "has_unfinished_requests", lambda: False)
-        with pytest.raises(GenerationError, match="dropped requests"):
-            run(engine, PROMPTS[:2])
-    assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
 
 
 def test_a_step_that_hangs_fails_its_requests_and_the_next_sync(engine, policy, monkeypatch):
@@ -263,13 +215,6 @@ def test_cancelling_does_not_wait_for_a_step_that_hangs(engine, policy, monkeypa
         assert time.monotonic() - start < 5
         release.set()
     assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
-
-
-def test_scores_are_logprobs_at_temperature_one(engine, policy):
-    (scores,) = engine.scores(PROBE).values()
-    assert len(scores) == len(PROBE) - 1
-    assert gap(engine, policy) < 1e-4
-    assert max(PROBE) < VOCAB
 
 
 TWO_RANKS = """
