@@ -17,6 +17,7 @@ from agent_r1_trl.generation.vllm import nccl_group, weight_transfer
 from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import rpc
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from tests import fake_nccl
 from tests.fake_nccl import FakeNCCLLibrary, digest
 from tests.fake_vllm import FakeServer
@@ -248,7 +249,7 @@ def test_an_error_of_nccl_is_that_of_its_server_alone_and_all_weights_are_gather
     with (
         GPUServer() as server,
         FakeServer() as cpu,
-        generator_on(server, cpu, weights_dir=tmp_path, sync_timeout_s=20) as generator,
+        generator_on(server, cpu, weights_dir=tmp_path, sync_timeout=20) as generator,
     ):
         FakeNCCLLibrary.num_left = 1
         generator.sync(policy(20))
@@ -258,7 +259,7 @@ def test_an_error_of_nccl_is_that_of_its_server_alone_and_all_weights_are_gather
         FakeNCCLLibrary.num_left = None
         generator.sync(policy(21))
         assert server.value == 21, "with what it missed"
-    with GPUServer() as server, generator_on(server, weights_dir=tmp_path, sync_timeout_s=20) as generator:
+    with GPUServer() as server, generator_on(server, weights_dir=tmp_path, sync_timeout=20) as generator:
         FakeNCCLLibrary.num_left = 0
         with pytest.raises(GenerationError, match="unhandled cuda error"):
             generator.sync(policy(20))
@@ -331,7 +332,8 @@ def test_both_workers_of_a_tensor_parallel_server_get_their_halves_of_a_merged_a
     """With tied embeddings, which are sent once."""
     from tests.generation.test_vllm import STOP_ID, change, gap, random_policy
 
-    generator = VLLMServerGenerator([url], stop_token_ids=[STOP_ID], weight_transfer="nccl")
+    settings = ServerSettings(weight_transfer="nccl")
+    generator = VLLMServerGenerator([url], stop_token_ids=[STOP_ID], settings=settings)
     base = random_policy(tie_word_embeddings=True, num_key_value_heads=2)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).eval()
     size = sum(parameter.nbytes for name, parameter in model.named_parameters() if "lora_" not in name)

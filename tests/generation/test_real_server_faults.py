@@ -11,6 +11,7 @@ from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.vllm.http_client import HTTPClient
 from agent_r1_trl.generation.vllm.server_routes import UnfitServerError, rpc
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.trajectory import StopReason
 from tests.generation.helpers import SAMPLED
 from tests.servers import RealServer
@@ -36,7 +37,8 @@ def server(tmp_path_factory):
 
 
 def test_a_frozen_server_fails_its_requests_soon_and_goes_on_when_it_thaws(server):
-    generator = VLLMServerGenerator([server.url], stop_token_ids=[1], health_timeout_s=2, retry_window_s=1)
+    settings = ServerSettings(health_timeout=2, retry_window=1)
+    generator = VLLMServerGenerator([server.url], stop_token_ids=[1], settings=settings)
 
     def sample():
         return asyncio.run(generator.generate([5, 6], max_tokens=4, seed=0, params=SAMPLED))

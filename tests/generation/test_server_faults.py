@@ -13,6 +13,7 @@ from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import BASE, FakeServer
@@ -20,7 +21,7 @@ from tests.generation.helpers import SAMPLED, tiny_model
 from tests.rollout.helpers import PROMPT, chat_of
 from tests.toys import AddEchoEnv
 
-QUICK = {"retry_window_s": 6, "health_timeout_s": 0.6, "sync_timeout_s": 5, "request_timeout_s": 20}
+QUICK = {"retry_window": 6, "health_timeout": 0.6, "sync_timeout": 5, "request_timeout": 20}
 
 
 def policy(value):
@@ -34,7 +35,11 @@ def policy(value):
 
 @contextlib.contextmanager
 def generator_on(*servers, **options):
-    generator = VLLMServerGenerator([server.url for server in servers], stop_token_ids=[1], **(QUICK | options))
+    """Options are of the generator, or keys of `servers`."""
+    own = {name: options.pop(name) for name in ("adapter_dir", "weights_dir", "may_restore") if name in options}
+    settings = ServerSettings(**(QUICK | options))
+    urls = [server.url for server in servers]
+    generator = VLLMServerGenerator(urls, stop_token_ids=[1], settings=settings, **own)
     try:
         yield generator
     finally:
@@ -174,7 +179,7 @@ def test_a_slow_server_is_waited_for():
 
 
 def test_when_no_server_is_left_requests_end_after_the_window_and_name_it():
-    with FakeServer() as server, generator_on(server, retry_window_s=1.5) as generator:
+    with FakeServer() as server, generator_on(server, retry_window=1.5) as generator:
         generator.sync(policy(20))
         server.kill()
         start = time.monotonic()
@@ -234,7 +239,7 @@ SYNC_FAILURES = {
 
 @pytest.mark.parametrize("failure", SYNC_FAILURES)
 def test_a_server_that_fails_in_a_sync_is_left_out_and_does_not_harm_the_others(failure):
-    with FakeServer() as failing, FakeServer() as other, generator_on(failing, other, sync_timeout_s=1) as generator:
+    with FakeServer() as failing, FakeServer() as other, generator_on(failing, other, sync_timeout=1) as generator:
         generator.sync(policy(20))
         SYNC_FAILURES[failure](failing)
         start = time.monotonic()
@@ -247,7 +252,7 @@ def test_a_server_that_fails_in_a_sync_is_left_out_and_does_not_harm_the_others(
 
 
 def test_a_sync_waits_for_a_server_and_ends_with_a_clear_error_without_one():
-    with FakeServer() as server, generator_on(server, retry_window_s=2.5) as generator:
+    with FakeServer() as server, generator_on(server, retry_window=2.5) as generator:
         generator.sync(policy(20))
         server.kill()
         threading.Timer(0.5, server.start).start()
@@ -260,7 +265,7 @@ def test_a_sync_waits_for_a_server_and_ends_with_a_clear_error_without_one():
 
 
 def test_a_sync_waits_for_no_server_once_the_run_is_told_to_end():
-    with FakeServer() as server, generator_on(server, retry_window_s=60) as generator:
+    with FakeServer() as server, generator_on(server, retry_window=60) as generator:
         generator.sync(policy(20))
         server.kill()
         generator.is_cut = threading.Event()

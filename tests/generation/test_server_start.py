@@ -11,6 +11,7 @@ from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.vllm import server_routes
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from tests.fake_vllm import FakeServer
 from tests.servers import free_port, send_json
 
@@ -121,7 +122,7 @@ def test_development_routes_at_a_public_address_are_refused_unless_asked_for(mon
     with FakeServer() as server:
         with pytest.raises(GenerationError, match=r"servers\.allow_public=True"):
             start(server.url)
-        start(server.url, allow_public=True).close()
+        start(server.url, settings=ServerSettings(allow_public=True)).close()
 
 
 def test_a_public_server_of_adapters_without_development_routes_is_fine(monkeypatch):

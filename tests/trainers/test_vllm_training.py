@@ -13,6 +13,7 @@ from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError
 from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
@@ -222,7 +223,9 @@ def talk(lines, **limits):
     """The trajectories of six conversations with the servers at the end of these lines."""
     chat = ChatFormat(make_tokenizer("qwen3"))
     generator = VLLMServerGenerator(
-        [line.url for line in lines], stop_token_ids=chat.stop_token_ids, retry_window_s=3, request_timeout_s=30
+        [line.url for line in lines],
+        stop_token_ids=chat.stop_token_ids,
+        settings=ServerSettings(retry_window=3, request_timeout=30),
     )
     runner = RolloutRunner(Talk, generator, chat, RolloutLimits(max_tokens_per_turn=8, **limits))
     requests = [

@@ -24,19 +24,13 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
     if args.vllm_mode == "server":
         from agent_r1_trl.generation.vllm.server import VLLMServerGenerator
 
-        settings = args.servers
         return VLLMServerGenerator(
             server_urls(args),
             stop_token_ids=stop_token_ids,
             adapter_dir=Path(args.output_dir) / ADAPTER_FOLDER,
             weights_dir=Path(args.output_dir) / WEIGHTS_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
-            request_timeout_s=settings.request_timeout,
-            health_timeout_s=settings.health_timeout,
-            retry_window_s=settings.retry_window,
-            sync_timeout_s=settings.sync_timeout,
-            weight_transfer=settings.weight_transfer,
-            allow_public=settings.allow_public,
+            settings=args.servers,
             may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
         )

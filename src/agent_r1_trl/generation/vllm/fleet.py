@@ -24,6 +24,7 @@ from typing import Any
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.vllm.server_routes import UnfitServerError, hello, identity_of, refusal_of
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +58,9 @@ class Server:
 
 
 class Fleet:
-    """Answers requests with those servers that hold the weights of the last sync.
+    """Answers requests with those servers, URL -> name of its base model, that hold the weights of the last sync."""
 
-    Args:
-        http: client for the requests.
-        models: URL -> name of the server's base model.
-        health_timeout_s: seconds that a server may be silent to a health check while requests wait for it.
-        retry_window_s: seconds for which a request is repeated while no server can serve it.
-    """
-
-    def __init__(self, http: HTTPClient, models: dict[str, str], *, health_timeout_s: float, retry_window_s: float):
+    def __init__(self, http: HTTPClient, models: dict[str, str], settings: ServerSettings):
         self._http = http
         self.servers = {url: Server(url, model) for url, model in models.items()}
         self.weights: str | None = None
@@ -77,8 +71,7 @@ class Fleet:
         """Gives a server the weights of the last sync; None where this rank cannot."""
         self.may_be_restored = False
         """Whether any rank can."""
-        self.health_timeout_s = health_timeout_s
-        self.retry_window_s = retry_window_s
+        self._health_timeout_s, self._retry_window_s = settings.health_timeout, settings.retry_window
         self._num_losses = self._num_discarded = self._num_pending = 0
         self._lost_at = 0.0  # when the last server was left out
         self._has_servers = asyncio.Event()
@@ -109,7 +102,7 @@ class Fleet:
                     failure = error
                     if not (error.is_passing or (error.status == 404 and self.is_adapter)):
                         raise refusal_of(error) from error
-                deadline = deadline or time.monotonic() + self.retry_window_s
+                deadline = deadline or time.monotonic() + self._retry_window_s
                 if time.monotonic() > deadline:
                     raise GenerationError(f"{server.url}: {failure}") from failure
                 if isinstance(failure, HTTPError) and failure.status not in (None, 404):
@@ -131,7 +124,7 @@ class Fleet:
                 if servers[place % len(servers)].identity is not None:
                     slot.place = place
                     return servers[place % len(servers)]
-            left_s = self._lost_at + self.retry_window_s - time.monotonic()
+            left_s = self._lost_at + self._retry_window_s - time.monotonic()
             is_hopeless = all(server.comeback is None or server.comeback.done() for server in servers)
             if is_hopeless or left_s <= 0:
                 raise GenerationError(self.explain())
@@ -147,7 +140,7 @@ class Fleet:
         reasons = "; ".join(f"{url}: {reason}" for url, reason in reasons_of.items())
         return (
             f"None of the vLLM servers can be sampled from ({reasons}). Start them again with the same command; they "
-            f"get the weights at the next sync. A request waits servers.retry_window={self.retry_window_s:g} seconds "
+            f"get the weights at the next sync. A request waits servers.retry_window={self._retry_window_s:g} seconds "
             "for a server to come back."
         )
 
@@ -179,9 +172,9 @@ class Fleet:
         """The answer, however long it takes while the server answers health checks."""
         request = asyncio.create_task(self._http.request("POST", f"{server.url}/v1/completions", body))
         try:
-            while not (await asyncio.wait({request}, timeout=self.health_timeout_s / 2))[0]:
+            while not (await asyncio.wait({request}, timeout=self._health_timeout_s / 2))[0]:
                 if server.health is None or server.health.done():  # requests that wait together share a check
-                    check = self._http.request("GET", f"{server.url}/health", timeout_s=self.health_timeout_s)
+                    check = self._http.request("GET", f"{server.url}/health", timeout_s=self._health_timeout_s)
                     server.health = asyncio.create_task(check)
                 try:
                     await asyncio.shield(server.health)
@@ -212,8 +205,8 @@ class Fleet:
             UnfitServerError: it lacks the routes.
         """
         if self.weights is not None and not self.is_adapter:
-            return identity_of(await hello(self._http, server.url, timeout_s=self.health_timeout_s), self.weights)
-        models = await self._http.request("GET", f"{server.url}/v1/models", timeout_s=self.health_timeout_s)
+            return identity_of(await hello(self._http, server.url, timeout_s=self._health_timeout_s), self.weights)
+        models = await self._http.request("GET", f"{server.url}/v1/models", timeout_s=self._health_timeout_s)
         is_there = self.weights is None or self.weights in [entry["id"] for entry in models["data"]]
         return (self.weights or _AS_STARTED) if is_there else None
 

@@ -55,6 +55,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     reset_prefix_cache,
     wait_for_servers,
 )
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightTransfer
 from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
 
@@ -70,25 +71,19 @@ class VLLMServerGenerator(Generator):
     Args:
         urls: of the servers, such as `http://127.0.0.1:8000`. All must hold the policy's architecture.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
+        settings: times, and the way of the weights; `urls` in it are not read.
         adapter_dir: where adapters are written for the servers to read, which must see it under the same path. None
             merges adapters and sends whole weights.
         weights_dir: where whole weights pass to the servers that NCCL does not reach, which must see it under the
             same path; None for this machine's temporary folder.
-        request_timeout_s: seconds for one turn; a server that takes longer is left out.
-        health_timeout_s: seconds that a server may be silent to a health check while requests wait for it.
-        retry_window_s: seconds for which a request, or a sync, waits while no server can serve it.
         startup_timeout_s: seconds to wait for servers that are still starting.
         max_connections: maximum number of connections to each server.
-        sync_timeout_s: seconds that a server may take over one part (256 MiB) of a transfer.
-        weight_transfer: what whole weights go over: `nccl` (from GPU to GPU), `folder` (through `weights_dir`), or
-            `auto`, the first for each server that can.
         may_restore: whether the model that was synced stays as it is until the next sync, so that a server that was
             restarted in a rollout can get its weights again.
-        allow_public: use servers whose development routes are open at a public address.
 
     Raises:
         ValueError: a URL is not one, or comes twice.
-        GenerationError: a server does not answer within `startup_timeout_s`; see also `allow_public`.
+        GenerationError: a server does not answer within `startup_timeout_s`; see also `servers.allow_public`.
     """
 
     def __init__(
@@ -96,35 +91,31 @@ class VLLMServerGenerator(Generator):
         urls: Sequence[str],
         *,
         stop_token_ids: Collection[int],
+        settings: ServerSettings | None = None,
         adapter_dir: str | Path | None = None,
         weights_dir: str | Path | None = None,
-        request_timeout_s: float = 600.0,
-        health_timeout_s: float = 30.0,
-        retry_window_s: float = 300.0,
         startup_timeout_s: float = 240.0,
         max_connections: int = 256,
-        sync_timeout_s: float = 120.0,
-        weight_transfer: str = "auto",
         may_restore: bool = False,
-        allow_public: bool = False,
     ) -> None:
         self.urls, self._rank = check_urls(urls), own_rank()
+        self._settings = settings = settings or ServerSettings()
         self._stop_token_ids = sorted(stop_token_ids)
-        self._http = HTTPClient(max_connections=max_connections, timeout_s=request_timeout_s)
+        self._http = HTTPClient(max_connections=max_connections, timeout_s=settings.request_timeout)
         self._next_place = itertools.count(self._rank)  # ranks start at different servers
         try:
             models = self._http.run(wait_for_servers(self._http, self.urls, startup_timeout_s))
-            exposure = check_exposure(self._http, self.urls, allow_public=allow_public, may_warn=self._rank == 0)
-            self._http.run(exposure)
+            is_public = settings.allow_public
+            self._http.run(check_exposure(self._http, self.urls, allow_public=is_public, may_warn=self._rank == 0))
         except GenerationError:
             self._http.close()
             raise
         lengths = [model["max_model_len"] for model in models.values() if model.get("max_model_len")]
         self.max_model_length = min(lengths, default=None)
         names = {url: model["id"] for url, model in models.items()}
-        self._fleet = Fleet(self._http, names, health_timeout_s=health_timeout_s, retry_window_s=retry_window_s)
+        self._fleet = Fleet(self._http, names, settings)
         self._adapter_dir = Path(adapter_dir).resolve() if adapter_dir is not None else None
-        self._way, self._timeout_s, self._may_restore = weight_transfer, sync_timeout_s, may_restore
+        self._way, self._may_restore = settings.weight_transfer, may_restore
         self._run_name = agreed(f"agent-r1-{uuid.uuid4().hex[:8]}")
         self._weights_folder = Path(weights_dir or tempfile.gettempdir()).resolve() / self._run_name
         self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
@@ -223,7 +214,7 @@ class VLLMServerGenerator(Generator):
             UnfitServerError: one server is unfit, before any sync has succeeded.
             GenerationError: no server could be reached within the retry window.
         """
-        deadline = time.monotonic() + self._fleet.retry_window_s
+        deadline = time.monotonic() + self._settings.retry_window
         while True:
             found, failures = await ask_each(self._fleet.servers, action)
             self._refuse_unfit(failures)
@@ -309,7 +300,7 @@ class VLLMServerGenerator(Generator):
 
     async def _hello(self, url: str) -> list[dict[str, Any]]:
         """What the workers of a server say about themselves, if there is a way to them."""
-        workers = await hello(self._http, url, self._weights_folder, timeout_s=self._fleet.health_timeout_s)
+        workers = await hello(self._http, url, self._weights_folder, timeout_s=self._settings.health_timeout)
         no_nccl = self._reason_against_nccl(workers)
         sees = all(worker["sees"] for worker in workers)
         if no_nccl is not None and (self._way == "nccl" or not sees):
@@ -329,7 +320,8 @@ class VLLMServerGenerator(Generator):
 
     def _send(self, weights: Iterable[Named], workers: Workers, name: str, *, is_complete: bool) -> Found:
         """Send to the servers of these workers, over NCCL where that can be, and see which hold the weights then."""
-        transfer = WeightTransfer(self._http, name, self._weights_folder, self._device, timeout_s=self._timeout_s)
+        timeout_s = self._settings.sync_timeout
+        transfer = WeightTransfer(self._http, name, self._weights_folder, self._device, timeout_s=timeout_s)
         sizes = {url: (len(found), self._reason_against_nccl(found) is None) for url, found in workers.items()}
         received = transfer.send(weights, sizes, is_complete=is_complete)
         found, failures = self._http.run(ask_each(received, lambda url: self._finalize(url, name)))
@@ -342,8 +334,8 @@ class VLLMServerGenerator(Generator):
 
     async def _finalize(self, url: str, name: str) -> tuple[str | None, str]:
         """Which processes of a server hold the weights, checked last of all; or None and why not."""
-        await reset_prefix_cache(self._http, url, timeout_s=self._fleet.health_timeout_s)
-        identity = identity_of(await hello(self._http, url, timeout_s=self._fleet.health_timeout_s), name)
+        await reset_prefix_cache(self._http, url, timeout_s=self._settings.health_timeout)
+        identity = identity_of(await hello(self._http, url, timeout_s=self._settings.health_timeout), name)
         return identity, "" if identity is not None else "it was restarted during the weight sync"
 
     async def _restore(self, server: Server) -> None:
