@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.grammars import name_of_grammar
+from agent_r1_trl.chat.jinja import calling
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.features.doctor import run_doctor
 from agent_r1_trl.generation import ScriptedGenerator
@@ -110,7 +111,11 @@ def test_each_family_has_a_row_and_none_has_wrong_masks():
 
 
 @pytest.mark.parametrize(
-    ("family", "switch"), [("glm_4_7", {"clear_thinking": False}), ("lfm2_5", {"preserve_thinking": True})]
+    ("family", "switch"),
+    [
+        ("glm_4_7", {"clear_thinking": False}),
+        pytest.param("lfm2_5", {"preserve_thinking": True}, marks=pytest.mark.matrix),
+    ],
 )
 def test_the_switch_that_the_doctor_names_keeps_the_thoughts(family, switch):
     warning = next(check for check in run_doctor(FAMILIES[family](), tools=[search]) if "thoughts" in check.message)
@@ -135,15 +140,9 @@ class _Env:
     def step(self, message: dict) -> StepResult:
         self.seen.append(message)
         number = len(self.seen)
-        told = [
-            {
-                "role": "tool",
-                "name": call["function"]["name"],
-                "tool_call_id": call["id"],
-                "content": f"result {number}",
-            }
-            for call in message.get("tool_calls", [])
-        ]
+        answer = {"role": "tool", "content": f"result {number}"}
+        calls = message.get("tool_calls", [])
+        told = [answer | {"name": call["function"]["name"], "tool_call_id": call["id"]} for call in calls]
         return StepResult(told or [{"role": "user", "content": "And now?"}], 0.0, number == self.num_turns, {})
 
     def close(self) -> None:
@@ -160,20 +159,10 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(row):
         return
     chat = ChatFormat(tokenizer)
 
-    def call(**arguments: object) -> dict:
-        function = {"name": "look_up", "arguments": arguments}
-        return {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "id": "", "function": function}],
-        }
-
-    script = [
-        call(query="a"),
-        {"role": "assistant", "content": "Done."},
-        call(query="b"),
-        {"role": "assistant", "content": "Ok."},
-    ]
+    said = [{"role": "assistant", "content": text} for text in ("Done.", "Ok.")]
+    script = [calling("look_up", {"query": "a"}), said[0], calling("look_up", {"query": "b"}), said[1]]
+    for message in script[::2]:
+        message["tool_calls"][0]["id"] = ""
     if family == "command_r7b":  # its models number their calls through the conversation
         script[2]["tool_calls"][0]["id"] = "1"
     turns = [chat.encode_reply(message) for message in script]
@@ -197,12 +186,8 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(row):
     assert words == "result1Andnow?result3"
     # Calls: each where it was written, and nowhere else.
     calls = [[made["function"] for made in message.get("tool_calls", [])] for message in env.seen]
-    assert calls == [
-        [{"name": "look_up", "arguments": {"query": "a"}}],
-        [],
-        [{"name": "look_up", "arguments": {"query": "b"}}],
-        [],
-    ]
+    wanted = [{"name": "look_up", "arguments": {"query": query}} for query in "ab"]
+    assert calls == [[wanted[0]], [], [wanted[1]], []]
     assert [message["content"] for message in env.seen] == ["", "Done.", "", "Ok."]
     # Ids: what the template writes around what was sampled, thoughts aside.
     messages = [message for message in trajectory.messages if message["role"] != "system"]

@@ -20,9 +20,8 @@ from tests.effort import examples
 from tests.families import FAMILIES as FAMILIES_OF_MODELS
 from tests.tokenizers import make_tokenizer
 
-FAMILIES = ("qwen3", "qwen2_5", "llama3", "llama3_2", "gemma4", "gemma4_v5", "gptoss")
-PARALLEL = ("qwen3", "qwen2_5", "gemma4", "gemma4_v5")
-QWEN = ("qwen3", "qwen2_5")
+REVISIONS = [pytest.param(family, marks=pytest.mark.matrix) for family in ("llama3_2", "gemma4_v5")]
+FAMILIES = ("qwen3", "qwen2_5", "llama3", "gemma4", "gptoss", *REVISIONS)
 TOOLS = [
     {
         "type": "function",
@@ -71,26 +70,18 @@ arguments = st.dictionaries(st.text("abcxyz_", min_size=1, max_size=8), json_val
 # ---------------------------------------------------------------- well-formed turns
 
 
-@pytest.mark.parametrize("family", ("qwen3", "qwen2_5", "llama3", "llama3_2", "gptoss"))
+@pytest.mark.parametrize("family", ("qwen3", "llama3", "gptoss", "gemma4"))
 @settings(max_examples=examples(25), deadline=None)
-@given(values=arguments)
-def test_arguments_survive_the_round_trip(family, values):
+@given(values=arguments, query=st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=20))
+def test_arguments_survive_the_round_trip(family, values, query):
     chat = chat_of(family)
+    if family == "gemma4":  # its form has no null, no escapes and no nested text
+        values = {"k": len(query), "ok": True, "query": query}
     call = {"type": "function", "function": {"name": "lookup", "arguments": values}}
     reply = chat.encode_reply({"role": "assistant", "content": "", "tool_calls": [call]})
     message = chat.parse(reply)
     assert functions(message) == [{"name": "lookup", "arguments": values}]
     assert "malformed_tool_call" not in message
-
-
-@pytest.mark.parametrize("family", ("gemma4", "gemma4_v5"))
-@settings(max_examples=examples(25), deadline=None)
-@given(query=st.text(st.characters(exclude_categories=("Cc", "Cs")), max_size=20), k=st.integers(-99, 99))
-def test_gemma_s_arguments_survive_the_round_trip(family, query, k):
-    chat = chat_of(family)
-    call = {"type": "function", "function": {"name": "search", "arguments": {"k": k, "query": query, "ok": True}}}
-    message = chat.parse(chat.encode_reply({"role": "assistant", "content": "", "tool_calls": [call]}))
-    assert functions(message) == [{"name": "search", "arguments": {"k": k, "query": query, "ok": True}}]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +93,7 @@ def test_an_answer_is_content_and_nothing_else(family):
     }
 
 
-@pytest.mark.parametrize("family", PARALLEL)
+@pytest.mark.parametrize("family", ("qwen3", "gemma4"))
 def test_parallel_calls_keep_their_order_and_get_ids_of_their_own(family):
     chat = chat_of(family)
     calls = [
@@ -114,14 +105,6 @@ def test_parallel_calls_keep_their_order_and_get_ids_of_their_own(family):
     assert [function["arguments"]["query"] for function in functions(first)] == ["b", "a", "b"]
     ids = [call["id"] for message in (first, later) for call in message["tool_calls"]]
     assert len(set(ids)) == 6
-
-
-def test_content_before_and_after_a_call_is_kept():
-    message = read(
-        "qwen2_5", 'Let me look.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\nDone.<|im_end|>'
-    )
-    assert message["content"] == "Let me look.\nDone."
-    assert functions(message) == [{"name": "f", "arguments": {}}]
 
 
 def test_a_call_inside_a_thought_is_made():
@@ -228,7 +211,6 @@ def test_a_call_without_arguments_is_a_call_with_none(body):
 # ---------------------------------------------------------------- unreadable calls
 
 
-@pytest.mark.parametrize("family", QWEN)
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -256,8 +238,8 @@ def test_a_call_without_arguments_is_a_call_with_none(body):
         ('{"name": "f"} {"name": "g"}', "not valid JSON"),
     ],
 )
-def test_an_unreadable_call_says_what_was_wrong_and_keeps_its_text(family, body, reason):
-    message = read(family, hermes(body))
+def test_an_unreadable_call_says_what_was_wrong_and_keeps_its_text(body, reason):
+    message = read("qwen3", hermes(body))
     assert "tool_calls" not in message
     assert re.search(reason, message["malformed_tool_call"]), message["malformed_tool_call"]
     assert body.strip() in message["content"]
@@ -295,14 +277,13 @@ def test_cut_and_broken_calls_of_every_family_are_noticed(family, text):
     assert message["content"]
 
 
-@pytest.mark.parametrize("family", QWEN)
-def test_a_broken_call_beside_a_good_one_does_not_take_it_along(family):
+def test_a_broken_call_and_text_beside_good_ones_do_not_take_them_along():
     good = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     bad = "<tool_call>\n{oops}\n</tool_call>"
-    message = read(family, f"{good}\n{bad}\n{good}<|im_end|>")
+    message = read("qwen3", f"Let me look.\n{good}\n{bad}\n{good}\nDone.<|im_end|>")
     assert [function["name"] for function in functions(message)] == ["f", "f"]
     assert "not valid JSON" in message["malformed_tool_call"]
-    assert message["content"] == bad
+    assert message["content"] == f"Let me look.\n{bad}\nDone."
 
 
 # ---------------------------------------------------------------- what is sampled and what is spelled
@@ -370,10 +351,6 @@ def test_no_sequence_of_ids_makes_parsing_raise(family, data):
     assert chat.encode_observations(message, [{"role": "tool", "content": "r"}], TOOLS)[0]
 
 
-def test_nothing_sampled_is_an_empty_message():
-    assert chat_of("qwen2_5").parse([]) == {"role": "assistant", "content": ""}
-
-
 # ---------------------------------------------------------------- what the prompt already holds of the turn
 
 HEADERLESS = """\
@@ -436,20 +413,10 @@ def test_a_forced_thought_is_read_after_a_tool_result_too():
 
 
 FLOODS = {  # what is written again and again, per family
-    "qwen3": [
-        "<tool_call>",
-        "<think>",
-        '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>\n',
-        "{",
-        "[",
-        "<",
-    ],
+    "qwen3": ["<tool_call>", "<think>", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>\n', "{", "<"],
     "gptoss": [
-        "to=functions.",
-        "to=functions.search ",
+        "to=functions.", "to=functions.search ", "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>commentary to=functions.search <|constrain|>json<|message|>{}<|call|>",
-        "<|start|>assistant<|channel|>final<|message|>",
-        "<|channel|>commentary",
     ],
     "llama3": ['{"name": "search", "parameters": {}}; ', "<|python_tag|>", '{"name":'],
     "gemma4": ["<|tool_call>call:search{}<tool_call|>", "<|tool_call>call:"],
@@ -460,7 +427,7 @@ FLOODS = {  # what is written again and again, per family
     "glm_4_5": ["<arg_key>", "<tool_call>a<arg_key>b</arg_key><arg_value>c", "<tool_call>"],
     "kimi_k2": ["<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>"],
     "lfm2": ["<|tool_call_start|>[a(b='c')]<|tool_call_end|>", "a'", "f(a='"],
-}
+}  # fmt: skip
 
 
 @functools.lru_cache

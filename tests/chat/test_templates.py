@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 
@@ -82,27 +81,6 @@ def test_an_unknown_template_with_known_markers_is_accepted():
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
-def test_an_unknown_template_with_the_tokenizer_s_own_grammar_is_accepted():
-    template = CHATML.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
-    tokenizer = make_tokenizer("qwen2_5", chat_template=template)
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "tool_calls": {
-                "open": "CALL",
-                "close": "END",
-                "repeats": True,
-                "content": "json",
-                "transform": {"type": "function", "function": "{content}"},
-            },
-            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-        },
-    }
-    chat = ChatFormat(tokenizer)
-    assert chat.parse(chat.encode_reply(CALL))["tool_calls"][0]["function"]["name"] == "f"
-
-
 @pytest.mark.parametrize(
     ("family", "word", "name"),
     [
@@ -157,24 +135,10 @@ def test_a_template_is_recommended_once_the_doctor_would_find_no_error_in_it(fam
         assert is_sound(ChatFormat(tokenizer, chat_template=name))
 
 
-@pytest.mark.parametrize("family", ["ministral_3", "kimi_k2", "seed_oss", "llama3_1", "glm_4_7"])
-def test_an_error_names_a_template_only_if_it_works_with_the_tokenizer(family):
-    tokenizer = FORMATS[family]()
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError) as error:
-        ChatFormat(tokenizer)
-    named = re.search(r'chat_template="(\w+)"', str(error.value))
-    if named is None:
-        assert "docs/model-families.md" in str(error.value)
-    else:
-        assert ChatFormat(tokenizer, chat_template=named[1]).supports_tools
-
-
-@pytest.mark.parametrize(("family", "plain"), [("gemma4", False), ("lfm2", False), ("gemma4", True), ("lfm2", True)])
-def test_no_template_of_another_family_is_recommended(family, plain):
-    tokenizer = FORMATS[family]()
+@pytest.mark.parametrize("family", ["gemma4", "lfm2"])
+def test_no_template_of_another_family_is_recommended(family):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    named = re.search(r'chat_template="(\w+)"', suggestion(tokenizer, template if plain else ""))
+    named = re.search(r'chat_template="(\w+)"', suggestion(FORMATS[family](), template))
     assert named is None or named[1].startswith(family)
 
 
@@ -200,7 +164,7 @@ def test_a_template_that_leaves_turns_open_is_refused():
 def test_a_tokenizer_without_a_template_is_refused_and_one_can_be_named():
     tokenizer = make_tokenizer("qwen2_5")
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="chat_template"):
+    with pytest.raises(ValueError, match="Pass as chat_template"):  # a vocabulary alone says of which family it is
         ChatFormat(tokenizer)
     assert ChatFormat(tokenizer, chat_template="qwen2_5_training").supports_tools
 
@@ -292,11 +256,3 @@ def test_control_tokens_inside_the_model_s_vocabulary_are_kept_apart_too():
     chat = ChatFormat(tokenizer)
     assert chat.encode_prompt([{"role": "user", "content": "hello hello"}]) == [1, 3, 5, 5, 2, 1, 4]
     assert chat.encode_prompt([{"role": "user", "content": "hello <|im_end|>"}]) == [1, 3, 5, 0, 2, 1, 4]
-
-
-def test_a_shallow_copy_of_a_tokenizer_is_enough_to_try_templates():
-    """What `templates.py` relies on: setting a template on a copy leaves the original alone."""
-    tokenizer = make_tokenizer("qwen2_5")
-    other = copy.copy(tokenizer)
-    other.chat_template = "x"
-    assert tokenizer.chat_template == read_template("qwen2_5")
