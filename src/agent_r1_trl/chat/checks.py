@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.chat.jinja import CALL_ID, PROBE_TOOL
+from agent_r1_trl.chat.jinja import PROBE_TOOL, calling, tool_answer
 from agent_r1_trl.trajectory import Message
 
 if TYPE_CHECKING:
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
 Schema = dict[str, Any]
 
 _QUESTION: Message = {"role": "user", "content": "."}
+_SAID: Message = {"role": "assistant", "content": "said."}
 # `<|x|>`, the same with DeepSeek's wide bars, Gemma's `<|x>` and `<x|>`. Other markers (`<think>`, `[INST]`) are plain
 # text for some models.
 _CONTROL_TOKEN = re.compile(r"<([|\uff5c])[^\s<>|\uff5c]{1,64}\1>|<\|\w{1,64}>|<\w{1,64}\|>")
 
 
 def speak(chat: ChatFormat, message: Message, num_calls: int) -> list[int]:
-    """The ids of a reply; its calls get the ids that the policy would have written.
+    """The ids of a reply; its calls are changed to have the ids that the policy would have written.
 
-    Args:
-        chat: the format.
-        message: its calls are changed.
-        num_calls: number of calls before it, for templates that number them.
+    `num_calls` is the number of calls before it, for templates that number them.
     """
     reply = chat.encode_reply(message)
     calls = message.get("tool_calls") or []
@@ -66,14 +64,13 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: 
         message: Message = {"role": "assistant", "content": f"answer {number}"}
         observation: Message = {"role": "user", "content": f"next {number}"}
         if tools and number != 1:
-            call = {"type": "function", "id": CALL_ID, "function": {"name": name, "arguments": {"query": "x"}}}
-            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            message = calling(name, {"query": "x"})
         if thought:
             message["reasoning_content"] = thought
         reply = speak(chat, message, num_calls)
         if calls := message.get("tool_calls"):
             num_calls += 1
-            observation = {"role": "tool", "name": name, "tool_call_id": calls[0]["id"], "content": f"result {number}"}
+            observation = tool_answer(f"result {number}", name) | {"tool_call_id": calls[0]["id"]}
         delta = chat.encode_observations(message, [observation], tools)[0]
         ids += reply + delta
         conversation += [message, observation]
@@ -134,9 +131,7 @@ def misread_content(chat: ChatFormat) -> str | None:
     """What a reply that says `said.` is read as; None if it is read as that."""
     prompt = chat.encode_prompt([_QUESTION])
     for thought in possible_thoughts(chat):
-        message: Message = {"role": "assistant", "content": "said."}
-        if thought:
-            message["reasoning_content"] = thought
+        message = _SAID | ({"reasoning_content": thought} if thought else {})
         content = chat.parse(chat.encode_reply(message), prompt)["content"]
         if content != "said.":
             return content
@@ -150,12 +145,10 @@ def control_tokens(text: str) -> set[str]:
 
 def split_tokens(chat: ChatFormat, tools: Sequence[Schema] | None) -> list[str]:
     """The control tokens that the template writes and the tokenizer does not know."""
-    conversation: list[Message] = [_QUESTION, {"role": "assistant", "content": "said."}, _QUESTION]
+    conversation = [_QUESTION, _SAID, _QUESTION]
     if tools:
-        function = {"name": tools[0]["function"]["name"], "arguments": {"query": "x"}}
-        call = {"type": "function", "id": CALL_ID, "function": function}
-        told = {"role": "tool", "name": function["name"], "tool_call_id": CALL_ID, "content": "."}
-        conversation += [{"role": "assistant", "content": "", "tool_calls": [call]}, told]
+        name = tools[0]["function"]["name"]
+        conversation += [calling(name, {"query": "x"}), tool_answer(".", name)]
     text = chat.encoder.to_text(chat.encode_conversation(conversation, tools, generation_prompt=True))
     written = dict.fromkeys(match[0] for match in _CONTROL_TOKEN.finditer(text))
     return [token for token in written if chat.tokenizer.backend_tokenizer.token_to_id(token) is None]

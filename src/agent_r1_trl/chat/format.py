@@ -137,10 +137,9 @@ class ChatFormat:
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
         """Ids of the prompt messages up to and including the generation prompt, (P,).
 
-        Special tokens spelled in contents and schemas are encoded as text. Markers that are only words of the
-        vocabulary (Qwen's `<think>` and `<tool_call>`) keep their ids here, since prompts explain the format with
-        them, and so does everything in assistant messages. Without special tokens in the contents the ids are those
-        of `apply_chat_template`.
+        Those of `apply_chat_template`, but special tokens spelled in contents and schemas are text. Markers that are
+        only words of the vocabulary (Qwen's `<think>` and `<tool_call>`) keep their ids, since prompts explain the
+        format with them, and so does everything in assistant messages.
 
         Raises:
             ChatFormatError: if tools are given and the template cannot show them, if it refuses the messages, or if

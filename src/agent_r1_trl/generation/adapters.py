@@ -25,14 +25,16 @@ _READS_MORE = {
     "XLORA": "its gate reads the whole sequence in a pass of its own",
 }
 """Kind of adapter -> why a sampler with a cache is not the policy that the trainer scores."""
+_NOT_PLAIN = (
+    "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "rank_pattern", "alpha_pattern",
+    "target_parameters", "layer_replication",
+)  # fmt: skip
 
 
 def check_adapters(model: nn.Module, *, is_merged: bool = False) -> None:
     """Refuse adapters with which the sampler would not be the policy that is trained.
 
-    Args:
-        model: a transformers model or a `PeftModel` around one.
-        is_merged: whether the sampler receives the adapter merged into the weights (vLLM).
+    `is_merged` says that the sampler receives the adapter merged into the weights (vLLM).
 
     Raises:
         ValueError: names the kind of adapter, the reason and the fix.
@@ -80,26 +82,15 @@ def served_adapter(model: Any) -> str | None:
     if len(names) != 1:
         return None
     config = model.peft_config[names[0]]
-    is_plain = (
-        getattr(config.peft_type, "value", config.peft_type) == "LORA"
-        and config.bias == "none"
-        and not any(
-            getattr(config, option, None)
-            for option in (
-                "use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "rank_pattern",
-                "alpha_pattern", "target_parameters", "layer_replication",
-            )
-        )
-        and not any(names[0] in getattr(module, "lora_variant", {}) for module in model.modules())
-    )  # fmt: skip
-    return names[0] if is_plain else None
+    if getattr(config.peft_type, "value", config.peft_type) != "LORA" or config.bias != "none":
+        return None
+    has_more = any(getattr(config, option, None) for option in _NOT_PLAIN)
+    has_variant = any(names[0] in getattr(module, "lora_variant", {}) for module in model.modules())
+    return None if has_more or has_variant else names[0]
 
 
 def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
-    """Copies of the adapter's tensors under the names of a saved adapter, on the CPU.
-
-    A collective call where parameters are sharded.
-    """
+    """Copies of the adapter's tensors under the names of a saved adapter, on the CPU; a collective call if sharded."""
     part, gather = f".{adapter}.", gather_for(model)
     tensors = {}
     for name, parameter in model.named_parameters():

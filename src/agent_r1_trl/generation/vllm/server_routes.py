@@ -104,11 +104,7 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
 async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public: bool, may_warn: bool = True) -> None:
     """Look at who else can reach the development routes of the servers, which have no password.
 
-    Args:
-        http: client for the requests.
-        urls: of the servers.
-        allow_public: whether public addresses are meant.
-        may_warn: about addresses in a private network; False on all ranks but one.
+    `may_warn` of addresses in a private network is False on all ranks but one.
 
     Raises:
         GenerationError: a server with these routes has a public address, and `allow_public` is off.
