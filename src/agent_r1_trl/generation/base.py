@@ -168,7 +168,7 @@ def check_generation(generation: Generation) -> None:
         raise GenerationError(problem)
 
 
-def _problem_with(generation: Generation) -> str | None:
+def _problem_with(generation: Any) -> str | None:
     if not isinstance(generation, Generation):
         return f"generate returned {generation!r:.200}; it must be a Generation"
     ids, logprobs = generation.token_ids, generation.logprobs
