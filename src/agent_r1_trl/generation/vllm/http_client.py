@@ -24,7 +24,7 @@ class HTTPError(RuntimeError):
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
-        """Of the answer; None without one."""
+        """The answer's; None without one."""
 
     @property
     def is_passing(self) -> bool:
