@@ -164,10 +164,9 @@ def test_an_address_that_is_none_or_holds_a_secret_is_refused(url):
 
 def test_calls_with_unusable_ids_get_others_and_what_is_sent_back_is_well_formed():
     given = called(("f", "{}"), ("f", "no json"), ("f", {"a": 1}), ids=["same", "same", ""])
-    answer = read_answer({"choices": [{"message": given}], "usage": {"prompt_tokens": 3}}, 0)
-    assert [call["id"] for call in answer.message["tool_calls"]] == ["same", "call_1_1", "call_1_2"]
-    assert answer.usage == {}
-    sent = to_send([{"role": "user", "content": "q"}, answer.message, {"role": "user", "content": "so?"}])
+    message = read_answer(given, 0)
+    assert [call["id"] for call in message["tool_calls"]] == ["same", "call_1_1", "call_1_2"]
+    sent = to_send([{"role": "user", "content": "q"}, message, {"role": "user", "content": "so?"}])
     assert problem_with(sent) is None, sent
 
 

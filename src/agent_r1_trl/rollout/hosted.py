@@ -1,10 +1,7 @@
-"""The rollout of a hosted model: messages in place of token ids, as `loop.py` plays them with ids.
+"""The rollout of a hosted model: messages in place of token ids, as `loop.py` rolls out with ids.
 
 A trajectory then holds messages and no tokens: it can be scored, shown and exported, but not trained on. Limits count
 what the server says that it read and sampled; what comes after its last count is estimated, four characters a token.
-
-Messages differ in OpenAI's protocol from those of environments: arguments of calls are text there, contents are text
-or null, and a turn with calls must be followed by one message of role `tool` for each of them.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from agent_r1_trl.chat.format import ChatFormat
@@ -27,18 +23,15 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import GenerationFailure, conclude, cut_message, reset_in_time, shortened, take_step
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.runner import RolloutRunner
-from agent_r1_trl.tools.calls import read_arguments
-from agent_r1_trl.trajectory import Message, StopReason, Trajectory
+from agent_r1_trl.tools.calls import read_calls
+from agent_r1_trl.trajectory import Message, StopReason, ToolCall, Trajectory
 
 MAX_SEED = 2**31
 CHARS_PER_TOKEN = 4
-MAX_ID_CHARS = 64
-"""Characters of a call's id; environments cut longer ones."""
-_USAGE = ("prompt_tokens", "completion_tokens")
 
 
 class RoughCount:
-    """Tokens of text where the model's tokenizer is not known: four characters each."""
+    """Tokens of text where the model's tokenizer is not known."""
 
     def count(self, text: str) -> int:
         """Number of tokens."""
@@ -53,11 +46,11 @@ ROUGH = RoughCount()
 
 
 class HostedRunner(RolloutRunner):
-    """Plays trajectories of a hosted model concurrently; see `RolloutRunner`.
+    """Rolls out a hosted model concurrently; see `RolloutRunner`.
 
     Args:
         env_factory: see `RolloutRunner`.
-        endpoint: an `Endpoint`.
+        endpoint: answers in place of a generator.
         limits: of every trajectory.
         params: how tokens are drawn. 0 as temperature sends neither `top_p` nor a seed.
         **options: see `RolloutRunner`.
@@ -74,64 +67,90 @@ class HostedRunner(RolloutRunner):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> None:
-        self.endpoint = endpoint
         # Of the chat format, the runner itself only cuts texts.
         super().__init__(env_factory, cast(Generator, endpoint), cast(ChatFormat, ROUGH), limits, params, **options)
 
     def _check(self) -> None:
-        if self.limits.context.policy != "keep":
-            raise ValueError(
-                f"context.policy={self.limits.context.policy!r}: a hosted model reads every turn so far. Set "
-                "context='keep'."
-            )
+        if (policy := self.limits.context.policy) != "keep":
+            raise ValueError(f"context.policy={policy!r}: a hosted model reads every turn so far. Set context='keep'.")
         for name, neutral in (("top_k", 0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
-            value = getattr(self.params, name)
-            if value != neutral:
+            if (value := getattr(self.params, name)) != neutral:
                 raise ValueError(
                     f"{name}={value}: OpenAI's protocol has no such setting. Remove it; for a server that takes it, "
                     f"set endpoint_options={{{name}: {value}}}."
                 )
 
     async def run_one(self, draft: Draft, session: EnvSession, generator: Any, params: SamplingParams) -> Trajectory:
-        """Play one trajectory; see `run_trajectory`."""
-        play = _play(draft, session, generator, self.limits, params)
-        return await conclude(play, draft, session, self.limits, keep_going=self.keep_going)
+        """Roll out one trajectory; see `run_trajectory`."""
+        turns = _sample_turns(draft, session, generator, self.limits, params)
+        return await conclude(turns, draft, session, self.limits, keep_going=self.keep_going)
 
     def close(self) -> None:
         """Stop what is running, close the connections, and end the event loop's thread."""
         self.stop()
         if self._loop is not None and self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self.endpoint.aclose(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(cast(Any, self.generator).aclose(), self._loop).result(10)
         super().close()
 
 
-async def _play(
+async def _sample_turns(
     draft: Draft, session: EnvSession, endpoint: Any, limits: RolloutLimits, params: SamplingParams
 ) -> StopReason:
     draft.phase = "reset"
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
-    spent = _SpentTokens(draft)
+    spent = _SpentTokens()
+    draft.usage = spent.usage
+    assert limits.max_completion_length is not None
     for turn_index in range(limits.max_turns):
-        room = (limits.max_completion_length or 0) - spent.length
+        room = limits.max_completion_length - spent.length
         if room < 1:
             return StopReason.MAX_COMPLETION_LENGTH
-        max_tokens = room if limits.max_tokens_per_turn is None else min(room, limits.max_tokens_per_turn)
+        max_tokens = min(room, limits.max_tokens_per_turn or room)
         draft.phase = f"turn {turn_index}: generation"
         began = time.perf_counter()
         body = _body(draft, tools, max_tokens, params, derive_seed(draft.request.seed, turn_index))
-        answer = await _ask(endpoint, body, turn_index)
-        spent.take(answer)
-        message = cut_message(answer.message, max_tokens) if answer.is_cut else answer.message
-        generation = Generation(token_ids=[], logprobs=[], stop="length" if answer.is_cut else "stop")
+        message, is_cut, usage = await _ask(endpoint, body, turn_index)
+        spent.take(message, usage)
+        generation = Generation(token_ids=[], logprobs=[], stop="length" if is_cut else "stop")
+        message = cut_message(message, max_tokens) if is_cut else message
         turn = draft.add_turn(generation, message, generate_s=time.perf_counter() - began)
-        if answer.is_cut and spent.length >= (limits.max_completion_length or 0):
+        if is_cut and spent.length >= limits.max_completion_length:
             return StopReason.MAX_COMPLETION_LENGTH
         observations, _, end = await take_step(draft, session, limits, turn_index)
         if end is not None:
             return end
         turn.observations = shortened(observations, ROUGH, limits.max_observation_tokens)
-        spent.hear(turn.observations)
+        spent.length += sum(map(_estimated, turn.observations))
     return StopReason.MAX_TURNS
+
+
+class _SpentTokens:
+    """Tokens of a trajectory after its prompt, and what the server has counted of all its requests."""
+
+    def __init__(self) -> None:
+        self.length = self._counted = self._prompt = 0
+        self.usage: dict[str, int] = {}
+        """Under the names of the metrics; empty without a count by the server."""
+
+    def take(self, message: Message, usage: Mapping[str, Any]) -> None:
+        read, sampled = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if not isinstance(read, int) or not isinstance(sampled, int):
+            self.length += _estimated(message)
+            return
+        self._prompt = self._prompt or read
+        # Reasoning that is not sent back was sampled, though the next prompt is shorter by it.
+        self.length = self._counted = max(self._counted, read - self._prompt) + sampled
+        self.usage["completion_tokens"] = self._counted
+        self.usage["input_tokens"] = self.usage.get("input_tokens", 0) + read
+        self.usage["sampled_tokens"] = self.usage.get("sampled_tokens", 0) + sampled
+
+
+def _estimated(message: Message) -> int:
+    calls = "".join(str(call.get("function")) for call in message.get("tool_calls") or ())
+    return ROUGH.count(f"{message.get('content') or ''}{calls}")
+
+
+# ---------------------------------------------------------------- messages
 
 
 def _body(draft: Draft, tools: Sequence[Any], max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
@@ -143,10 +162,12 @@ def _body(draft: Draft, tools: Sequence[Any], max_tokens: int, params: SamplingP
     body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": params.temperature}
     if params.temperature:
         body |= {"top_p": params.top_p, "seed": seed % MAX_SEED}
-    return body | ({"tools": [_tool_to_send(schema) for schema in tools]} if tools else {})
+    known = ("name", "description", "parameters", "strict")
+    functions = [{name: tool["function"][name] for name in known if name in tool["function"]} for tool in tools]
+    return body | ({"tools": [{"type": "function", "function": each} for each in functions]} if tools else {})
 
 
-async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> HostedAnswer:
+async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> tuple[Message, bool, Mapping[str, Any]]:
     try:
         record = await endpoint.ask(body)
     except EndpointUnusableError:
@@ -154,101 +175,36 @@ async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> Hoste
     except GenerationError as error:
         raise GenerationFailure(f"{type(error).__name__}: {error}") from error
     try:
-        return read_answer(record, turn_index)
+        choice = record["choices"][0]
+        message = read_answer(choice["message"], turn_index)
+        return message, choice.get("finish_reason") == "length", record.get("usage") or {}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise GenerationFailure(f"an answer in another form than OpenAI's ({error}): {str(record)[:200]}") from error
 
 
-class _SpentTokens:
-    """Tokens of a trajectory, kept in `draft.usage` under the names of the metrics.
-
-    Without a count by the server, the limits see an estimate and `draft.usage` stays empty.
-    """
-
-    def __init__(self, draft: Draft) -> None:
-        draft.usage = {}
-        self._usage = draft.usage
-        self._first_prompt: int | None = None
-        self.length = 0
-        """Tokens after the prompt; estimated since the last count."""
-        self._counted = 0
-
-    def take(self, answer: HostedAnswer) -> None:
-        """An answer has come."""
-        if not answer.usage:
-            self.length += ROUGH.count(_text_of(answer.message))
-            return
-        read, sampled = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
-        if self._first_prompt is None:
-            self._first_prompt = read
-        # Thoughts that are not sent back were sampled, though the next prompt is shorter by them.
-        self._counted = max(self._counted, read - self._first_prompt) + sampled
-        self.length = self._counted
-        usage = self._usage
-        usage["completion_tokens"] = self._counted
-        usage["input_tokens"] = usage.get("input_tokens", 0) + read
-        usage["sampled_tokens"] = usage.get("sampled_tokens", 0) + sampled
-
-    def hear(self, observations: Sequence[Message]) -> None:
-        """The environment has answered."""
-        self.length += sum(ROUGH.count(_text_of(message)) for message in observations)
-
-
-def _text_of(message: Message) -> str:
-    calls = "".join(str(call.get("function")) for call in message.get("tool_calls") or ())
-    return f"{message.get('content') or ''}{calls}"
-
-
-# ---------------------------------------------------------------- messages
-
-
-@dataclass(frozen=True)
-class HostedAnswer:
-    """What a server answered, read."""
-
-    message: Message
-    """As environments read it; arguments that are no JSON stay text, which the tools answer with an explanation."""
-    is_cut: bool
-    """A limit of tokens ended it."""
-    usage: dict[str, int]
-    """`prompt_tokens` and `completion_tokens`; empty if the server does not count."""
-
-
-def read_answer(record: Mapping[str, Any], turn: int) -> HostedAnswer:
-    """The first choice of an answer.
+def read_answer(given: Mapping[str, Any], turn: int) -> Message:
+    """A server's message as environments read it; arguments that are no JSON stay text, which the tools explain.
 
     Args:
-        record: the answer's JSON.
+        given: the message in OpenAI's form.
         turn: number of the turn, for calls without a usable id.
-
-    Raises:
-        Exception: it has another form, which shows as an error of any type.
     """
-    choice = record["choices"][0]
-    given = choice["message"]
-    text = given.get("content") or given.get("refusal") or ""
-    message: Message = {"role": "assistant", "content": as_text(text, "answer")}
-    thoughts = given.get("reasoning_content") or given.get("reasoning")
-    if isinstance(thoughts, str) and thoughts:
-        message["reasoning_content"] = thoughts
-    calls: list[dict[str, Any]] = []
-    for index, call in enumerate(given.get("tool_calls") or ()):
-        identifier = call.get("id")
-        is_known = any(identifier == other["id"] for other in calls)
-        if not isinstance(identifier, str) or not 0 < len(identifier) <= MAX_ID_CHARS or is_known:
-            identifier = f"call_{turn + 1}_{index}"
-        name, arguments = call["function"].get("name"), read_arguments(call["function"].get("arguments"))
-        function = {"name": name if isinstance(name, str) else "", "arguments": arguments}
-        calls.append({"type": "function", "id": identifier, "function": function})
-    if calls:
-        message["tool_calls"] = calls
-    usage = {name: count for name in _USAGE if isinstance(count := (record.get("usage") or {}).get(name), int)}
-    is_counted = len(usage) == len(_USAGE)
-    return HostedAnswer(message, choice.get("finish_reason") == "length", usage if is_counted else {})
+    message: Message = {
+        "role": "assistant",
+        "content": as_text(given.get("content") or given.get("refusal"), "answer"),
+    }
+    reasoning = given.get("reasoning_content") or given.get("reasoning")
+    if isinstance(reasoning, str) and reasoning:
+        message["reasoning_content"] = reasoning
+    calls = [
+        {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in read_calls(given, id_prefix=f"call_{turn + 1}")
+    ]
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def to_send(messages: Sequence[Message]) -> list[Message]:
-    """A conversation as a request has it.
+    """A conversation as OpenAI's protocol has it: texts as contents, arguments as JSON text, each call answered once.
 
     A tool message that answers no call becomes the user's, and a call that the environment did not answer gets an
     empty answer: servers refuse both.
@@ -261,37 +217,27 @@ def to_send(messages: Sequence[Message]) -> list[Message]:
         waiting.clear()
 
     for index, message in enumerate(messages):
-        role, identifier = str(message.get("role")), message.get("tool_call_id") or next(iter(waiting), None)
-        content = as_text(message.get("content"), f"messages[{index}]")
-        if role == "tool" and identifier in waiting:
-            waiting.remove(str(identifier))
-            sent.append({"role": role, "tool_call_id": identifier, "content": content})
+        role, content = str(message.get("role")), as_text(message.get("content"), f"messages[{index}]")
+        if role == "tool" and waiting:
+            named = message.get("tool_call_id")  # which an environment may have left out, or shortened
+            answered = waiting.pop(waiting.index(named) if named in waiting else 0)
+            sent.append({"role": role, "tool_call_id": answered, "content": content})
             continue
         end_turn()
-        if role == "assistant" and message.get("tool_calls"):
-            calls = [_call_to_send(call, f"call_{index}_{place}") for place, call in enumerate(message["tool_calls"])]
-            waiting += [call["id"] for call in calls]
-            sent.append({"role": role, "content": content or None, "tool_calls": calls})
+        calls = read_calls(message, id_prefix=f"call_{index}") if role == "assistant" else []
+        if calls:
+            waiting += [call.id for call in calls]
+            sent.append(
+                {"role": role, "content": content or None, "tool_calls": [_call_to_send(call) for call in calls]}
+            )
         else:
             sent.append({"role": "user" if role in ("tool", "function") else role, "content": content})
     end_turn()
     return sent
 
 
-def _call_to_send(call: Mapping[str, Any], identifier: str) -> dict[str, Any]:
-    """Arguments as text that is a JSON object, whatever they were: servers read them again."""
-    function = call.get("function") or {}
-    arguments = read_arguments(function.get("arguments"))
-    arguments = arguments if isinstance(arguments, dict) else {"not_an_object": arguments}
+def _call_to_send(call: ToolCall) -> dict[str, Any]:
+    """Arguments as the text of a JSON object, whatever they were: servers read them again."""
+    arguments = call.arguments if isinstance(call.arguments, dict) else {"not_an_object": call.arguments}
     text = json.dumps(arguments, ensure_ascii=False, default=str)
-    named = {"name": function.get("name") or "unknown", "arguments": text}
-    return {"id": str(call.get("id") or identifier), "type": "function", "function": named}
-
-
-def _tool_to_send(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema with the keys that OpenAI's protocol knows."""
-    names = ("name", "description", "parameters", "strict")
-    return {
-        "type": "function",
-        "function": {name: schema["function"][name] for name in names if name in schema["function"]},
-    }
+    return {"id": call.id, "type": "function", "function": {"name": call.name or "unknown", "arguments": text}}
