@@ -74,7 +74,7 @@ def test_a_failure_that_passes_leaves_the_trajectory_that_there_would_have_been(
     assert [made.closed for made in env.made] == [1] * 5
     assert {made.seeds for made in env.made if made.id == "b"} == {(7, ord("b"))}
     assert [made.id for made in player.environments] == ["a", "b", "c"]
-    assert caplog.text.count("is played again (retry_failed=2): 1 x environment_error: Flaky.reset raised") == 1
+    assert caplog.text.count("is tried again (retry_failed=2): 1 x environment_error: Flaky.reset raised") == 1
 
 
 def test_what_still_fails_is_a_failure_with_all_its_tries():

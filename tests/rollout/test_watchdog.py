@@ -18,7 +18,7 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.rollout.waiting import end_when_free
+from agent_r1_trl.rollout.runner import end_when_free
 from agent_r1_trl.rollout.watchdog import Watchdog, reported
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind

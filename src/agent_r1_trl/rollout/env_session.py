@@ -209,11 +209,13 @@ class EnvSession:
         token = own_thread.set(self.thread)
         task = asyncio.ensure_future(_contained(fn, *args))
         own_thread.reset(token)  # the task has a copy
-        task.add_done_callback(_look_at)
+        # Nobody waits for a method that was given up; asyncio complains about errors that nobody looked at.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             await asyncio.wait({task})
-        finally:
+        except asyncio.CancelledError:  # not GeneratorExit, which comes when the loop is gone
             task.cancel()
+            raise
         try:
             return task.result()
         except Exception:
@@ -244,9 +246,3 @@ async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
 
 def _as_exception(error: BaseException) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__} {error}".strip())
-
-
-def _look_at(task: asyncio.Task[Any]) -> None:
-    """Nobody waits for a method that was given up; asyncio complains about errors that nobody looked at."""
-    if not task.cancelled():
-        task.exception()

@@ -260,19 +260,17 @@ async def reset_in_time(
 
 async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLimits) -> None:
     """Add the outcome reward."""
-    scoring = asyncio.ensure_future(session.outcome(trajectory))
+    failure = _too_slow(session, "outcome_reward", "scoring_timeout", limits)
     try:
-        done, _ = await asyncio.wait({scoring}, timeout=limits.scoring_timeout)
-    finally:
-        scoring.cancel()
-    if done:
-        try:
-            trajectory.outcome_reward, trajectory.reward_parts = scoring.result()
-        except EnvironmentFailure as failure:
-            trajectory.stop_reason, trajectory.error = StopReason.ENVIRONMENT_ERROR, str(failure)
-    else:
-        trajectory.stop_reason = StopReason.ENVIRONMENT_ERROR
-        trajectory.error = _too_slow(session, "outcome_reward", "scoring_timeout", limits)
+        async with asyncio.timeout(limits.scoring_timeout) as time_limit:
+            trajectory.outcome_reward, trajectory.reward_parts = await session.outcome(trajectory)
+            return
+    except EnvironmentFailure as error:
+        failure = str(error)
+    except TimeoutError:
+        if not time_limit.expired():  # it is the method's own
+            raise
+    trajectory.stop_reason, trajectory.error = StopReason.ENVIRONMENT_ERROR, failure
 
 
 def _located(error: Exception, session: EnvSession, phase: str) -> str:

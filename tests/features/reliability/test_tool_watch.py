@@ -300,7 +300,7 @@ def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_
     call = RecordedCall(tool="look", request=asked, messages=[look_once(None, 0)])
     assert ask(call)
     backend.is_hanging = True
-    monkeypatch.setattr("agent_r1_trl.rollout.waiting.CLOSE_TIMEOUT_S", 1.0)  # 15: launchers wait 30 s
+    monkeypatch.setattr("agent_r1_trl.rollout.runner.CLOSE_TIMEOUT_S", 1.0)  # 15: launchers wait 30 s
     if how == "held for long":
         monkeypatch.setattr("agent_r1_trl.features.reliability.tool_watch.ASK_TIMEOUT_S", 0.3)
     elif how == "held":

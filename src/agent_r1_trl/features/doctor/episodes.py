@@ -21,7 +21,7 @@ from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.report import Report, describe_error
 from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
-from agent_r1_trl.rollout.waiting import end_when_free
+from agent_r1_trl.rollout.runner import end_when_free
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
 from agent_r1_trl.tools.threads import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
