@@ -16,31 +16,32 @@ from typing import Any
 from agent_r1_trl.recording.store import SPLITS, Record, dump_json, read_records
 
 COLUMNS = {
-    "id": "of the example in the data set",
-    "generation": "index of the trajectory among those of its example",
-    "step": "of the training under which it is logged",
-    "rank": "the process that played it",
-    "stop_reason": "why it ended",
-    "reward": "turn rewards and outcome reward",
-    "outcome_reward": "of the finished trajectory",
-    "in_baseline": "whether its reward counts: not after failures of the infrastructure, nor where nothing scored it",
-    "messages": "the conversation; `arguments` of tool calls as JSON",
-    "prompt_ids": "token ids of the prompt",
-    "completion_ids": "every token after the prompt, in the order of time",
-    "action_mask": "1 where the policy sampled the token",
-    "logprobs": "of the sampler; 0 where the mask is 0",
-    "turn_ids": "the turn of a sampled token, else -1",
-    "authors": "who wrote the token: policy, template or environment",
-    "token_rewards": "each reward on the last sampled token of what earned it",
-    "advantages": "that it was trained with; null if none was recorded",
-    "turns": "start and end among the completion tokens, reward",
-    "rows": "the training rows: the ids of the context, and which completion tokens follow it; one unless the context "
-    "was rewritten",
-    "reward_parts": "the outcome reward by source, as JSON",
-    "info": "what the environment said of it, as JSON",
-    "is_masked": "whether a secret was masked; ids of such parts are 0",
-}
-"""Column -> what it holds."""
+    "id": ("text", "of the example in the data set"),
+    "generation": ("int", "index of the trajectory among those of its example"),
+    "step": ("int", "of the training under which it is logged"),
+    "rank": ("int", "the process of its rollout"),
+    "stop_reason": ("text", "why it ended"),
+    "reward": ("number", "turn rewards and outcome reward"),
+    "outcome_reward": ("number", "of the finished trajectory"),
+    "in_baseline": ("bool", "whether its reward counts: not after infrastructure failures, nor if nothing scored it"),
+    "messages": ("messages", "the conversation; `arguments` of tool calls as JSON"),
+    "prompt_ids": ("ints", "token ids of the prompt"),
+    "completion_ids": ("ints", "every token after the prompt, in the order of time"),
+    "action_mask": ("ints", "1 where the policy sampled the token"),
+    "logprobs": ("numbers", "of the sampler; 0 where the mask is 0"),
+    "turn_ids": ("ints", "the turn of a sampled token, else -1"),
+    "authors": ("texts", "who wrote the token: policy, template or environment"),
+    "token_rewards": ("numbers", "each reward on the last sampled token of what earned it"),
+    "advantages": ("numbers", "that it was trained with; null if none was recorded"),
+    "turns": ("turns", "start and end among the completion tokens, reward"),
+    "rows": ("rows", "the training rows (one, unless the context was rewritten): the ids of the context, and which "
+             "completion tokens follow it"),
+    "reward_parts": ("text", "the outcome reward by source, as JSON"),
+    "info": ("text", "what the environment said of it, as JSON"),
+    "is_masked": ("bool", "whether a secret was masked; ids of such parts are 0"),
+}  # fmt: skip
+"""Column -> kind of value, and what it holds."""
+_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id", "malformed_tool_call")
 _ROWS_AT_ONCE = 64
 
 
@@ -91,28 +92,29 @@ def write_dataset(run: str | Path, folder: str | Path, *, title: str = "") -> di
 def _schema() -> Any:
     import pyarrow as pa
 
-    function = pa.struct({"name": pa.string(), "arguments": pa.string()})
-    call = pa.struct({"id": pa.string(), "type": pa.string(), "function": function})
-    texts = ("role", "content", "reasoning_content", "name", "tool_call_id", "malformed_tool_call")
-    message = pa.struct({name: pa.string() for name in texts} | {"tool_calls": pa.list_(call)})
-    turn = pa.struct({"start": pa.int32(), "end": pa.int32(), "reward": pa.float64()})
-    ids = pa.list_(pa.int32())
-    row = pa.struct({"prompt_ids": ids, "starts": ids, "ends": ids})
-    types = {name: pa.string() for name in COLUMNS}
-    types |= dict.fromkeys(("generation", "rank"), pa.int32()) | {"step": pa.int64()}
-    types |= dict.fromkeys(("reward", "outcome_reward"), pa.float64())
-    types |= dict.fromkeys(("in_baseline", "is_masked"), pa.bool_())
-    types |= dict.fromkeys(("prompt_ids", "completion_ids", "turn_ids"), ids)
-    types |= dict.fromkeys(("logprobs", "token_rewards", "advantages"), pa.list_(pa.float64()))
-    types |= {"action_mask": pa.list_(pa.int8()), "authors": pa.list_(pa.string())}
-    types |= {"messages": pa.list_(message), "turns": pa.list_(turn), "rows": pa.list_(row)}
-    return pa.schema(types)
+    text, ints = pa.string(), pa.list_(pa.int32())
+    function = pa.struct({"name": text, "arguments": text})
+    call = pa.struct({"id": text, "type": text, "function": function})
+    kinds = {
+        "text": text,
+        "texts": pa.list_(text),
+        "int": pa.int64(),
+        "ints": ints,
+        "number": pa.float64(),
+        "numbers": pa.list_(pa.float64()),
+        "bool": pa.bool_(),
+        "messages": pa.list_(pa.struct(dict.fromkeys(_TEXTS, text) | {"tool_calls": pa.list_(call)})),
+        "turns": pa.list_(pa.struct({"start": pa.int32(), "end": pa.int32(), "reward": pa.float64()})),
+        "rows": pa.list_(pa.struct({"prompt_ids": ints, "starts": ints, "ends": ints})),
+    }
+    return pa.schema({name: kinds[kind] for name, (kind, _) in COLUMNS.items()})
 
 
 def _row(record: Record) -> dict[str, Any]:
     item = record.trajectory
     same = ("generation", "outcome_reward", "in_baseline", "prompt_ids", "completion_ids", "action_mask")
-    values: dict[str, Any] = {name: getattr(item, name) for name in (*same, "logprobs", "turn_ids", "advantages")}
+    values = {name: getattr(item, name) for name in (*same, "logprobs", "turn_ids", "advantages")}
+    spans = [(row.prompt_ids, *zip(*row.spans, strict=True)) for row in item.rows]
     return values | {
         "id": _text(item.example_id),
         "step": record.step,
@@ -123,14 +125,7 @@ def _row(record: Record) -> dict[str, Any]:
         "authors": [author.value for author in item.authors],
         "token_rewards": item.token_rewards(),
         "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in item.turns],
-        "rows": [
-            {
-                "prompt_ids": row.prompt_ids,
-                "starts": [start for start, _ in row.spans],
-                "ends": [end for _, end in row.spans],
-            }
-            for row in item.rows
-        ],
+        "rows": [{"prompt_ids": prompt, "starts": starts, "ends": ends} for prompt, starts, ends in spans],
         "reward_parts": dump_json(item.reward_parts),
         "info": dump_json(item.info),
         "is_masked": record.is_masked,
@@ -139,21 +134,12 @@ def _row(record: Record) -> dict[str, Any]:
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     """A message with texts as values; a content of several parts is written as JSON."""
-    plain = {
-        name: _text(message[name])
-        for name in ("role", "content", "reasoning_content", "name", "tool_call_id", "malformed_tool_call")
-        if message.get(name) is not None
-    }
+    plain: dict[str, Any] = {name: _text(message[name]) for name in _TEXTS if message.get(name) is not None}
     calls = []
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
-        calls.append(
-            {
-                "id": None if call.get("id") is None else _text(call["id"]),
-                "type": "function",
-                "function": {"name": _text(function.get("name")), "arguments": _text(function.get("arguments"))},
-            }
-        )
+        named = {"name": _text(function.get("name")), "arguments": _text(function.get("arguments"))}
+        calls.append({"id": _text(call.get("id") or ""), "type": "function", "function": named})
     return plain | {"tool_calls": calls or None}
 
 
@@ -172,26 +158,22 @@ def _card(counts: dict[str, int], title: str) -> str:
         "tags": ["agent-r1-trl", "trl", "agent", "tool-use", "reinforcement-learning"],
         "configs": [{"config_name": "default", "data_files": files}],
     }
-    header = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
-    heading = " ".join(title.split())
     splits = ", ".join(f"`{split}`: {count}" for split, count in counts.items())
-    rows = [f"| `{name}` | {text} |" for name, text in COLUMNS.items()]
-    return "\n".join(
-        [
-            f"---\n{header}---\n",
-            f"# {heading}\n",
-            "Trajectories of a tool-using agent, recorded by agent-r1-trl while it was trained or evaluated. A row "
-            f"is a trajectory ({splits}).\n",
-            "What models, tools and web pages wrote stands here as it was; treat it as text of strangers.\n",
-            "| column | what it holds |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    rows = "\n".join(f"| `{name}` | {text} |" for name, (_, text) in COLUMNS.items())
+    return f"""---
+{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---
 
+# {" ".join(title.split())}
 
-# ---------------------------------------------------------------- for supervised fine-tuning
+Trajectories of a tool-using agent, recorded by agent-r1-trl while it was trained or evaluated. A row is a trajectory
+({splits}).
+
+What models, tools and web pages wrote stands here as it was; treat it as text of strangers.
+
+| column | what it holds |
+|---|---|
+{rows}
+"""
 
 
 def sft_rows(

@@ -6,13 +6,12 @@ writer knows. A resumed run appends.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.store import FIX, FOLDER, dump_json
+from agent_r1_trl.recording.store import FOLDER, dump_json, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +19,7 @@ FILE = "events.jsonl"
 
 
 def write_event(output_dir: str | os.PathLike[str], event: dict[str, Any]) -> None:
-    """Append an event; what cannot be written, as on a full disk, is said in the log.
-
-    Args:
-        output_dir: of the run.
-        event: what happened.
-    """
+    """Append an event of a run; what cannot be written, as on a full disk, is said in the log."""
     path = Path(output_dir) / FOLDER / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,21 +41,7 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     source = Path(run)
     folder = source.parent if source.is_file() else source
     path = next((place for place in (folder / FOLDER / FILE, folder / FILE) if place.is_file()), None)
-    if path is None:
-        return []
-    events = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            event = json.loads(line)
-            if not isinstance(event, dict):
-                raise ValueError("no object")
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break  # cut off by a kill
-            raise ValueError(f"{path}, line {number}: not an event ({error}).{FIX}") from error
-        events.append(event)
-    return events
+    return [] if path is None else list(read_lines(path, "an event"))
 
 
 def describe_event(event: dict[str, Any]) -> str:

@@ -53,16 +53,16 @@ def explain_advantage(record: Record, group: Sequence[Trajectory]) -> str:
 
 def _cause(item: Trajectory, values: Sequence[float], group: Sequence[Trajectory]) -> str:
     """What follows an advantage of 0."""
+    returns = [mate.total_reward for mate in group if mate.in_baseline]
     if item.is_replaced:
-        return ": not trained on; its group taught nothing, and another was played in its place"
+        return ": not trained on; its group taught nothing, and another took its place"
     if not values:
         return ": nothing was sampled"
+    if item.stop_reason.is_infrastructure_failure:
+        return f": {item.stop_reason.value}, so it does not count"
     if not item.in_baseline:
         why = "too few of its group are left" if item.is_group_too_small else "nothing scored it"
-        return (
-            f": {item.stop_reason.value if item.stop_reason.is_infrastructure_failure else why}, so it does not count"
-        )
-    returns = [mate.total_reward for mate in group if mate.in_baseline]
+        return f": {why}, so it does not count"
     is_equal = len(group) > 1 and all(_is_close(value, returns[0]) for value in returns)
     return ": the returns of its group are equal" if is_equal and not any(values) else ""
 

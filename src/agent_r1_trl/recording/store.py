@@ -1,15 +1,13 @@
 """The trajectories of a run on disk, without loss.
 
-    RUN/trajectories/step_000010.jsonl           trained on in step 10, played by the first process
+    RUN/trajectories/step_000010.jsonl           trained on in step 10, by the first process
     RUN/trajectories/step_000010_rank1.jsonl     by the second
-    RUN/trajectories/eval_step_000010.jsonl      played in an evaluation after step 10
-    RUN/trajectories/superseded/                 files of steps that a resumed run played again
+    RUN/trajectories/eval_step_000010.jsonl      of an evaluation after step 10
+    RUN/trajectories/superseded/                 files of steps that a resumed run repeated
 
 A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank`, how its advantages were estimated
 (`estimator`, `scale`) and, for readers without this package, `messages`, `token_rewards` and `total_reward`. Secrets
 are masked, in texts and, as ids can be decoded, in the ids of the part that they stand in.
-
-Not covered: display (`terminal.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import json
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,37 +84,37 @@ def mask_record(record: dict[str, Any]) -> dict[str, Any]:
     masked = rules.mask_all(texts, named)
     if dump_json(masked) == dump_json(texts):
         return record
-    prompt_ids, completion_ids = list(record["prompt_ids"]), list(record["completion_ids"])
+    prompt_ids, completion_ids = record["prompt_ids"], list(record["completion_ids"])
     if masked["prompt_messages"] != texts["prompt_messages"]:
-        prompt_ids = [MASKED_ID] * len(prompt_ids)
+        prompt_ids = _masked_ids(prompt_ids)
     starts = [turn["start"] for turn in texts["turns"]]
-    for before, after, end in zip(texts["turns"], masked["turns"], [*starts[1:], len(completion_ids)], strict=True):
-        before, after = _parts(before), _parts(after)
-        if before["sampled"] != after["sampled"]:
-            _overwrite(completion_ids, before["start"], before["end"])
-        if before["answered"] != after["answered"]:
-            _overwrite(completion_ids, before["end"], end)
-    record = {**record, **masked, "prompt_ids": prompt_ids, "completion_ids": completion_ids, "is_masked": True}
-    record["segments"] = [  # a rewritten context may repeat any part of the conversation
-        {**segment, "prompt_ids": segment["prompt_ids"] and [MASKED_ID] * len(segment["prompt_ids"])}
-        for segment in record["segments"]
+    for before, after, next_start in zip(
+        texts["turns"], masked["turns"], [*starts[1:], len(completion_ids)], strict=True
+    ):
+        start, end = before["start"], before["end"]
+        for is_spelled, span in ((_sampled, slice(start, end)), (_answered, slice(end, next_start))):
+            if is_spelled(before) != is_spelled(after):
+                completion_ids[span] = _masked_ids(completion_ids[span])
+    # A rewritten context may repeat any part of the conversation.
+    segments = [
+        {**item, "prompt_ids": item["prompt_ids"] and _masked_ids(item["prompt_ids"])} for item in record["segments"]
     ]
-    return record
+    changed = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "segments": segments, "is_masked": True}
+    return {**record, **masked, **changed}
 
 
-def _parts(turn: dict[str, Any]) -> dict[str, Any]:
-    """The texts of a turn that its sampled tokens spell, and those that the tokens after them spell."""
-    results = turn["tool_results"]
-    return {
-        "start": turn["start"],
-        "end": turn["end"],
-        "sampled": [turn["message"], *(result["call"] for result in results)],
-        "answered": [turn["observations"], *(result["content"] for result in results)],
-    }
+def _sampled(turn: dict[str, Any]) -> list[Any]:
+    """What the sampled tokens of a turn spell."""
+    return [turn["message"], *(result["call"] for result in turn["tool_results"])]
 
 
-def _overwrite(ids: list[int], start: int, end: int) -> None:
-    ids[start:end] = [MASKED_ID] * (end - start)
+def _answered(turn: dict[str, Any]) -> list[Any]:
+    """What the tokens after them spell."""
+    return [turn["observations"], *(result["content"] for result in turn["tool_results"])]
+
+
+def _masked_ids(ids: Sequence[int]) -> list[int]:
+    return [MASKED_ID] * len(ids)
 
 
 logger = logging.getLogger(__name__)
@@ -191,24 +190,21 @@ class TrajectoryStore:
             raise ValueError(f"step={step}: must be >= 0. Pass such a number.")
         if not trajectories:
             return None
+        rank = f"_rank{self.rank}" if self.rank else ""
+        path = self.folder / f"{'eval_' if split == 'eval' else ''}step_{step:06d}{rank}.jsonl"
+        extra = {"step": step, "split": split, "rank": self.rank, **(self.credit if split == "train" else {})}
         try:
-            path = self._write(step, trajectories, split)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (split, step) not in self._written:
+                self._supersede(path)
+                self._written.add((split, step))
+            _append(path, (encode_line(trajectory, extra) for trajectory in trajectories))
         except OSError as error:  # a full disk, as a rule: not worth a training run
             self._lose(len(trajectories), error)
             return None
         if self._causes:
             logger.warning("Trajectories are recorded again; %d were not, so far.", self.num_lost)
             self._causes.clear()
-        return path
-
-    def _write(self, step: int, trajectories: Sequence[Trajectory], split: str) -> Path:
-        path = self._path(split, step)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if (split, step) not in self._written:
-            self._supersede(path)
-            self._written.add((split, step))
-        extra = {"step": step, "split": split, "rank": self.rank, **(self.credit if split == "train" else {})}
-        _append(path, (encode_line(trajectory, extra) for trajectory in trajectories))
         return path
 
     def forget_after(self, step: int) -> None:
@@ -228,11 +224,6 @@ class TrajectoryStore:
                 self.folder,
                 error,
             )
-
-    def _path(self, split: str, step: int) -> Path:
-        prefix = "eval_" if split == "eval" else ""
-        rank = f"_rank{self.rank}" if self.rank else ""
-        return self.folder / f"{prefix}step_{step:06d}{rank}.jsonl"
 
     def _supersede(self, path: Path) -> None:
         """Put the file of an earlier start aside."""
@@ -304,26 +295,32 @@ def read_records(
         FileNotFoundError: `path` does not exist.
         ValueError: a line is not a trajectory; the message names file and line.
     """
-    counts: dict[tuple[str, int], int] = {}
+    counts: Counter[tuple[str, int]] = Counter()
     for file in trajectory_files(path, step=step, split=split):
-        match = _NAME.fullmatch(file.name)
-        for values in _read_rows(file):
-            record_step = int(values.get("step", int(match["step"]) if match else 0))
-            record_split = str(values.get("split", "eval" if match and match["split"] else "train"))
-            index = counts.get((record_split, record_step), 0)
-            counts[(record_split, record_step)] = index + 1
-            if step in (None, record_step) and split in (None, record_split):
-                yield Record(
-                    trajectory=_trajectory(values, file),
-                    step=record_step,
-                    split=record_split,
-                    rank=int(values.get("rank", 0)),
-                    index=index,
-                    path=file,
-                    is_masked=bool(values.get("is_masked")),
-                    estimator=values.get("estimator"),
-                    scale=values.get("scale"),
-                )
+        of_eval = bool((match := _NAME.fullmatch(file.name)) and match["split"])
+        for values in read_lines(file, "a recorded trajectory", ("completion_ids", "turns")):
+            record_step = int(values.get("step", file_step(file)))
+            record_split = str(values.get("split", "eval" if of_eval else "train"))
+            counts[(record_split, record_step)] += 1
+            if step not in (None, record_step) or split not in (None, record_split):
+                continue
+            try:
+                trajectory = Trajectory.from_dict(values)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{file}: not a recorded trajectory ({type(error).__name__}: {error}).{FIX}"
+                ) from error
+            yield Record(
+                trajectory=trajectory,
+                step=record_step,
+                split=record_split,
+                rank=int(values.get("rank", 0)),
+                index=counts[(record_split, record_step)] - 1,
+                path=file,
+                is_masked=bool(values.get("is_masked")),
+                estimator=values.get("estimator"),
+                scale=values.get("scale"),
+            )
 
 
 def read_trajectories(
@@ -334,35 +331,35 @@ def read_trajectories(
         yield record.trajectory
 
 
-def _trajectory(values: dict[str, Any], path: Path) -> Trajectory:
-    try:
-        return Trajectory.from_dict(values)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a recorded trajectory ({type(error).__name__}: {error}).{FIX}") from error
+def read_lines(path: Path, what: str, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file; a last line that was cut off by a kill is left out with a warning.
 
+    Args:
+        path: the file.
+        what: an object is, for errors.
+        names: keys that each must have.
 
-def _read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    Raises:
+        ValueError: a line is something else; the message names file and line.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-                if not (isinstance(row, dict) and "completion_ids" in row and "turns" in row):
-                    raise ValueError("it has no completion_ids and turns")
+                if not isinstance(row, dict) or any(name not in row for name in names):
+                    raise ValueError(f"no object with {' and '.join(names)}" if names else "no object")
             except ValueError as error:
                 if not line.endswith(b"\n"):
                     logger.warning("%s, line %d was cut off while it was written; left out.", path, number)
                     return
-                raise ValueError(f"{path}, line {number}: not a recorded trajectory ({error}).{FIX}") from error
+                raise ValueError(f"{path}, line {number}: not {what} ({error}).{FIX}") from error
             yield row
 
 
-# ---------------------------------------------------------------- JSON
-
-
-def record_dict(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a line, secrets masked."""
+def encode_line(trajectory: Trajectory, extra: dict[str, Any]) -> bytes:
+    """One line of JSONL with its newline, secrets masked."""
     record = {
         **extra,
         **trajectory.to_dict(),
@@ -370,9 +367,4 @@ def record_dict(trajectory: Trajectory, extra: dict[str, Any]) -> dict[str, Any]
         "token_rewards": trajectory.token_rewards(),
         "total_reward": trajectory.total_reward,
     }
-    return mask_record(record)
-
-
-def encode_line(trajectory: Trajectory, extra: dict[str, Any]) -> bytes:
-    """One line of JSONL with its newline."""
-    return dump_json(record_dict(trajectory, extra)).encode("utf-8") + b"\n"
+    return dump_json(mask_record(record)).encode("utf-8") + b"\n"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.safe_text import visible
-from agent_r1_trl.trajectory import USAGE, Author, StopReason, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import USAGE, Author, StopReason, Trajectory, Turn
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -105,8 +105,8 @@ def _collapse(text: str) -> str:
 
 
 STYLES = {Author.POLICY: "green", Author.TEMPLATE: "yellow", Author.ENVIRONMENT: "blue"}
-PROMPT_CHARS = 2000
-RESULT_CHARS = 160
+PROMPT_CHARS, RESULT_CHARS = 2000, 160
+"""Longest prompt and result of a call that are shown whole."""
 
 
 def render_trajectory(
@@ -121,11 +121,14 @@ def render_trajectory(
         color: use ANSI colours; without them, action tokens stand between ⟦ and ⟧.
         note: stands below the figures, such as `explain_advantage`.
     """
-    parts: list[RenderableType] = [_header(trajectory), *([visible(note)] if note else [])]
     has_tokens = tokenizer is not None and not trajectory.is_hosted
-    parts += _tokens(trajectory, tokenizer, color) if has_tokens else _messages(trajectory)
-    footer = _footer(trajectory)
-    return render([*parts, footer] if footer else parts, width=width, color=color)
+    body = _tokens(trajectory, tokenizer, color) if has_tokens else _messages(trajectory)
+    parts = [_header(trajectory), *([visible(note)] if note else []), *body, *_calls(trajectory)]
+    if trajectory.info:
+        parts.append(
+            _text(("info  ", "bold"), "  ".join(f"{name}={value!r}" for name, value in trajectory.info.items()))
+        )
+    return render(parts, width=width, color=color)
 
 
 def render(parts: Iterable[RenderableType], *, width: int | None = None, color: bool = True) -> str:
@@ -150,152 +153,121 @@ def render(parts: Iterable[RenderableType], *, width: int | None = None, color: 
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------- parts
+def _text(*parts: str | tuple[str, str]) -> Text:
+    """Texts, some with a style, made safe to show."""
+    from rich.text import Text
+
+    pairs = [(part, "") if isinstance(part, str) else part for part in parts]
+    return Text.assemble(*((visible(text), style) for text, style in pairs))
 
 
 def _header(trajectory: Trajectory) -> Text:
-    from rich.text import Text
-
-    counts = {author: sum(item is author for item in trajectory.authors) for author in Author}
-    name = f"{trajectory.example_id or 'trajectory'} · generation {trajectory.generation}"
-    text = Text().append(visible(name) + "\n", style="bold")
-    reason = trajectory.stop_reason
-    style = "red" if reason.is_infrastructure_failure else "yellow" if reason is not StopReason.DONE else "default"
-    text.append("stop: ", style="dim").append(reason.value, style=style)
-    text.append("   reward: ", style="dim").append(f"{trajectory.total_reward:+.3f}")
-    text.append(
-        f" = turns {trajectory.process_reward:+.3f} + outcome {trajectory.outcome_reward:+.3f}"
-        f"{_parts(trajectory.reward_parts)}"
-    )
+    reason, is_failure = trajectory.stop_reason, trajectory.stop_reason.is_infrastructure_failure
     num_summaries = len(trajectory.turns) - len(trajectory.env_turns)
-    text.append(f"   turns: {len(trajectory.env_turns)}", style="dim")
-    text.append(f"   summaries: {num_summaries}" if num_summaries else "", style="dim")
-    text.append(f"   {trajectory.duration_s:.2f} s\n", style="dim")
-    text.append("tokens: ", style="dim")
+    head = [
+        (f"{trajectory.example_id or 'trajectory'} · generation {trajectory.generation}\n", "bold"),
+        ("stop: ", "dim"),
+        (reason.value, "red" if is_failure else "yellow" if reason is not StopReason.DONE else "default"),
+        ("   reward: ", "dim"),
+        f"{trajectory.total_reward:+.3f} = turns {trajectory.process_reward:+.3f} + "
+        f"outcome {trajectory.outcome_reward:+.3f}{_parts(trajectory.reward_parts)}",
+        (f"   turns: {len(trajectory.env_turns)}", "dim"),
+        (f"   summaries: {num_summaries}" if num_summaries else "", "dim"),
+        (f"   {trajectory.duration_s:.2f} s\ntokens: ", "dim"),
+    ]
     if trajectory.is_hosted:
-        text.append("  ".join(f"{count} {name}" for name, count in trajectory.info[USAGE].items()) or "not counted")
-        return _with_error(text, trajectory)
-    text.append(f"{counts[Author.POLICY]} policy (mask 1)", style=STYLES[Author.POLICY]).append("  ")
-    text.append(f"{counts[Author.TEMPLATE]} template", style=STYLES[Author.TEMPLATE]).append("  ")
-    text.append(f"{counts[Author.ENVIRONMENT]} environment", style=STYLES[Author.ENVIRONMENT])
-    text.append(f"  {len(trajectory.prompt_ids)} prompt", style="dim")
-    if trajectory.segments:
-        text.append(f"   rows: {len(trajectory.rows)}", style="dim")
-    return _with_error(text, trajectory)
-
-
-def _with_error(text: Text, trajectory: Trajectory) -> Text:
-    return text.append("\n" + visible(trajectory.error), style="red") if trajectory.error else text
+        counts = trajectory.info[USAGE].items()
+        head.append("  ".join(f"{count} {name}" for name, count in counts) or "not counted")
+    else:
+        for author, style in STYLES.items():
+            mask = " (mask 1)" if author is Author.POLICY else ""
+            count = sum(item is author for item in trajectory.authors)
+            head.append((f"{count} {author.value}{mask}  ", style))
+        rows = f"   rows: {len(trajectory.rows)}" if trajectory.segments else ""
+        head.append((f"{len(trajectory.prompt_ids)} prompt{rows}", "dim"))
+    return _text(*head, (f"\n{trajectory.error}" if trajectory.error else "", "red"))
 
 
 def _tokens(trajectory: Trajectory, tokenizer: Any, color: bool) -> list[RenderableType]:
-    from rich.text import Text
-
     prompt, spans = decode_spans(trajectory, tokenizer)
-    parts: list[RenderableType] = [_rule("prompt")]
-    parts.append(Text(visible(_middle_cut(prompt, PROMPT_CHARS)).rstrip("\n"), style="dim"))
-    text = Text()
+    half = PROMPT_CHARS // 2
+    if len(prompt) > PROMPT_CHARS:
+        prompt = f"{prompt[:half]}\n… {len(prompt) - 2 * half} characters …\n{prompt[-half:]}"
+    parts: list[RenderableType] = [_rule("prompt"), _text((prompt.rstrip("\n"), "dim"))]
     shown: set[int] = set()
-    for span in spans:
+    texts: list[tuple[str, str]] = []
+    for span in [*spans, None]:
+        if (span is None or (span.turn_id >= 0 and span.turn_id not in shown)) and texts:
+            section = _text(*texts)
+            section.rstrip()
+            parts += [section] if section else []
+            texts = []
+        if span is None:
+            break
         if span.turn_id >= 0 and span.turn_id not in shown:
             shown.add(span.turn_id)
-            parts += _non_empty(text)
             parts.append(_turn_rule(trajectory, span.turn_id))
-            text = Text()
-        _append(text, span, color)
-    parts += _non_empty(text)
+        text = span.text.replace("\n", "↵\n")  # so that the mask of a newline is visible too
+        is_marked = not color and span.author is Author.POLICY
+        texts.append((f"⟦{text}⟧" if is_marked else text, STYLES[span.author]))
     # A turn in which nothing was sampled has no tokens, so its rule comes last.
-    parts += [_turn_rule(trajectory, index) for index in range(len(trajectory.turns)) if index not in shown]
-    return parts
-
-
-def _non_empty(text: Text) -> list[Text]:
-    text.rstrip()
-    return [text] if text else []
-
-
-def _append(text: Text, span: Span, color: bool) -> None:
-    shown = visible(span.text).replace("\n", "↵\n")  # so that the mask of a newline is visible too
-    if not color and span.author is Author.POLICY:
-        shown = f"⟦{shown}⟧"
-    text.append(shown, style=STYLES[span.author])
+    return parts + [_turn_rule(trajectory, index) for index in range(len(trajectory.turns)) if index not in shown]
 
 
 def _messages(trajectory: Trajectory) -> list[RenderableType]:
-    from rich.text import Text
-
     why = "of a hosted model: there are no token ids" if trajectory.is_hosted else "no tokenizer: no tokens, no mask"
     parts: list[RenderableType] = [_rule(f"messages ({why})")]
-    for message in trajectory.prompt_messages:
-        parts.append(Text(visible(f"{message.get('role')}: {_content(message)}"), style="dim"))
+    parts += [_text((_line(message), "dim")) for message in trajectory.prompt_messages]
     for index, turn in enumerate(trajectory.turns):
+        asked = [turn.summary_request] if turn.summary_request is not None else []
         parts.append(_turn_rule(trajectory, index))
-        if turn.summary_request is not None:
-            asked = visible(f"user: {_content(turn.summary_request)}")
-            parts.append(Text(asked, style=STYLES[Author.ENVIRONMENT]))
-        parts.append(Text(visible(_content(turn.message)), style=STYLES[Author.POLICY]))
-        for message in turn.observations:
+        parts += [_text((_line(message), STYLES[Author.ENVIRONMENT])) for message in asked]
+        parts.append(_text((_content(turn.message), STYLES[Author.POLICY])))
+        parts += [_text((_line(message), STYLES[Author.ENVIRONMENT])) for message in turn.observations]
+    return parts
+
+
+def _calls(trajectory: Trajectory) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for index, turn in enumerate(trajectory.turns):
+        for result in turn.tool_results:
+            arguments = result.call.arguments
+            if isinstance(arguments, dict):
+                arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
             parts.append(
-                Text(visible(f"{message.get('role')}: {_content(message)}"), style=STYLES[Author.ENVIRONMENT])
+                _text(
+                    (f"turn {index}  ", "bold"),
+                    _cut(f"{result.call.name or '?'}({arguments})"),
+                    (f"  {result.latency_s * 1000:.0f} ms", "dim"),
+                    (f"  failed: {result.error.value}" if result.error else "", "red"),
+                    ("  cut" if result.is_truncated else "", "yellow"),
+                    f"\n  → {_cut(' '.join(result.content.split()))}",
+                )
             )
     return parts
 
 
-def _footer(trajectory: Trajectory) -> Text:
-    """Tool calls, then the environment's `info`."""
-    from rich.text import Text
-
-    text = Text()
-    for index, turn in enumerate(trajectory.turns):
-        for result in turn.tool_results:
-            _append_call(text, index, result)
-    if trajectory.info:
-        text.append("info  ", style="bold")
-        text.append(visible("  ".join(f"{name}={value!r}" for name, value in trajectory.info.items())))
-    text.rstrip()
-    return text
-
-
-def _append_call(text: Text, turn: int, result: ToolResult) -> None:
-    arguments = result.call.arguments
-    if isinstance(arguments, dict):
-        arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    text.append(f"turn {turn}  ", style="bold")
-    text.append(visible(_cut(f"{result.call.name or '?'}({arguments})", RESULT_CHARS)))
-    text.append(f"  {result.latency_s * 1000:.0f} ms", style="dim")
-    if result.error:
-        text.append(f"  failed: {result.error.value}", style="red")
-    if result.is_truncated:
-        text.append("  cut", style="yellow")
-    text.append("\n  → " + visible(_cut(" ".join(result.content.split()), RESULT_CHARS)) + "\n")
-
-
 def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
     turn = trajectory.turns[index]
-    kind = "summary" if turn.is_summary else "turn"
-    title = f"{kind} {index} · reward {turn.reward:+.3f}{_parts(turn.reward_parts)}"
+    parts = [
+        f"{'summary' if turn.is_summary else 'turn'} {index}",
+        f"reward {turn.reward:+.3f}{_parts(turn.reward_parts)}",
+    ]
     if trajectory.advantages is not None and turn.end > turn.start:
         values = trajectory.advantages[turn.start : turn.end]
-        title += f" · advantage {math.fsum(values) / len(values):+.3f}"
+        parts.append(f"advantage {math.fsum(values) / len(values):+.3f}")
     opened = [item for item in trajectory.segments if item.start == turn.start and item.prompt_ids]
-    title += f" · after a new context of {len(opened[-1].prompt_ids or ())} tokens" if opened else ""
+    parts += [f"after a new context of {len(opened[-1].prompt_ids or ())} tokens"] if opened else []
     flags = [name for name, is_set in (("cut", turn.is_truncated), ("invalid", turn.is_invalid)) if is_set]
     failures = _num_failures(turn)
     flags += [f"{failures} failed call{'s' if failures > 1 else ''}"] if failures else []
-    return _rule(" · ".join([title, *flags]), style="red" if flags else "default")
+    return _rule(" · ".join([*parts, *flags]), style="red" if flags else "default")
 
 
 def _rule(title: str, style: str = "default") -> RenderableType:
     from rich.rule import Rule
-    from rich.text import Text
 
-    return Rule(Text(visible(title), style=style), align="left", style="dim")
-
-
-# ---------------------------------------------------------------- many trajectories
-
-
-_COLUMNS = ("step", "index", "example", "stop", "turns", "calls", "failed", "tokens", "reward", "outcome")
+    return Rule(_text((title, style)), align="left", style="dim")
 
 
 def summary_table(records: Sequence[Record], example: str | None = None) -> Table:
@@ -307,34 +279,37 @@ def summary_table(records: Sequence[Record], example: str | None = None) -> Tabl
     """
     from rich import box
     from rich.table import Table
-    from rich.text import Text
 
-    title, left_out = (Text(visible(example)), ("calls", "failed", "tokens")) if example else (None, ())
+    title, hidden = (_text(example), ("calls", "failed", "tokens")) if example else (None, ())
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", collapse_padding=True)
-    names = [name for name in _COLUMNS if name not in left_out]
-    for name in names:
-        justify: Literal["left", "right"] = "left" if name in ("example", "stop") else "right"
-        is_cut = name == "example"  # the first to be, where the lines are too long
-        table.add_column(name, justify=justify, no_wrap=not is_cut, min_width=7 if is_cut else None)
-    for record in records:
+    for row, record in enumerate(records):
         item = record.trajectory
-        cells: tuple[str | Text, ...] = (
-            f"{'eval ' if record.split == 'eval' else ''}{record.step}",
-            str(record.index),
-            Text(visible(f"{'' if example else item.example_id}#{item.generation}")),
-            item.stop_reason.value,
-            str(len(item.env_turns)),
-            str(len(item.tool_results)),
-            str(sum(map(_num_failures, item.turns))),
-            str(item.info[USAGE].get("completion_tokens", "-") if item.is_hosted else len(item.completion_ids)),
-            f"{item.total_reward:+.3f}",
-            f"{item.outcome_reward:+.3f}",
-        )
-        table.add_row(*(cell for name, cell in zip(_COLUMNS, cells, strict=True) if name in names))
+        cells = {
+            "step": f"{'eval ' if record.split == 'eval' else ''}{record.step}",
+            "index": str(record.index),
+            "example": _text(f"{'' if example else item.example_id}#{item.generation}"),
+            "stop": item.stop_reason.value,
+            "turns": str(len(item.env_turns)),
+            "calls": str(len(item.tool_results)),
+            "failed": str(sum(map(_num_failures, item.turns))),
+            "tokens": str(
+                item.info[USAGE].get("completion_tokens", "-") if item.is_hosted else len(item.completion_ids)
+            ),
+            "reward": f"{item.total_reward:+.3f}",
+            "outcome": f"{item.outcome_reward:+.3f}",
+        }
+        for name in cells if row == 0 else ():
+            justify: Literal["left", "right"] = "left" if name in ("example", "stop") else "right"
+            if name not in hidden:  # the example is the first to be cut, where the lines are too long
+                table.add_column(
+                    name, justify=justify, no_wrap=name != "example", min_width=7 if name == "example" else None
+                )
+        table.add_row(*(cell for name, cell in cells.items() if name not in hidden))
     return table
 
 
-# ---------------------------------------------------------------- text
+def _line(message: dict[str, Any]) -> str:
+    return f"{message.get('role')}: {_content(message)}"
 
 
 def _content(message: dict[str, Any]) -> str:
@@ -348,19 +323,12 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _parts(parts: dict[str, float]) -> str:
-    return visible(f" ({', '.join(f'{name} {value:+.3f}' for name, value in parts.items())})") if parts else ""
+    return f" ({', '.join(f'{name} {value:+.3f}' for name, value in parts.items())})" if parts else ""
 
 
 def _num_failures(turn: Turn) -> int:
     return sum(result.is_error for result in turn.tool_results)
 
 
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
-
-
-def _middle_cut(text: str, length: int) -> str:
-    if len(text) <= length:
-        return text
-    half = length // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+def _cut(text: str) -> str:
+    return text if len(text) <= RESULT_CHARS else text[: RESULT_CHARS - 1] + "…"
