@@ -29,7 +29,7 @@ class ToolCall:
     """One call that the model wrote."""
 
     name: str
-    """Tool name as the model wrote it; empty if it could not be read."""
+    """As the model wrote it; empty if it could not be read."""
     arguments: Any
     """Parsed arguments (a dict when well formed), else the raw text."""
     id: str = ""

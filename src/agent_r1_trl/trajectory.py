@@ -16,16 +16,12 @@ rewritten opens another row, whose prompt is that context:
     completion_ids = a b d e       segments = [Segment(start=2, row=1, prompt_ids=P')]
 
 So every sampled token has mask 1 in exactly one row; in another row it can only stand in the prompt. A turn that comes
-back to an earlier row (two conversations that take turns) continues it.
+back to an earlier row continues it.
 
-Which trajectories count is said in two terms, here and in the rest of the package:
-
-- A trajectory is **in the baseline** (`in_baseline`) if its reward counts in the statistics of its group or batch. Not
-  in the baseline are infrastructure failures, and trajectories that no reward function scored.
-- A trajectory is **in the loss** (`in_loss`) if its action tokens get gradients. Not in the loss are the trajectories
-  outside the baseline, and truncated ones under `truncated_trajectories="mask"`.
-
-Covered here: construction, validation, rewards on tokens, display, JSON. Not covered: tensors (`update/batching.py`).
+Which trajectories count is said in two terms in the whole package. One is **in the baseline** if its reward counts in
+the statistics of its group or batch: not after an infrastructure failure, nor where no reward function scored it. One
+is **in the loss** if its action tokens get gradients: those in the baseline but the truncated ones under
+`truncated_trajectories="mask"`.
 """
 
 from __future__ import annotations
@@ -78,52 +74,6 @@ class Row:
     """[start, end) of the trajectory's tokens that the completion consists of, in order."""
 
 
-def split_rows(trajectory: Any) -> list[Row]:
-    """The rows of a trajectory, in the order in which they were opened; at least one."""
-    length = len(trajectory.completion_ids)
-    starts = [0, *(segment.start for segment in trajectory.segments), length]
-    prompts: list[list[int]] = [trajectory.prompt_ids]
-    spans: list[list[tuple[int, int]]] = [[(0, starts[1])]]
-    for segment, span in zip(trajectory.segments, itertools.pairwise(starts[1:]), strict=True):
-        if segment.row == len(prompts):
-            prompts.append(segment.prompt_ids or [])
-            spans.append([])
-        spans[segment.row].append(span)
-
-    def take(name: str, parts: list[tuple[int, int]]) -> list[Any]:
-        values = getattr(trajectory, name)
-        return [value for start, end in parts for value in values[start:end]]
-
-    names = ("completion_ids", "action_mask", "turn_ids", "logprobs")
-    return [
-        Row(prompt_ids=prompt, spans=parts, **{name: take(name, parts) for name in names})
-        for prompt, parts in zip(prompts, spans, strict=True)
-    ]
-
-
-def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
-    """Refuse segments that are no division of a trajectory's tokens into rows.
-
-    Raises:
-        ValueError: names the segment and the rule.
-    """
-    num_rows, last = 1, 0
-    for index, segment in enumerate(segments):
-        opens = segment.row == num_rows
-        if not last <= segment.start <= num_tokens:
-            raise ValueError(
-                f"Trajectory.segments[{index}] starts at {segment.start} of {num_tokens} completion tokens, after one "
-                f"that starts at {last}: segments stand in the order of time."
-            )
-        if not 0 <= segment.row <= num_rows or opens != bool(segment.prompt_ids):
-            raise ValueError(
-                f"Trajectory.segments[{index}] has row={segment.row} and "
-                f"{len(segment.prompt_ids or [])} prompt_ids with {num_rows} rows before it: the segment that opens "
-                f"row {num_rows} has the ids of its context, and one that continues a row has none."
-            )
-        num_rows, last = num_rows + opens, segment.start
-
-
 def extended_row(rows: Sequence[tuple[list[int], list[int]]], context_ids: list[int]) -> int | None:
     """The row that a turn joins: the longest one with whose ids the turn's context begins; None for a row of its own.
 
@@ -152,8 +102,7 @@ def extended_row(rows: Sequence[tuple[list[int], list[int]]], context_ids: list[
 logger = logging.getLogger(__name__)
 
 USAGE = "endpoint_usage"
-"""Key of `Trajectory.info` with the token counts of a trajectory that was played without ids, by a server; without any
-counts if the server does not tell."""
+"""Key of `Trajectory.info` with what a server has counted of a trajectory without ids; empty if it does not tell."""
 
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and where it applies `tool_calls`, `name`, `tool_call_id`."""
@@ -284,7 +233,7 @@ class Trajectory:
     is_group_too_small: bool = False
     """Too few trajectories of its group are left (`min_group_size`), so this one is not in the baseline either."""
     is_replaced: bool = False
-    """Its group had nothing to teach and another was played in its place (`resample_rounds`): not trained on."""
+    """Its group had zero variance and another took its place (`resample_rounds`): not trained on."""
     error: str | None = None
     """Message of the infrastructure failure, if there was one."""
     failed_tries: list[str] = field(default_factory=list)
@@ -301,32 +250,45 @@ class Trajectory:
     """(T,) set by the trainer before the trajectory is recorded."""
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.completion_ids)
-        for name in ("action_mask", "logprobs", "turn_ids", "authors"):
-            if len(getattr(self, name)) != num_tokens:
-                raise ValueError(
-                    f"Trajectory.{name} has {len(getattr(self, name))} entries, completion_ids has {num_tokens}: "
-                    "every per-token list must have one entry per completion token."
-                )
         self.stop_reason = StopReason(self.stop_reason)
         if set(map(type, self.authors)) != {Author}:
             self.authors = [Author(author) for author in self.authors]
+        if problem := self._find_problem():
+            raise ValueError(f"Trajectory: {problem}")
+
+    def _find_problem(self) -> str | None:
+        """What contradicts itself."""
+        num_tokens = len(self.completion_ids)
+        for name in ("action_mask", "logprobs", "turn_ids", "authors"):
+            if (length := len(getattr(self, name))) != num_tokens:
+                return f"{name} has {length} entries and completion_ids {num_tokens}. Give each token one entry."
         is_action = [author is Author.POLICY for author in self.authors]
         if not list(self.action_mask) == is_action == [turn_id >= 0 for turn_id in self.turn_ids]:
-            tokens = [*zip(self.action_mask, is_action, (turn_id >= 0 for turn_id in self.turn_ids), strict=True)]
+            tokens = zip(self.action_mask, is_action, (turn_id >= 0 for turn_id in self.turn_ids), strict=True)
             place = next(index for index, token in enumerate(tokens) if len({*token}) > 1)
-            raise ValueError(
-                f"Trajectory token {place}: action_mask={self.action_mask[place]}, turn_id={self.turn_ids[place]} and "
-                f"author={self.authors[place].value} contradict: an action has mask 1, turn id >= 0, 'policy'."
+            return (
+                f"token {place} has action_mask={self.action_mask[place]}, turn_id={self.turn_ids[place]} and "
+                f"author={self.authors[place].value}. An action has mask 1, a turn id >= 0 and the author 'policy'."
             )
         for index, turn in enumerate(self.turns):
-            if not 0 <= turn.start <= turn.end <= num_tokens:
-                raise ValueError(f"Turn {index} spans [{turn.start}, {turn.end}) of {num_tokens} completion tokens.")
-            if any(turn_id != index for turn_id in self.turn_ids[turn.start : turn.end]):
-                raise ValueError(f"Turn {index} spans [{turn.start}, {turn.end}) but turn_ids disagree there.")
+            is_inside = 0 <= turn.start <= turn.end <= num_tokens
+            if not is_inside or any(turn_id != index for turn_id in self.turn_ids[turn.start : turn.end]):
+                return f"turn {index} spans [{turn.start}, {turn.end}) of {num_tokens} tokens; turn_ids say otherwise."
         if sum(turn.end - turn.start for turn in self.turns) != sum(self.action_mask):
-            raise ValueError("The turns do not cover the action tokens exactly.")
-        check_segments(self.segments, num_tokens)
+            return "the turns do not cover the action tokens exactly."
+        num_rows, last = 1, 0
+        for index, segment in enumerate(self.segments):
+            opens = segment.row == num_rows
+            is_in_order = last <= segment.start <= num_tokens and 0 <= segment.row <= num_rows
+            if not is_in_order or opens != bool(segment.prompt_ids):
+                return (
+                    f"segments[{index}] has start={segment.start}, row={segment.row} and "
+                    f"{len(segment.prompt_ids or [])} prompt_ids, with {num_rows} rows and start={last} before it. "
+                    "Segments stand in the order of time; one that opens a row has the next number and the ids of "
+                    "its context, and one that continues a row has none."
+                )
+            num_rows, last = num_rows + opens, segment.start
+        return None
 
     def __repr__(self) -> str:
         """A summary without token ids, short enough for a log line."""
@@ -338,14 +300,28 @@ class Trajectory:
 
     @property
     def rows(self) -> list[Row]:
-        """The training rows: one, unless the context was rewritten on the way."""
-        return split_rows(self)
+        """The training rows, in the order in which they were opened: one, unless the context was rewritten."""
+        starts = [0, *(segment.start for segment in self.segments), len(self.completion_ids)]
+        prompts, spans = [self.prompt_ids], [[(0, starts[1])]]
+        for segment, span in zip(self.segments, itertools.pairwise(starts[1:]), strict=True):
+            if segment.row == len(prompts):
+                prompts.append(segment.prompt_ids or [])
+                spans.append([])
+            spans[segment.row].append(span)
 
-    # ---------------------------------------------------------------- rewards
+        def take(name: str, parts: list[tuple[int, int]]) -> list[Any]:
+            values = getattr(self, name)
+            return [value for start, end in parts for value in values[start:end]]
+
+        names = ("completion_ids", "action_mask", "turn_ids", "logprobs")
+        return [
+            Row(prompt_ids=prompt, spans=parts, **{name: take(name, parts) for name in names})
+            for prompt, parts in zip(prompts, spans, strict=True)
+        ]
 
     @property
     def in_baseline(self) -> bool:
-        """Whether the reward counts in the statistics of the group or batch: played, scored, and not left alone."""
+        """Whether the reward counts in the statistics of the group or batch."""
         return self.is_scored and not self.is_group_too_small and not self.stop_reason.is_infrastructure_failure
 
     @property
@@ -355,7 +331,7 @@ class Trajectory:
 
     @property
     def is_hosted(self) -> bool:
-        """A hosted model has played it: there are messages, and no token ids."""
+        """It is a hosted model's: there are messages, and no token ids."""
         return USAGE in self.info
 
     @property
@@ -405,7 +381,7 @@ class Trajectory:
                 if abs(value) <= sys.float_info.max:
                     numbers[str(name)] = float(value)
                 else:
-                    _say_left_out(str(name))
+                    _warn_of_number(str(name))
         return numbers
 
     @property
@@ -413,8 +389,6 @@ class Trajectory:
         """Exact match, else the environment's `success`, else an outcome above 0."""
         scores = [self.numbers[name] for name in ("em", "success") if name in self.numbers]
         return bool(scores[0]) if scores else self.outcome_reward > 0
-
-    # ---------------------------------------------------------------- messages
 
     @property
     def completion_messages(self) -> list[Message]:
@@ -431,8 +405,7 @@ class Trajectory:
         last = max((index for index, turn in enumerate(self.turns) if not turn.is_summary), default=None)
         if last is None:
             return [{"role": "assistant", "content": ""}]
-        before = [message for turn in self.turns[:last] for message in _messages_of(turn)]
-        return [*before, self.turns[last].message]
+        return [*(message for turn in self.turns[:last] for message in _messages_of(turn)), self.turns[last].message]
 
     @property
     def messages(self) -> list[Message]:
@@ -464,18 +437,14 @@ class Trajectory:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-serialisable dictionary that `from_dict` inverts (`info` keeps the environment's own objects)."""
         # `asdict` of the whole trajectory would copy token by token, a hundred times slower than copying the lists.
-        record = {item.name: getattr(self, item.name) for item in fields(self)}
-        for name, value in record.items():
-            if isinstance(value, list):
-                record[name] = list(value)
-        record["prompt_messages"] = copy.deepcopy(self.prompt_messages)
-        record["turns"] = [asdict(turn) for turn in self.turns]
-        record["info"] = dict(self.info)
-        record["reward_parts"] = dict(self.reward_parts)
-        record["stop_reason"] = self.stop_reason.value
-        record["authors"] = [author.value for author in self.authors]
-        record["segments"] = [asdict(segment) for segment in self.segments]
-        return record
+        record = {item.name: copy.copy(getattr(self, item.name)) for item in fields(self)}
+        return record | {
+            "prompt_messages": copy.deepcopy(self.prompt_messages),
+            "turns": [asdict(turn) for turn in self.turns],
+            "segments": [asdict(segment) for segment in self.segments],
+            "stop_reason": self.stop_reason.value,
+            "authors": [author.value for author in self.authors],
+        }
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Trajectory:
@@ -497,7 +466,7 @@ class Trajectory:
 
 
 @functools.cache
-def _say_left_out(name: str) -> None:
+def _warn_of_number(name: str) -> None:
     logger.warning("trajectory.info[%r] holds NaN, infinity or too large a number, which no mean counts.", name)
 
 
@@ -507,14 +476,8 @@ def _messages_of(turn: Turn) -> list[Message]:
 
 
 def _turn_from_dict(record: dict[str, Any]) -> Turn:
-    results = [
-        ToolResult(
-            **{
-                **result,
-                "call": ToolCall(**result["call"]),
-                "error": ToolErrorKind(result["error"]) if result["error"] else None,
-            }
-        )
-        for result in record["tool_results"]
-    ]
+    results = []
+    for result in record["tool_results"]:
+        error = ToolErrorKind(result["error"]) if result["error"] else None
+        results.append(ToolResult(**{**result, "call": ToolCall(**result["call"]), "error": error}))
     return Turn(**{**record, "tool_results": results})
