@@ -58,16 +58,23 @@ def random_script(seed, turn):
 
 
 class Recorder:
-    """A generator around another that keeps what it handed out."""
+    """A generator around another that keeps what it was asked and what it handed out."""
 
     def __init__(self, generator):
         self.generator = generator
-        self.handed = []
+        self.contexts, self.max_tokens, self.handed = [], [], []
 
-    async def generate(self, prompt_ids, **options):
-        generation = await self.generator.generate(prompt_ids, **options)
+    async def generate(self, prompt_ids, *, max_tokens, **options):
+        generation = await self.generator.generate(prompt_ids, max_tokens=max_tokens, **options)
+        self.contexts.append(list(prompt_ids))
+        self.max_tokens.append(max_tokens)
         self.handed.append(generation)
         return generation
+
+    @property
+    def log(self):
+        """(context, sampled ids) of each request."""
+        return [(context, list(given.token_ids)) for context, given in zip(self.contexts, self.handed, strict=True)]
 
     @property
     def ids(self):
@@ -76,6 +83,31 @@ class Recorder:
     @property
     def logprobs(self):
         return [logprob for generation in self.handed for logprob in generation.logprobs]
+
+
+def play_recorded(turns, *, chat, env=AddEchoEnv, prompt=PROMPT, **limits):
+    """One trajectory of these turns, messages or ids, and the recorder of its requests."""
+    script = [chat.encode_reply(turn) if isinstance(turn, dict) else turn for turn in turns]
+    said = ScriptedGenerator(lambda request: script[request.index % len(script)], stop_token_ids=chat.stop_token_ids)
+    recorder = Recorder(said)
+    runner = RolloutRunner(env, recorder, chat, limits_of(**({"max_turns": len(turns)} | limits)))
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": prompt})])
+    runner.close()
+    return trajectory, recorder
+
+
+def check_rows(trajectory, log):
+    """Every sampled id has mask 1 in exactly one row, after exactly what the sampler was given."""
+    assert len(trajectory.turns) == len(log)
+    found = [[] for _ in log]
+    for row in trajectory.rows:
+        ids = [*row.prompt_ids, *row.completion_ids]
+        for position, (mask, turn) in enumerate(zip(row.action_mask, row.turn_ids, strict=True), len(row.prompt_ids)):
+            assert mask == (turn >= 0)
+            if mask:
+                found[turn].append((ids[:position], ids[position]))
+    for tokens, (context, sampled, *_) in zip(found, log, strict=True):
+        assert tokens == [(context + sampled[:count], token) for count, token in enumerate(sampled)]
 
 
 def scene(*, rewards=(), outcome=0.0, ends_at=None, fails_at=None, down_at=None, hangs_at=None):

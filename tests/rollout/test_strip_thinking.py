@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
-from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
-from agent_r1_trl.rollout.thinking import format_options
+from agent_r1_trl.rollout.context_policies import format_options
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import StopReason
 from tests.chat.test_family_calls import TOOLS
 from tests.effort import examples
 from tests.families import FAMILIES
+from tests.rollout.helpers import check_rows, play_recorded
 from tests.tokenizers import make_tokenizer
-from tests.toys import limits_of
 
 # In the style of R1 and its many distillations: no `reasoning_content`, thoughts of answers are cut out of `content`.
 FOREIGN = """\
@@ -67,14 +65,10 @@ class Talk:
 
     def step(self, message):
         self.number += 1
+        made = [(item["function"]["name"], item["id"]) for item in message.get("tool_calls", [])]
         told = [
-            {
-                "role": "tool",
-                "name": call["function"]["name"],
-                "tool_call_id": call["id"],
-                "content": f"result {self.number} of {index}",
-            }
-            for index, call in enumerate(message.get("tool_calls", []))
+            {"role": "tool", "name": name, "tool_call_id": id, "content": f"result {self.number} of {index}"}
+            for index, (name, id) in enumerate(made)
         ]
         return StepResult(told or [{"role": "user", "content": f"And now, {self.number}?"}], 0.0, False, {})
 
@@ -84,26 +78,9 @@ class Talk:
 
 def play(chat, turns, *, env=Talk, **limits):
     """One trajectory of these turns, messages or ids, and (context, sampled ids) of each as the generator saw them."""
-    script = [chat.encode_reply(turn) if isinstance(turn, dict) else turn for turn in turns]
-    generator = ScriptedGenerator(lambda request: script[request.index], stop_token_ids=chat.stop_token_ids)
-    log = []
-
-    class Log:
-        async def generate(self, prompt_ids, **options):
-            generation = await generator.generate(prompt_ids, **options)
-            log.append((list(prompt_ids), list(generation.token_ids)))
-            return generation
-
-    settings = {
-        "max_turns": len(turns),
-        "max_completion_length": 10_000,
-        "max_invalid_calls": 99,
-        "context.policy": "strip_thinking",
-    }
-    runner = RolloutRunner(env, Log(), chat, limits_of(**(settings | limits)))
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
-    runner.close()
-    return trajectory, log
+    options = {"max_completion_length": 10_000, "max_invalid_calls": 99, "context.policy": "strip_thinking"}
+    trajectory, recorder = play_recorded(turns, chat=chat, env=env, prompt=PROMPT, **(options | limits))
+    return trajectory, recorder.log
 
 
 def thinks(thought, content="", **arguments):
@@ -181,18 +158,6 @@ def check_contexts(family, trajectory, log, chat=None):
     check_rows(trajectory, log)
 
 
-def check_rows(trajectory, log):
-    assert len(trajectory.turns) == len(log)
-    found = [[] for _ in log]
-    for row in trajectory.rows:
-        ids = [*row.prompt_ids, *row.completion_ids]
-        for position, index in enumerate(row.turn_ids, len(row.prompt_ids)):
-            if index >= 0:
-                found[index].append((ids[:position], ids[position]))
-    for tokens, (context, sampled) in zip(found, log, strict=True):
-        assert tokens == [(context + sampled[:n], token) for n, token in enumerate(sampled)]
-
-
 def spoken(chat, *texts):
     """Turns of a model that writes these texts."""
     return [chat.encoder.encode(text) for text in texts]
@@ -252,14 +217,6 @@ def test_a_malformed_thought_is_a_state_of_the_rollout(name):
         assert f"<|im_start|>assistant\n{left}<|im_end|>\n" in last
 
 
-def test_a_thought_that_a_limit_cut_is_dropped_as_well():
-    chat = chat_of("qwen3")
-    trajectory, log = play(chat, spoken(chat, "<think>\nsecret, and more", "A.<|im_end|>"), max_tokens_per_turn=4)
-    check_contexts("qwen3", trajectory, log)
-    assert trajectory.turns[0].is_truncated and "secret" not in texts_of(chat, log)[1]
-    assert len(trajectory.rows) == 2
-
-
 class Hostile(Talk):
     """What comes from outside spells the tags of thoughts and the ends of turns."""
 
@@ -315,18 +272,10 @@ def test_a_template_that_drops_no_thoughts_is_refused_and_the_fix_works(family):
     ChatFormat(MAKERS[family](), thinking="keep")
 
 
-def test_a_switch_that_keeps_thoughts_is_named():
-    with pytest.raises(ValueError, match="clear_thinking"):
-        ChatFormat(MAKERS["glm_4_7"](), thinking="strip", chat_template_kwargs={"clear_thinking": False})
-
-
-@pytest.mark.parametrize(
-    "options, policy", [({}, "strip_thinking"), ({"thinking": "strip"}, "keep"), ({"thinking": "strip"}, "window")]
-)
+@pytest.mark.parametrize("options, policy", [({}, "strip_thinking"), ({"thinking": "strip"}, "keep")])
 def test_a_format_and_a_policy_that_do_not_belong_together_are_refused(options, policy):
-    chat = ChatFormat(make_tokenizer("qwen3"), **options)
     with pytest.raises(ValueError, match=r"context\.policy"):
-        play(chat, CONVERSATION, context={"policy": policy}, **({"context.turns": 1} if policy == "window" else {}))
+        play(ChatFormat(make_tokenizer("qwen3"), **options), CONVERSATION, context={"policy": policy})
 
 
 def test_without_thinking_the_forced_empty_thought_is_dropped():

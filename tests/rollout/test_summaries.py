@@ -20,7 +20,7 @@ from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
-from tests.rollout.helpers import PROMPT, chat_of
+from tests.rollout.helpers import PROMPT, chat_of, check_rows
 from tests.toys import AddEchoEnv, call, limits_of, say
 
 EVERY_TURN = {"context.policy": "summarise", "context.turns": 1, "context.summary_tokens": 60}
@@ -59,19 +59,6 @@ def play(turns, summaries, *, chat=None, env=AddEchoEnv, asked=QUESTION, **limit
 
 def text_of(ids, chat=None):
     return (chat or chat_of()).encoder.to_text(ids)
-
-
-def check_rows(trajectory, requests):
-    """Every sampled id stands in one row, after what the sampler was given."""
-    assert len(trajectory.turns) == len(requests)
-    found = [[] for _ in requests]
-    for row in trajectory.rows:
-        ids = [*row.prompt_ids, *row.completion_ids]
-        for position, index in enumerate(row.turn_ids, len(row.prompt_ids)):
-            if index >= 0:
-                found[index].append((ids[:position], ids[position]))
-    for tokens, (context, sampled, *_) in zip(found, requests, strict=True):
-        assert tokens == [(context + sampled[:n], token) for n, token in enumerate(sampled)]
 
 
 TURNS = [call("echo", text="first"), call("echo", text="second"), call("echo", text="third"), say("done")]
@@ -119,12 +106,6 @@ def test_a_summary_is_written_where_the_context_gets_longer_than_context_tokens(
     check_rows(trajectory, requests)
     trajectory, _ = play(TURNS, NOTES, context={"turns": None, "tokens": third - 1})
     assert trajectory.turns[2].is_summary
-
-
-def test_a_summary_is_written_after_so_many_turns_since_the_last():
-    trajectory, requests = play([*TURNS[:3], *TURNS], NOTES, context={"turns": 3})
-    assert [turn.is_summary for turn in trajectory.turns] == [False] * 3 + [True] + [False] * 3 + [True, False]
-    check_rows(trajectory, requests)
 
 
 def test_the_last_turn_is_left_out_where_the_context_would_be_too_long_with_it():

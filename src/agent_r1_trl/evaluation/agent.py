@@ -12,7 +12,7 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.rollout import RolloutLimits, context_length
-from agent_r1_trl.rollout.thinking import format_options
+from agent_r1_trl.rollout.context_policies import format_options
 
 
 @dataclass(kw_only=True)

@@ -1,11 +1,8 @@
-"""Context policies: which messages each turn gets to read (`context.policy`).
-
-Covered here: the protocol and the policies of the package. Not covered: the ids of a context
-(`agent_r1_trl.rollout.contexts`) and what a row is trained on (`agent_r1_trl.trajectory`).
-"""
+"""Context policies: which messages each turn gets to read (`context.policy`); `contexts.py` makes ids of them."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -16,6 +13,10 @@ from agent_r1_trl.trajectory import Message, Turn
 
 if TYPE_CHECKING:
     from agent_r1_trl.rollout.limits import RolloutSettings
+
+
+STRIP_POLICY = "strip_thinking"
+"""The context policy that renders every context anew."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +57,9 @@ class ContextSettings(SettingsGroup):
     )
 
     def __post_init__(self) -> None:
-        self.policy = _find_name(self.policy)
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
+            form = "a function from a ContextView to a list of messages"
+            self.policy = own_object("context.policy", self.policy, POLICIES, form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +146,6 @@ class DropObservations:
         return messages
 
 
-@dataclass(frozen=True)
-class StripThinking:
-    """Everything, as the model's chat template shows it: without the thoughts of earlier turns that it drops."""
-
-    def __call__(self, view: ContextView) -> Sequence[Message]:
-        """See `ContextPolicy`. The messages stay; `agent_r1_trl.chat.thoughts` renders them."""
-        return view.messages
-
-
 def left_out(observation: Message) -> Message:
     """The note in place of an observation; the observation itself where that is shorter.
 
@@ -175,7 +169,8 @@ POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
     "summarise": lambda limits: None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": lambda limits: DropObservations(limits.context.turns or 1, limits.context.tokens),
     "step": lambda limits: Step(limits.context.turns or 1),
-    "strip_thinking": lambda limits: StripThinking(),
+    # Everything as the chat template shows it: `agent_r1_trl.chat.thoughts` renders the same messages anew.
+    STRIP_POLICY: lambda limits: operator.attrgetter("messages"),
 }
 """Name in `context.policy` -> what makes the policy; None where none decides before each turn."""
 
@@ -194,14 +189,39 @@ def is_context(messages: Any) -> bool:
     )
 
 
-def _find_name(given: Any) -> str:
-    """A name of `POLICIES`, or an `OwnObject`, from a path or the object itself."""
-    is_ours = isinstance(given, str) and given in POLICIES
-    form = "a function from a ContextView to a list of messages"
-    return given if is_ours else own_object("context.policy", given, POLICIES, form)
-
-
 def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
     """The policy that `context.policy` names, or that it is; None if none decides before each turn."""
     name = limits.context.policy
     return name.target if isinstance(name, OwnObject) else POLICIES[name](limits)
+
+
+# -------------------------------------------------------------------- thinking
+
+
+def format_options(thinking: str, policy: str, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments `thinking` and `chat_template_kwargs` of the `ChatFormat` that these settings need.
+
+    `thinking='off'` beside the policy: the empty thought that the template forces is then what it drops.
+
+    >>> format_options("off", "strip_thinking", None)
+    {'thinking': 'strip', 'chat_template_kwargs': {'enable_thinking': False}}
+    """
+    if policy != STRIP_POLICY:
+        return {"thinking": thinking, "chat_template_kwargs": kwargs}
+    forced = {**(kwargs or {}), "enable_thinking": False}
+    return {"thinking": "strip", "chat_template_kwargs": forced if thinking == "off" else kwargs}
+
+
+def check_thinking(chat: Any, policy: str) -> None:
+    """Refuse a `ChatFormat` and a policy that were not made for each other.
+
+    Raises:
+        ValueError: the format renders contexts anew and the policy does not, or the other way round.
+    """
+    strips = chat.thought_rule is not None
+    if strips != (policy == STRIP_POLICY):
+        raise ValueError(
+            f"context.policy={policy!r} with a chat format {'' if strips else 'not '}made by thinking='strip': "
+            f"the policy {STRIP_POLICY!r} needs that format, and no other one does. Set "
+            f"context={STRIP_POLICY!r} and ChatFormat(tokenizer, thinking='strip'), or neither."
+        )

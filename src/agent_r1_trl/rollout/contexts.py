@@ -1,11 +1,8 @@
 """The contexts that the turns of a trajectory are sampled after.
 
-A policy (`agent_r1_trl.rollout.context_policies`) returns the messages of the next context. Its ids are put together
-from those that were sampled and rendered already, as far as the messages are those of the trajectory; only what a
-policy changed is rendered anew. A context that extends an earlier one goes on in its row, any other one opens a new
-row (`agent_r1_trl.trajectory`).
-
-Covered here: ids of a context. Not covered: what a row is trained on.
+A policy (`context_policies.py`) returns the messages of the next context. Its ids are put together from those that
+were sampled and rendered already, as far as the messages are those of the trajectory; only what a policy changed is
+rendered anew. A context that extends an earlier one goes on in its row, any other one opens a new row.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ class Contexts:
         self._history = chat.history(tools) if limits.context.policy == "strip_thinking" else None
         self._originals: dict[int, Message] = {}
         """Identity of a message as policies see it -> the trajectory's own. Policies see copies, made once."""
-        self._prompt = [self._shown(message) for message in draft.prompt_messages]
+        self._prompt = self._shown(draft.prompt_messages)
         self._turns: list[Turn] = []
         """As policies see them."""
         self._messages: Sequence[Message] = self._prompt
@@ -88,9 +85,15 @@ class Contexts:
             turn.observations = observations
             draft.add_context(ids, authors)
             return True
+        if next_context is not None and not is_context(next_context):
+            raise EnvironmentFailure(
+                f"step returned info['next_context']={next_context!r:.200}, which is no context. Return a list of "
+                "messages such as [{'role': 'user', 'content': '...'}], or leave it out."
+            )
         assert limits.max_completion_length is not None
         room = limits.max_completion_length - draft.lengths[1]
-        turn.observations, turn.next_context = observations, _checked(next_context)
+        # A copy, which stays as it is whatever the environment does with its own.
+        turn.observations, turn.next_context = observations, copy.deepcopy(next_context)
         self._add(turn, ids)
         messages, num_same, context = self._rewritten(sum(draft.lengths) + len(ids))
         opens_row = has_row_per_turn(self._policy)
@@ -105,18 +108,17 @@ class Contexts:
     def _add(self, turn: Turn, delta: list[int]) -> None:
         """Take note of the last turn."""
         index = len(self._turns)
-        observations = [self._shown(message) for message in turn.observations]
-        given = None if turn.next_context is None else [self._shown(message) for message in turn.next_context]
-        self._turns.append(
-            replace(turn, message=self._shown(turn.message), observations=observations, next_context=given)
-        )
+        given = None if turn.next_context is None else self._shown(turn.next_context)
+        (said,), observations = self._shown([turn.message]), self._shown(turn.observations)
+        self._turns.append(replace(turn, message=said, observations=observations, next_context=given))
         self._deltas.append(delta)
-        self._turn_by_id[id(self._turns[index].message)] = index
+        self._turn_by_id[id(said)] = index
         self._turn_by_text[repr(turn.message)] = index
 
-    def _shown(self, message: Message) -> Message:
-        shown = copy.deepcopy(message)
-        self._originals[id(shown)] = message
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        """The copies that policies see."""
+        shown = [copy.deepcopy(message) for message in messages]
+        self._originals |= {id(copied): message for copied, message in zip(shown, messages, strict=True)}
         return shown
 
     def _rewritten(self, num_tokens: int) -> tuple[list[Message], int, list[int]]:
@@ -134,16 +136,8 @@ class Contexts:
             messages = self._policy(view)
         except Exception as error:
             raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error}") from error
-        if not self._is_ours and not is_context(messages):
-            raise EnvironmentFailure(
-                f"{name} returned {messages!r:.200}. Return a list of messages, or view.messages to leave the context "
-                "as it is."
-            )
-        if not self._is_ours and any(self._originals.get(id(message), message) != message for message in messages):
-            raise EnvironmentFailure(
-                f"{name} changed a message of its view. Return another one in its place, such as "
-                "{**message, 'content': ...}."
-            )
+        if not self._is_ours:
+            self._check(messages, name)
         try:
             messages = list(messages)
             return messages, *self._ids_of(messages)
@@ -152,7 +146,15 @@ class Contexts:
                 f"{name}: the chat template refuses its messages: {type(error).__name__}: {error}"
             ) from error
 
-    # ---------------------------------------------------------------- ids
+    def _check(self, messages: Any, name: str) -> None:
+        """Refuse what a user's policy returned."""
+        if not is_context(messages):
+            problem = f"returned {messages!r:.200}. Return a list of messages, or view.messages"
+        elif any(self._originals.get(id(message), message) != message for message in messages):
+            problem = "changed a message of its view. Return another one in its place, such as {**message, ...}"
+        else:
+            return
+        raise EnvironmentFailure(f"{name} {problem}.")
 
     def _ids_of(self, messages: list[Message]) -> tuple[int, list[int]]:
         """Ids of a context, the sampled ones of every turn after which no message of the model is a policy's.
@@ -224,15 +226,3 @@ class Contexts:
             hide(message, special_only=True) if message["role"] == "assistant" else message for message in messages
         ]
         return self._chat.encode_prompt(safe, self._tools or None)
-
-
-def _checked(next_context: Any) -> list[Message] | None:
-    """A copy of the context that an environment gave, which stays as it is whatever the environment does with it."""
-    if next_context is None:
-        return None
-    if not is_context(next_context):
-        raise EnvironmentFailure(
-            f"step returned info['next_context']={next_context!r:.200}, which is no context. Return a list of "
-            "messages such as [{'role': 'user', 'content': '...'}], or leave it out."
-        )
-    return [copy.deepcopy(message) for message in next_context]

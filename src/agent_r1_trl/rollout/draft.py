@@ -56,9 +56,14 @@ class Draft:
         return f"example {self.request.example_id!r} generation {self.request.generation}, {self.phase}"
 
     @property
+    def _row(self) -> tuple[list[int], list[int]]:
+        """The row that goes on."""
+        return self.rows[self.segments[-1].row] if self.rows else (self.prompt_ids, self.completion_ids)
+
+    @property
     def context_ids(self) -> list[int]:
         """Everything that the next turn is sampled after."""
-        opened, rest = self.rows[self.segments[-1].row] if self.rows else (self.prompt_ids, self.completion_ids)
+        opened, rest = self._row
         return opened + rest if rest else opened
 
     @property
@@ -67,36 +72,21 @@ class Draft:
 
         Without rewritten contexts these are the prompt and the completion.
         """
-        opened, rest = self.rows[self.segments[-1].row] if self.rows else (self.prompt_ids, self.completion_ids)
-        length = len(opened) + len(rest)
         num_spent = len(self.completion_ids) + self.num_dropped
-        return length - num_spent, num_spent
+        return sum(map(len, self._row)) - num_spent, num_spent
 
     def add_turn(self, generation: Generation, message: Message, *, generate_s: float) -> Turn:
         """Append what the policy sampled: the only tokens with mask 1."""
         start, count = len(self.completion_ids), len(generation.token_ids)
-        self._add(generation.token_ids)
-        self.logprobs += generation.logprobs
-        self.action_mask += [1] * count
-        self.turn_ids += [len(self.turns)] * count
-        self.authors += [Author.POLICY] * count
-        turn = Turn(
-            start=start,
-            end=start + count,
-            message=message,
-            is_truncated=generation.stop == "length",
-            generate_s=generate_s,
-        )
+        self._add(generation.token_ids, generation.logprobs, [Author.POLICY] * count, turn_id=len(self.turns))
+        turn = Turn(start=start, end=start + count, message=message, generate_s=generate_s)
+        turn.is_truncated = generation.stop == "length"
         self.turns.append(turn)
         return turn
 
     def add_context(self, ids: Sequence[int], authors: Sequence[Author]) -> None:
         """Append what the template or the environment wrote."""
-        self._add(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.action_mask += [0] * len(ids)
-        self.turn_ids += [-1] * len(ids)
-        self.authors += authors
+        self._add(ids, [0.0] * len(ids), authors, turn_id=-1)
 
     def rewrite_context(
         self,
@@ -149,30 +139,25 @@ class Draft:
         self.add_context(rest, authors_of(rest, delta, authors))
         return True
 
-    @property
-    def _open_context(self) -> list[int] | None:
-        """The context after the last token, where that does not go on in the token's row."""
-        is_open = bool(self.segments) and self.segments[-1].start == len(self.completion_ids)
-        return self.context_ids if is_open else None
-
-    def _add(self, ids: Sequence[int]) -> None:
+    def _add(self, ids: Sequence[int], logprobs: Sequence[float], authors: Sequence[Author], *, turn_id: int) -> None:
         self.completion_ids += ids
+        self.logprobs += logprobs
+        self.action_mask += [int(turn_id >= 0)] * len(ids)
+        self.turn_ids += [turn_id] * len(ids)
+        self.authors += authors
         if self.rows:
-            self.rows[self.segments[-1].row][1].extend(ids)
+            self._row[1].extend(ids)
 
     def finish(self, stop_reason: StopReason, *, duration_s: float) -> Trajectory:
         """The trajectory as it stands."""
+        same = ("prompt_messages", "prompt_ids", "completion_ids", "action_mask", "logprobs", "turn_ids", "authors")
+        segments = [item for item in self.segments if item.start < len(self.completion_ids)]
+        is_open = len(segments) < len(self.segments)  # the context after the last token is another row's
         return Trajectory(
-            prompt_messages=self.prompt_messages,
-            prompt_ids=self.prompt_ids,
-            completion_ids=self.completion_ids,
-            action_mask=self.action_mask,
-            logprobs=self.logprobs,
-            turn_ids=self.turn_ids,
-            authors=self.authors,
+            **{name: getattr(self, name) for name in same},
             turns=self.turns,
-            segments=[item for item in self.segments if item.start < len(self.completion_ids)],
-            open_context=self._open_context if stop_reason.is_truncated else None,
+            segments=segments,
+            open_context=self.context_ids if is_open and stop_reason.is_truncated else None,
             stop_reason=stop_reason,
             example_id=self.request.example_id,
             generation=self.request.generation,

@@ -8,17 +8,18 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import finite_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.rollout.context_policies import is_context
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.executor import check_names
 from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.tools.threads import OwnThread, own_thread, run_on_own_thread
-from agent_r1_trl.trajectory import Message, Trajectory
+from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,22 @@ CLOSE_TIMEOUT_S = 60.0
 """Seconds that `close` may take before the rollout goes on without it."""
 
 
-class EnvironmentFailure(Exception):
+class TrajectoryFailure(Exception):
+    """Ends one trajectory, for no fault of the policy."""
+
+    stop_reason: StopReason
+
+
+class EnvironmentFailure(TrajectoryFailure):
     """The environment itself raised, in a method whose failures are not the policy's fault."""
 
+    stop_reason = StopReason.ENVIRONMENT_ERROR
 
-class ToolFailure(Exception):
+
+class ToolFailure(TrajectoryFailure):
     """A tool failed by the fault of its infrastructure, and the environment's `step` passed that on."""
+
+    stop_reason = StopReason.TOOL_FAILURE
 
 
 class EnvSession:
@@ -58,10 +69,10 @@ class EnvSession:
         self.env = self.env if made is None else made
         missing = [name for name in ("reset", "step") if not callable(getattr(self.env, name, None))]
         if missing:
+            made = f"env={getattr(self._factory, '__name__', 'env')} made a {type(self.env).__name__}"
             raise ValueError(
-                f"env={getattr(self._factory, '__name__', 'env')} made a {type(self.env).__name__} without "
-                f"{' and '.join(missing)}: an environment has both. Pass an environment class, or a function that "
-                "returns an environment."
+                f"{made} without {' and '.join(missing)}: an environment has both. Pass an environment class, or a "
+                "function that returns an environment."
             )
         if getattr(self.env, "truncate_text", self) is None:
             self.env.truncate_text = self._truncate
@@ -69,25 +80,14 @@ class EnvSession:
             await self._guard("seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed))
         # A copy all the way down: the members of a group share the row.
         messages = await self._guard("reset", self.env.reset, copy.deepcopy(dict(request.example)))
-        if (
-            not isinstance(messages, list)
-            or not messages
-            or not all(isinstance(item, dict) and "role" in item for item in messages)
-        ):
+        if not is_context(messages):
             shown = "[]" if messages == [] else type(messages).__name__
-            raise ValueError(
-                f"{self.name}.reset returned {shown}: it must return the prompt as a list of "
-                "messages such as [{'role': 'user', 'content': '...'}]. Return that list."
-            )
+            self._refuse("reset", shown, "a list of messages such as [{'role': 'user', 'content': '...'}]")
         tools = check_names(map(as_tool, getattr(self.env, "tools", None) or ()))
         return [dict(item) for item in messages], [item.schema for item in tools.values()]
 
     def _make(self) -> Any:
-        """On the environment's thread, which may come to an end when the trajectory was given up long ago.
-
-        Returns:
-            What remains to be awaited, of an async factory; else None.
-        """
+        """On the environment's thread, perhaps after the trajectory was given up; what an async factory awaits."""
         env = self._factory()
         if inspect.isawaitable(env):
             return env
@@ -109,43 +109,29 @@ class EnvSession:
         result = await self._guard("step", self.env.step, copy.deepcopy(message))
         try:
             observations, reward, done, info = result
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.name}.step returned {result!r:.200}: it must return (observations, reward, done, info). "
-                "Return a StepResult or a 4-tuple."
-            ) from error
-        if observations is not None and not (
-            isinstance(observations, list | tuple) and all(isinstance(item, dict) for item in observations)
-        ):
-            raise ValueError(
-                f"{self.name}.step returned observations={observations!r:.200}: they must be a list of messages. "
-                "Return [{'role': 'tool' or 'user', 'content': '...'}]."
-            )
+        except (TypeError, ValueError):
+            self._refuse("step", f"{result!r:.200}", "a StepResult, or (observations, reward, done, info)")
+        observations, info = [] if observations is None else observations, {} if info is None else info
+        if not isinstance(observations, list | tuple) or not all(isinstance(item, dict) for item in observations):
+            self._refuse("step", f"{observations=!r:.200}", "a list of messages as observations")
         try:
             is_done = bool(done)
-        except Exception as error:  # an array of several: TypeError, ValueError, or torch's RuntimeError
-            raise ValueError(
-                f"{self.name}.step returned done={done!r:.200}: it must be True or False. Return a bool."
-            ) from error
-        observations = [dict(item) for item in observations or []]
-        return StepResult(observations, self._number(reward, "step"), is_done, self._read_info(info))
-
-    def _read_info(self, info: Any) -> dict[str, Any]:
-        info = {} if info is None else info
+        except Exception:  # an array of several: TypeError, ValueError, or torch's RuntimeError
+            self._refuse("step", f"{done=!r:.200}", "done as True or False")
         parts = (info.get("reward_parts") or {}) if isinstance(info, Mapping) else None
         results = (info.get("tool_results") or []) if isinstance(info, Mapping) else None
         if not isinstance(parts, Mapping) or not isinstance(results, list | tuple):
-            raise ValueError(
-                f"{self.name}.step returned info={info!r:.200}: it must be a dict, its reward_parts a dict of numbers "
-                "and its tool_results a list of ToolResult. Return {} where there is nothing to say."
-            )
-        return {**info, "reward_parts": {str(name): self._number(part, "step") for name, part in parts.items()}}
+            rule = "info as a dict, with a dict of numbers as its reward_parts and a list as its tool_results"
+            self._refuse("step", f"{info=!r:.200}", rule)
+        numbers = {str(name): self._number(part, "step") for name, part in parts.items()}
+        info = {**info, "reward_parts": numbers}
+        return StepResult([dict(item) for item in observations], self._number(reward, "step"), is_done, info)
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """Score the finished trajectory. An exception is a bug in a reward function and propagates.
 
         Raises:
-            EnvironmentFailure: the method raised an `InfrastructureError`: the judge behind it is down, for example.
+            EnvironmentFailure: an `InfrastructureError` in it: the judge behind the method is down, for example.
         """
         method = getattr(self.env, "outcome_reward", None)
         if method is None:
@@ -156,11 +142,9 @@ class EnvSession:
             if not is_infrastructure_error(error, has_backend=False):
                 raise
             raise EnvironmentFailure(f"{self.name}.outcome_reward raised {type(error).__name__}: {error}") from error
-        parts: Any = {}
-        if isinstance(result, tuple):
-            result, parts = result
-        value = self._number(result, "outcome_reward")
-        return value, {str(name): self._number(part, "outcome_reward") for name, part in parts.items()}
+        value, parts = result if isinstance(result, tuple) else (result, {})
+        numbers = {str(name): self._number(part, "outcome_reward") for name, part in parts.items()}
+        return self._number(value, "outcome_reward"), numbers
 
     async def close(self) -> None:
         """Free what reset and the tools took. A failure to do so is not the trajectory's problem."""
@@ -193,6 +177,9 @@ class EnvSession:
             return getattr(self._factory, "__name__", "env")
         users = getattr(self.env, "environment", None) if isinstance(self.env, TRLEnvAdapter) else None
         return type(users or self.env).__name__
+
+    def _refuse(self, method: str, returned: str, rule: str) -> NoReturn:
+        raise ValueError(f"{self.name}.{method} returned {returned}. Return {rule}.")
 
     async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
         try:

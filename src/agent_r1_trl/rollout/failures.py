@@ -1,8 +1,4 @@
-"""Trajectories that ended in an infrastructure failure: what caused it, and how often.
-
-Covered here: counting the causes of a batch, and the error for a run in which too much fails. Not covered: how many
-failures a training run bears (`agent_r1_trl.features.reliability.failures`).
-"""
+"""Trajectories that ended in an infrastructure failure: what caused it, and how often."""
 
 from __future__ import annotations
 
@@ -14,15 +10,13 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
-MAX_TEXT = 500
-"""Characters of an error that are kept."""
-MAX_CAUSES = 5
-"""Causes that a message lists."""
+MAX_TEXT, MAX_CAUSES = 500, 5
+"""Characters of an error that are kept, and causes that a message lists."""
 DOCTOR = "Run `agent-r1-trl doctor` on this environment and data set."
 
 
 class NothingPlayedError(RunError):
-    """Nothing could be played, or less than `failures.max_share` asks for."""
+    """Nothing could be rolled out, or less than `failures.max_share` asks for."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -46,7 +40,7 @@ class FailureCause:
 
 
 def failure_of(trajectory: Trajectory) -> FailureCause | None:
-    """Why the trajectory failed; None if it was played."""
+    """Why the trajectory failed; None if it did not."""
     if not trajectory.stop_reason.is_infrastructure_failure:
         return None
     error = trajectory.error or "the prompt leaves no room for a completion"
@@ -66,10 +60,9 @@ def may_pass(trajectory: Trajectory, *, is_refused: bool) -> bool:
 def count_causes(failures: Iterable[FailureCause | None]) -> list[FailureCause]:
     """Each cause once, with its count; the most frequent one first."""
     causes: dict[str, FailureCause] = {}
-    for failure in failures:
-        if failure is not None:
-            first = causes.get(failure.key)
-            causes[failure.key] = failure if first is None else replace(first, count=first.count + failure.count)
+    for failure in filter(None, failures):
+        num_before = causes[failure.key].count if failure.key in causes else 0
+        causes[failure.key] = replace(causes.get(failure.key, failure), count=num_before + failure.count)
     return sorted(causes.values(), key=lambda cause: -cause.count)
 
 

@@ -1,6 +1,6 @@
-"""What one trajectory may spend. All lengths are tokens of the model.
+"""What one trajectory may spend, in tokens of the model.
 
-`RolloutSettings` defines and checks every limit once; the trainers' configurations and `agent-r1-trl eval` inherit it.
+The trainers' configurations and `agent-r1-trl eval` inherit `RolloutSettings`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.rollout.context_policies import ContextSettings
 from agent_r1_trl.settings import (
     Clash,
@@ -32,11 +33,9 @@ else:
     ContextMapping = Annotated[dict[str, Any] | str | None, ContextSettings]
 SUMMARISE = "summarise"
 """The value of `context.policy` under which the policy sums up its work (`summaries.py`)."""
-COUNTING_POLICIES = ("window", "drop_observations", SUMMARISE)
-"""Values of `context.policy` that read `context.turns` and `context.tokens`, and need one of them."""
 NEEDS = (
-    Need("context.turns", {"context.policy": (*COUNTING_POLICIES, "step")}),
-    Need("context.tokens", {"context.policy": COUNTING_POLICIES}),
+    Need("context.turns", {"context.policy": ("window", "drop_observations", SUMMARISE, "step")}),
+    Need("context.tokens", {"context.policy": ("window", "drop_observations", SUMMARISE)}),
     Need("context.summary_tokens context.summary_prompt", {"context.policy": (SUMMARISE,)}),
 )
 CLASHES = (
@@ -58,15 +57,11 @@ CLASHES = (
         "example).",
     ),
     Clash(
-        "context.summary_tokens context.tokens",
-        lambda c: (c.context.summary_tokens or 0) >= (c.context.tokens or math.inf),
-        "a summary alone would reach that limit. Set context.tokens above {c.context.summary_tokens}, or lower "
-        "context.summary_tokens.",
-    ),
-    Clash(
-        "context.summary_tokens max_completion_length",
-        lambda c: (c.context.summary_tokens or 0) >= (c.max_completion_length or math.inf),
-        "a summary alone would reach that limit. Set max_completion_length above {c.context.summary_tokens}, or lower "
+        "context.summary_tokens context.tokens max_completion_length",
+        lambda c: (
+            (c.context.summary_tokens or 0) >= min(c.context.tokens or math.inf, c.max_completion_length or math.inf)
+        ),
+        "a summary alone would reach one of these limits. Set them above {c.context.summary_tokens}, or lower "
         "context.summary_tokens.",
     ),
 )
@@ -219,23 +214,39 @@ def context_length(config: Any) -> int | None:
     return length if isinstance(length, int) and length > 1 else None
 
 
-DECIDING = (
-    "max_turns",
-    "max_completion_length",
-    "max_tokens_per_turn",
-    "max_observation_tokens",
-    "max_invalid_calls",
-    "max_model_length",
-    "max_tool_calling_iterations",
-    "context.policy",
-    "context.turns",
-    "context.tokens",
-    "context.summary_tokens",
-    "context.summary_prompt",
+TIMING = (
+    "max_concurrency",
+    "rollout_timeout",
+    "reset_timeout",
+    "scoring_timeout",
+    "watchdog_interval",
+    "stall_timeout",
 )
-"""Limits that decide what a trajectory is; the others decide how long it takes."""
+"""Limits that decide how long a trajectory takes, and not what it is."""
 
 
 def deciding_limits(limits: RolloutLimits) -> dict[str, Any]:
-    """Name -> value of those limits."""
-    return {name: plain_value(limits, name) for name in DECIDING}
+    """Name -> value of the others."""
+    names = [item.name for item in fields(limits) if item.name not in (*TIMING, "context")]
+    names += [f"context.{item.name}" for item in fields(ContextSettings)]
+    return {name: plain_value(limits, name) for name in names}
+
+
+def describe_play(params: SamplingParams, num_attempts: int, limits: RolloutSettings) -> str:
+    """How an evaluation sampled, in words: the settings without which its figures cannot be compared.
+
+    >>> describe_play(SamplingParams(temperature=0.0), 1, RolloutSettings(max_turns=4, max_completion_length=320))
+    'greedy, 1 attempt per example, at most 4 turns and 320 tokens'
+    """
+    how = [f"sampled at temperature {params.temperature:g}" if params.temperature else "greedy"]
+    for name, neutral in {"top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}.items():
+        value = getattr(params, name)
+        if value != neutral and (params.temperature or name == "repetition_penalty"):
+            how.append(f"{name} {value:g}")
+    how.append(f"{num_attempts} attempt{'s' if num_attempts != 1 else ''} per example")
+    turns = f"at most {limits.max_turns} turn{'s' if limits.max_turns != 1 else ''}"
+    if limits.max_completion_length is not None:
+        turns += f" and {limits.max_completion_length} tokens"
+    if limits.max_tokens_per_turn is not None:
+        turns += f" ({limits.max_tokens_per_turn} in a turn)"
+    return ", ".join([*how, turns])

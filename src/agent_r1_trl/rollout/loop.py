@@ -1,10 +1,8 @@
-"""The rollout of one trajectory, on one page.
+"""The rollout of one trajectory, on one page: the order of events and every way it can end.
 
 Within a context, ids are only ever appended: what the policy sampled (mask 1), what the template adds to close a turn,
-what the environment answered (mask 0).
-
-Covered here: the order of events and every way a trajectory can end. Not covered: what a message looks like in tokens
-(`chat/format.py`), which context comes next (`contexts.py`), how many trajectories run at once (`runner.py`).
+what the environment answered (mask 0). `chat/format.py` says what a message looks like in tokens, `contexts.py` which
+context comes next.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import functools
 import itertools
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
@@ -32,7 +30,7 @@ from agent_r1_trl.generation.base import (
 from agent_r1_trl.objects import locate_error
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.rollout.draft import Draft, record_step
-from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, ToolFailure
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, TrajectoryFailure
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import Summaries
@@ -41,18 +39,10 @@ from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 MAX_CHARS_PER_TOKEN = 64
 
 
-class GenerationFailure(Exception):
+class GenerationFailure(TrajectoryFailure):
     """The generation back end raised."""
 
-
-class Counting(Protocol):
-    """What counts tokens."""
-
-    def count(self, text: str) -> int:
-        """Number of tokens."""
-
-    def truncate(self, text: str, max_tokens: int) -> str:
-        """The beginning of a text."""
+    stop_reason = StopReason.GENERATION_ERROR
 
 
 async def run_trajectory(
@@ -65,7 +55,7 @@ async def run_trajectory(
     *,
     keep_going: bool = False,
 ) -> Trajectory:
-    """Play one trajectory. Whatever model, tools or environment do is a `StopReason`, never an exception.
+    """Roll out one trajectory. Whatever model, tools or environment do is a `StopReason`, never an exception.
 
     Args:
         draft: empty, holding the request; it shows how far the trajectory has come.
@@ -80,44 +70,38 @@ async def run_trajectory(
         ValueError: an environment that breaks the protocol (a mistake of its author).
         RewardError: `outcome_reward` raised, or a method returned no reward (a bug of its author).
     """
-    play = _play(draft, session, generator, chat, limits, params)
-    return await conclude(play, draft, session, limits, keep_going=keep_going)
+    turns = _sample_turns(draft, session, generator, chat, limits, params)
+    return await conclude(turns, draft, session, limits, keep_going=keep_going)
 
 
 async def conclude(
-    play: Coroutine[Any, Any, StopReason],
+    turns: Coroutine[Any, Any, StopReason],
     draft: Draft,
     session: EnvSession,
     limits: RolloutLimits,
     *,
     keep_going: bool = False,
 ) -> Trajectory:
-    """Await what plays a trajectory, name what ended it, score it, and close the environment.
+    """Await the turns of a trajectory, name what ended it, score it, and close the environment.
 
     Args:
-        play: fills the draft and returns why the trajectory ended.
-        draft: see `run_trajectory`.
-        session: see `run_trajectory`.
-        limits: see `run_trajectory`.
-        keep_going: see `run_trajectory`.
+        turns: fills the draft and returns why the trajectory ended.
+        draft: as the other arguments, see `run_trajectory`.
+        session: the environment.
+        limits: with the time limits.
+        keep_going: what is raised ends this trajectory alone.
     """
     start = time.perf_counter()
     try:
         try:
-            stop_reason = await asyncio.wait_for(play, limits.rollout_timeout)
+            stop_reason = await asyncio.wait_for(turns, limits.rollout_timeout)
         except TimeoutError:
             stop_reason, draft.cut_in = StopReason.TIMEOUT, draft.phase
             if draft.phase == "reset":  # the policy has not had its turn
-                stop_reason, draft.error = (
-                    StopReason.ENVIRONMENT_ERROR,
-                    _too_slow(session, "reset", "rollout_timeout", limits),
-                )
-        except EnvironmentFailure as failure:
-            stop_reason, draft.error = StopReason.ENVIRONMENT_ERROR, str(failure)
-        except ToolFailure as failure:
-            stop_reason, draft.error = StopReason.TOOL_FAILURE, str(failure)
-        except GenerationFailure as failure:
-            stop_reason, draft.error = StopReason.GENERATION_ERROR, str(failure)
+                stop_reason = StopReason.ENVIRONMENT_ERROR
+                draft.error = _too_slow(session, "reset", "rollout_timeout", limits)
+        except TrajectoryFailure as failure:
+            stop_reason, draft.error = failure.stop_reason, str(failure)
             draft.is_refused = isinstance(failure.__cause__, RefusedRequestError)
             if isinstance(failure.__cause__, RequestTooLongError):
                 has_begun = bool(draft.turns)  # then what it has said so far counts, as at the limit of the model
@@ -143,7 +127,7 @@ async def conclude(
         await session.close()
 
 
-async def _play(
+async def _sample_turns(
     draft: Draft,
     session: EnvSession,
     generator: Generator,
@@ -182,14 +166,13 @@ async def _play(
             observations = shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
-            request = summaries.request(observations, closing, ids) if turn_index + 1 < limits.max_turns else None
-        if request is not None:
+            wants_summary = turn_index + 1 < limits.max_turns and summaries.ask(observations, closing, ids)
+        if wants_summary:
             draft.phase = f"turn {turn_index}: summary"
-            summaries.ask(request)
             seed = derive_seed(draft.request.seed, turn_index, "summary")
-            generation, message, seconds = await sample(request.max_tokens, seed)
+            generation, message, seconds = await sample(limits.context.summary_tokens, seed)
             with _chat_failures():
-                goes_on = summaries.take(request, generation, message, generate_s=seconds)
+                goes_on = summaries.take([*closing, *ids], generation, message, generate_s=seconds)
         else:
             authors = [*[Author.TEMPLATE] * len(closing), *authors]
             goes_on = contexts.go_on(observations, [*closing, *ids], authors, info.get("next_context"))
@@ -203,7 +186,8 @@ async def take_step(
 ) -> tuple[list[Message], dict[str, Any], StopReason | None]:
     """Give the draft's last turn to the environment: its observations and info, and why it ended if it did."""
     turn = draft.turns[-1]
-    draft.phase = f"turn {turn_index}: {_what_runs(turn.message)}"
+    names = [str(call.get("function", {}).get("name")) for call in turn.message.get("tool_calls", ())]
+    draft.phase = f"turn {turn_index}: {'tools ' + ', '.join(names) if names else 'environment step'}"
     began = time.perf_counter()
     observations, reward, done, info = await session.step(turn.message)
     record_step(turn, reward, info, env_s=time.perf_counter() - began)
@@ -232,7 +216,15 @@ async def _sample(
     began = time.perf_counter()
     context = draft.context_ids
     prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
-    generation = await _generate(generator, context, max_tokens=max_tokens, seed=seed, params=params)
+    try:
+        generation = await generator.generate(context, max_tokens=max_tokens, seed=seed, params=params)
+        check_generation(generation)
+    except (Exception, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise  # the trajectory was cancelled, not the engine's request
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
     with _chat_failures(GenerationFailure):
         message = chat.parse(generation.token_ids, prefix, tools or None, position=position)
     return generation, message, time.perf_counter() - began
@@ -284,19 +276,6 @@ def _too_slow(session: EnvSession, method: str, limit: str, limits: RolloutLimit
     return f"{session.name}.{method} had not returned after {limit}={getattr(limits, limit):g} s"
 
 
-async def _generate(generator: Generator, context: list[int], **options: Any) -> Generation:
-    try:
-        generation = await generator.generate(context, **options)
-        check_generation(generation)
-        return generation
-    except (Exception, asyncio.CancelledError) as error:
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-            raise  # the trajectory was cancelled, not the engine's request
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
-        raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
-
-
 def cut_message(message: Message, max_tokens: int) -> Message:
     """The message of a turn that a limit cut: neither an answer nor a call, and the model is told so if it fits."""
     cut = {name: value for name, value in message.items() if name not in ("tool_calls", "malformed_tool_call")}
@@ -307,15 +286,15 @@ def cut_message(message: Message, max_tokens: int) -> Message:
     return cut
 
 
-def _what_runs(message: Message) -> str:
-    names = [str(call.get("function", {}).get("name")) for call in message.get("tool_calls", ())]
-    return f"tools {', '.join(names)}" if names else "environment step"
-
-
-def shortened(observations: Sequence[Message], chat: Counting, max_tokens: int) -> list[Message]:
+def shortened(observations: Sequence[Message], chat: Any, max_tokens: int) -> list[Message]:
     """The observations with their texts cut to equal shares of the limit, where together they exceed it.
 
     One note says so, behind the last text that was cut; under a limit that it would half fill, there is none.
+
+    Args:
+        observations: what the environment answered.
+        chat: has `count(text)` and `truncate(text, max_tokens)`.
+        max_tokens: of all texts together.
     """
     # The bound keeps a tokenizer from reading megabytes while every trajectory waits; no token is that long.
     limit = MAX_CHARS_PER_TOKEN * max_tokens

@@ -26,12 +26,11 @@ class RecordedCall:
 
     def to_json(self) -> str | None:
         """The call as text; None if its row or its messages hold what JSON does not."""
-        record = {**vars(self), "request": vars(self.request)}
         try:
-            text = json.dumps(record)
+            text = json.dumps({**vars(self), "request": vars(self.request)})
+            return text if self.from_json(text) == self else None
         except (TypeError, ValueError):
             return None
-        return text if json.loads(text) == record else None
 
     @classmethod
     def from_json(cls, text: str) -> RecordedCall:
@@ -51,24 +50,21 @@ def recorded_calls(
         that_failed: whether calls are looked for that failed, or that succeeded.
         limit: maximum number for each tool.
     """
-    found: dict[str, list[tuple[int, int]]] = {}
-    for place, trajectory in enumerate(trajectories):
+    found: dict[str, list[RecordedCall]] = {}
+    for trajectory, request in zip(trajectories, requests, strict=True):
         for index, turn in enumerate(trajectory.turns):
+            messages = [turn.message for turn in trajectory.turns[: index + 1] if not turn.is_summary]
             for name in {result.call.name for result in turn.tool_results if result.is_error is that_failed}:
-                found.setdefault(name, []).append((index, place))
-
-    def recorded(name: str, index: int, place: int) -> RecordedCall:
-        messages = [turn.message for turn in trajectories[place].turns[: index + 1] if not turn.is_summary]
-        return RecordedCall(tool=name, request=requests[place], messages=messages)
-
-    return {name: [recorded(name, *where) for where in sorted(places)[:limit]] for name, places in found.items()}
+                call = RecordedCall(tool=name, request=request, messages=messages)
+                found[name] = sorted([*found.get(name, []), call], key=lambda call: len(call.messages))[:limit]
+    return found
 
 
 async def succeeds(call: RecordedCall, env_factory: Callable[[], Any], truncate: Callable[[str, int], str]) -> bool:
     """Whether the call succeeds, made again in a fresh environment after the turns that led to it."""
     session = EnvSession(env_factory, truncate=truncate)
 
-    async def play() -> bool:
+    async def repeat() -> bool:
         await session.reset(call.request)
         for message in call.messages:
             _, _, _, info = await session.step(message)
@@ -76,7 +72,7 @@ async def succeeds(call: RecordedCall, env_factory: Callable[[], Any], truncate:
         return any(not result.is_error for result in results)
 
     try:
-        return await asyncio.wait_for(play(), PROBE_TIMEOUT_S)
+        return await asyncio.wait_for(repeat(), PROBE_TIMEOUT_S)
     except Exception:  # whatever it is, the call did not succeed
         return False
     finally:

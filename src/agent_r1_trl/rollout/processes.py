@@ -1,9 +1,8 @@
 """Processes that tools and environments start: recognised by a mark in their environment, ended when a run is cut.
 
-A tool that is cut off in the middle of `subprocess.run` leaves its process behind, and a shell's background jobs lose
-their parent, so they cannot be found as children. Whatever is started while trajectories are played inherits the
-variable `MARK`. Not covered: a process that was given an environment of its own, and one that was forked without a new
-program; both belong to the environment's `close`.
+A shell's background jobs lose their parent, so they cannot be found as children; but whatever is started during a
+rollout inherits the variable `MARK`. Not covered: a process with an environment of its own, and one that was forked
+without a new program; both belong to the environment's `close`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 logger = logging.getLogger(__name__)
 
 MARK = "AGENT_R1_TRL_ROLLOUT"
-"""Environment variable; its value names the process that played."""
+"""Environment variable; its value names the process of the rollout."""
 GRACE_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
@@ -28,7 +27,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _mark() -> str:
-    return f"{os.getpid()}-{_RUN}"  # a forked process plays under a mark of its own
+    return f"{os.getpid()}-{_RUN}"  # a forked process has a mark of its own
 
 
 @contextlib.contextmanager

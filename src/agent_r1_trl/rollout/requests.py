@@ -16,7 +16,7 @@ from agent_r1_trl.safe_text import rules
 
 @dataclass(kw_only=True, frozen=True)
 class RolloutRequest:
-    """One trajectory to play."""
+    """One trajectory that is asked for."""
 
     example: dict[str, Any]
     """Row of the data set."""
@@ -60,17 +60,10 @@ def rollout_requests(
         group, generation = divmod(row, group_size)
         # Equal rows (all are, if the environment owns the data) are different draws.
         draw = (-1 if step is None else step, group, *([round_number] if round_number else []))
-        example_id = example_key(example)
+        name = example_key(example)
         rules().note(example)
-        requests.append(
-            RolloutRequest(
-                example=dict(example),
-                example_id=example_id,
-                generation=generation,
-                seed=derive_seed(seed, *draw, example_id, generation),
-                reset_seed=derive_seed(seed, *draw, example_id),
-            )
-        )
+        seeds = {"seed": derive_seed(seed, *draw, name, generation), "reset_seed": derive_seed(seed, *draw, name)}
+        requests.append(RolloutRequest(example=dict(example), example_id=name, generation=generation, **seeds))
     return requests
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
-from agent_r1_trl.rollout.context_policies import find_policy
+from agent_r1_trl.rollout.context_policies import check_thinking, find_policy
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of, may_pass
@@ -31,7 +31,6 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rollout.summaries import check_room
-from agent_r1_trl.rollout.thinking import check_thinking
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory

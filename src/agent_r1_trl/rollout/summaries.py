@@ -7,15 +7,11 @@ written in, but the environment does not see it. The next context, which opens a
     prompt + summary + last turn and what answered it
 
 The last turn is there so that nothing unanswered is lost; it is left out where the context would be too long with it.
-
-Covered here: when a summary is asked for, what is asked, and the context after it. Not covered: rows
-(`agent_r1_trl.trajectory`), settings (`limits.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
@@ -37,22 +33,6 @@ DEFAULT_PROMPT = (
     "Write plain text, and call no tool now."
 )
 """What asks for a summary where `context.summary_prompt` is None; `{summary_tokens}` stands for the number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SummaryRequest:
-    """What the context goes on with where a summary is asked for."""
-
-    observations: list[Message]
-    """That answered the last turn."""
-    answer_ids: list[int]
-    """(N,) these alone, rendered."""
-    ids: list[int]
-    """(M,) these and the request."""
-    authors: list[Author]
-    """(M,)"""
-    max_tokens: int
-    """Limit of the summary."""
 
 
 def summary_request(settings: Any) -> dict[str, str]:
@@ -77,57 +57,55 @@ class Summaries:
         self._num_before = 0
         """Turns up to the last summary, with it."""
 
-    def request(self, observations: list[Message], closing: list[int], ids: list[int]) -> SummaryRequest | None:
-        """What asks for a summary after the last turn; None if none is due, or if it has no room.
-
-        Without room the context goes on as it is, to its own limit.
+    def ask(self, observations: list[Message], closing: list[int], ids: list[int]) -> bool:
+        """Answer the last turn and ask for a summary, which is then to be sampled.
 
         Args:
             observations: what the environment answered.
             closing: what closes the turn.
             ids: (N,) the rendered observations.
+
+        Returns:
+            False, and nothing has changed, if none is due or there is no room: the context goes on to its own limit.
         """
         draft, limits = self._draft, self._limits
         if limits.context.policy != SUMMARISE:
-            return None
+            return False
         num_turns = len(draft.turns) - self._num_before
         length = sum(draft.lengths) + len(closing) + len(ids)
         is_full = limits.context.tokens is not None and length > limits.context.tokens
         if not is_full and num_turns < (limits.context.turns or num_turns + 1):
-            return None
-        asked, authors = self._asked(observations)
+            return False
         assert limits.context.summary_tokens is not None
-        request = SummaryRequest(
-            observations=observations,
-            answer_ids=[*closing, *ids],
-            ids=[*closing, *asked],
-            authors=[*[Author.TEMPLATE] * len(closing), *authors],
-            max_tokens=limits.context.summary_tokens,
-        )
-        # One token of the turn after it, too.
-        return request if len(request.ids) + request.max_tokens < limits.room(*draft.lengths) else None
+        asked = [*observations, self._message]
+        if observations and observations[-1].get("role") == "tool" and not _takes_users_after_tools(self._chat):
+            asked = _joined(observations, self._message["content"])
+        asked_ids, authors = self._chat.encode_observations(draft.turns[-1].message, asked, self._tools or None)
+        # One token of the turn after it has room, too.
+        if len(closing) + len(asked_ids) + limits.context.summary_tokens >= limits.room(*draft.lengths):
+            return False
+        draft.turns[-1].observations = observations
+        draft.add_context([*closing, *asked_ids], [*[Author.TEMPLATE] * len(closing), *authors])
+        return True
 
-    def ask(self, request: SummaryRequest) -> None:
-        """Answer the last turn and ask for the summary, which is then to be sampled."""
-        self._draft.turns[-1].observations = request.observations
-        self._draft.add_context(request.ids, request.authors)
-
-    def take(self, request: SummaryRequest, generation: Generation, message: Message, *, generate_s: float) -> bool:
-        """Add the summary and open the context after it; False if that has no room for a turn.
+    def take(self, answer_ids: list[int], generation: Generation, message: Message, *, generate_s: float) -> bool:
+        """Add the summary that was sampled and open the context after it; False if that has no room for a turn.
 
         Args:
-            request: what was asked.
+            answer_ids: (N,) what answered the last turn, rendered.
             generation: what was sampled.
             message: in it.
             generate_s: seconds that it took.
         """
         draft, limits = self._draft, self._limits
         answered = draft.turns[-1]
-        turn = draft.add_turn(generation, _without_calls(message), generate_s=generate_s)
+        # Calls in it are not made, so they are not recorded as calls.
+        message = {name: value for name, value in message.items() if name not in ("tool_calls", "malformed_tool_call")}
+        turn = draft.add_turn(generation, message, generate_s=generate_s)
         turn.summary_request = dict(self._message)
         prompt = self._next_prompt(self._text_of(turn.message, turn.is_truncated))
         base = self._chat.encode_prompt(prompt, self._tools or None)
-        last = [*draft.completion_ids[answered.start : answered.end], *request.answer_ids]
+        last = [*draft.completion_ids[answered.start : answered.end], *answer_ids]
         longest = (limits.max_model_length or len(base) + len(last) + 1) - 1
         if len(base) > longest:
             return False
@@ -136,16 +114,6 @@ class Summaries:
         draft.rewrite_context(base, [], [])
         self._num_before = len(draft.turns)
         return True
-
-    # ---------------------------------------------------------------- messages
-
-    def _asked(self, observations: list[Message]) -> tuple[list[int], list[Author]]:
-        """Ids and authors of the observations and the request after them."""
-        said = self._draft.turns[-1].message
-        asked = [*observations, self._message]
-        if observations and observations[-1].get("role") == "tool" and not _takes_users_after_tools(self._chat):
-            asked = _joined(observations, self._message["content"])
-        return self._chat.encode_observations(said, asked, self._tools or None)
 
     def _text_of(self, message: Message, is_cut: bool) -> str:
         """The summary as it stands in the next context: no thoughts, no calls, and no longer than was asked."""
@@ -180,11 +148,6 @@ def check_room(chat: ChatFormat, limits: RolloutLimits) -> None:
             "because the turn and the observations that fill the context come on top), or lower "
             "context.summary_tokens."
         )
-
-
-def _without_calls(message: Message) -> Message:
-    """A summary's message: calls in it are not made, so they are not recorded as calls."""
-    return {name: value for name, value in message.items() if name not in ("tool_calls", "malformed_tool_call")}
 
 
 def _joined(messages: Sequence[Message], text: str) -> list[Message]:

@@ -25,25 +25,23 @@ from agent_r1_trl.safe_text import shown
 logger = logging.getLogger(__name__)
 
 SAMPLING_INTERVALS = 12
-"""A rollout in which all that run wait for the sampler is reported this many times less often: a turn takes long."""
-MAX_NAMED = 5
-"""Trajectories that a message names."""
-MAX_NAME_CHARS = 200
-MAX_STACK_LINES = 24
+"""How much less often a rollout is reported in which all wait for the sampler: a turn takes long."""
+MAX_NAMED, MAX_NAME_CHARS, MAX_STACK_LINES = 5, 200, 24
+"""Bounds of a message: trajectories, characters of a name, lines of a stack."""
 GRACE_S = 30.0
 """How much longer than the loop the whole interpreter may stand still: a busy machine is no reason to end."""
 
 
 class LoopLostError(RunError):
-    """The thread of the rollout's event loop ended while trajectories were being played."""
+    """The thread of the rollout's event loop ended while trajectories were in flight."""
 
 
 class Watchdog:
-    """Watches the drafts of one rollout and the event loop that plays them.
+    """Watches the drafts of one rollout and the event loop on which they grow.
 
     Args:
-        drafts: gives those of the rollout; one that is played again has a new one.
-        loop: plays them.
+        drafts: gives those of the rollout; a second try has a new one.
+        loop: on which the rollout runs.
         thread: on which the loop runs.
         interval_s: seconds without any progress between two messages; None for no messages.
         stall_timeout_s: seconds for which one call may hold the event loop, or the interpreter; None for no limit.
@@ -60,17 +58,11 @@ class Watchdog:
         stall_timeout_s: float | None,
         give_up: Callable[[Exception], None],
     ) -> None:
-        self._drafts = drafts
-        self._loop = loop
-        self._thread = thread
-        self._interval_s = interval_s
-        self._stall_timeout_s = stall_timeout_s
-        self._give_up = give_up
-        limits = [limit for limit in (interval_s, stall_timeout_s) if limit is not None]
-        self._tick_s = min(1.0, *(limit / 4 for limit in limits)) if limits else 1.0
+        self._drafts, self._loop, self._thread, self._give_up = drafts, loop, thread, give_up
+        self._interval_s, self._stall_timeout_s = interval_s, stall_timeout_s
+        self._tick_s = min(1.0, (interval_s or 4.0) / 4, (stall_timeout_s or 4.0) / 4)
         self._has_ended = threading.Event()
         self._timer = _Timer(stall_timeout_s)
-
         self._asked_at: float | None = None
         """When the loop was asked to answer; None once it has."""
         self._said_at = self._moved_at = time.monotonic()
@@ -85,8 +77,6 @@ class Watchdog:
         """The rollout has ended."""
         self._has_ended.set()
         self._timer.stop()
-
-    # ---------------------------------------------------------------- the watchdog's thread
 
     def _watch(self) -> None:
         while not self._has_ended.wait(self._tick_s):
@@ -106,24 +96,21 @@ class Watchdog:
         """Ask the loop to answer; why it must be given up, if its thread has ended or it has not answered for long."""
         if not self._thread.is_alive() or self._loop.is_closed():
             return LoopLostError(
-                "The rollout's event loop ended while trajectories were being played. A tool or environment has "
+                "The rollout's event loop ended while trajectories were in flight. A tool or environment has "
                 f"closed its file descriptors or ended its thread. {self._names()} Correct that tool."
             )
         if self._asked_at is None:
             self._asked_at = now
             with contextlib.suppress(RuntimeError):  # it is being closed: found at the next look
-                self._loop.call_soon_threadsafe(self._answer)
+                self._loop.call_soon_threadsafe(setattr, self, "_asked_at", None)
         elif self._stall_timeout_s is not None and now - self._asked_at >= self._stall_timeout_s:
             held_by = self._holder()
-            logger.error("The event loop is given up: %s.\n%s", held_by, self._stack())
+            logger.error("The event loop is given up: %s.\n%s", held_by, _stack_of(self._thread))
             return TimeoutError(
                 f"{held_by} held the event loop for longer than stall_timeout={self._stall_timeout_s:g} s, so the "
                 "rollout was given up. The stack is in the log"
             )
         return None
-
-    def _answer(self) -> None:
-        self._asked_at = None
 
     def _report(self, now: float) -> None:
         seen = _progress(self._drafts())
@@ -139,9 +126,11 @@ class Watchdog:
                 "takes long; make a tool that cannot a plain function, which runs on a thread. Stack of the loop:\n%s",
                 self._holder(),
                 now - asked_at,
-                self._stack(),
+                _stack_of(self._thread),
             )
-        elif now - self._said_at >= self._interval_s * (SAMPLING_INTERVALS if self._is_sampling() else 1):
+            return
+        is_sampling = all(draft.phase.endswith("generation") for draft in self._running())
+        if now - self._said_at >= self._interval_s * (SAMPLING_INTERVALS if is_sampling else 1):
             self._said_at = now
             logger.warning(
                 "No trajectory has moved for %.0f s. %s The limits of a wait are rollout_timeout, reset_timeout, "
@@ -149,9 +138,6 @@ class Watchdog:
                 now - self._moved_at,
                 self._names(),
             )
-
-    def _is_sampling(self) -> bool:
-        return all(draft.phase.endswith("generation") for draft in self._running())
 
     def _running(self) -> list[Draft]:
         return [draft for draft in self._drafts() if draft.phase not in ("waiting", "ended")]
@@ -167,9 +153,6 @@ class Watchdog:
         if frame is None:
             return "A call"
         return _cut(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}, line {frame.f_lineno})")
-
-    def _stack(self) -> str:
-        return _stack_of(self._thread)
 
 
 @contextlib.contextmanager
@@ -209,14 +192,10 @@ def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
     return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
 
 
-# ---------------------------------------------------------------- the interpreter's lock
-
-
 class _Timer:
-    """Prints all stacks and ends the process unless it is postponed again and again.
+    """Prints all stacks and ends the process with exit code 1, unless it is postponed again and again.
 
-    It is `faulthandler`'s, which needs no Python to run; its exit code is 1. A process has one: the first rollout that
-    is watched takes it.
+    It is `faulthandler`'s, which needs no Python to run. A process has one, which the first rollout takes.
 
     Args:
         limit_s: seconds that the interpreter may stand still, with `GRACE_S` on top; None for no limit.

@@ -30,8 +30,8 @@ from agent_r1_trl.rollout import (
     derive_seed,
     rollout_requests,
 )
+from agent_r1_trl.rollout.context_policies import format_options
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
-from agent_r1_trl.rollout.thinking import format_options
 from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory

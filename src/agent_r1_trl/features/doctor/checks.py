@@ -32,11 +32,11 @@ from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
 from agent_r1_trl.features.doctor.environment import examine_env
-from agent_r1_trl.features.doctor.episodes import Caller, EnvTrial, make_env
+from agent_r1_trl.features.doctor.episodes import Caller, make_env
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.rollout.thinking import STRIP_POLICY
+from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 from agent_r1_trl.tools import Tool, as_tool
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.cli.arguments import ENV_OR_TOOLS, CommandArguments, TaskArguments, TemplateArguments
+from agent_r1_trl.rollout.context_policies import format_options
 from agent_r1_trl.rollout.limits import ContextMapping
-from agent_r1_trl.rollout.thinking import format_options
 from agent_r1_trl.settings import Count, setting
 
 

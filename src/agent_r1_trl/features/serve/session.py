@@ -25,9 +25,8 @@ from agent_r1_trl.generation.base import (
     current_slot,
 )
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest, run_trajectory
-from agent_r1_trl.rollout.context_policies import find_policy
+from agent_r1_trl.rollout.context_policies import check_thinking, find_policy
 from agent_r1_trl.rollout.summaries import check_room
-from agent_r1_trl.rollout.thinking import check_thinking
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 _LIMIT_OF = {
