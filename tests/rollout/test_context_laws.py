@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
-from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
+from tests.rollout.helpers import check_rows, play_recorded
 from tests.tokenizers import make_tokenizer, read_template
-from tests.toys import add, call, limits_of, say
+from tests.toys import add, call, say
 
 pytestmark = pytest.mark.fuzz
 
@@ -141,30 +140,20 @@ class Request(NamedTuple):
     """What the sampler was asked for, and what it said."""
 
     context: list
-    max_tokens: int
     sampled: list
+    max_tokens: int
 
 
 def play(family, conversation):
     """The trajectory and the sampler's log."""
-    chat, log = chat_for(family, conversation.limits), []
-    said = ScriptedGenerator(
-        lambda request: conversation.turns[request.index % len(conversation.turns)],
-        stop_token_ids=chat.stop_token_ids,
-    )
-
-    class Log:
-        async def generate(self, prompt_ids, *, max_tokens, **options):
-            generation = await said.generate(prompt_ids, max_tokens=max_tokens, **options)
-            log.append(Request(list(prompt_ids), max_tokens, list(generation.token_ids)))
-            return generation
-
     anything.seed, anything.returned = conversation.seed, []
-    limits = limits_of(max_invalid_calls=LONG, **conversation.limits)
-    runner = RolloutRunner(environment(conversation), Log(), chat, limits)
-    (trajectory,) = runner.run([RolloutRequest(example={})])
-    runner.close()
-    return trajectory, log
+    chat, env = chat_for(family, conversation.limits), environment(conversation)
+    limits = {"max_invalid_calls": LONG, **conversation.limits}
+    trajectory, recorder = play_recorded(conversation.turns, chat=chat, env=env, **limits)
+    return trajectory, [
+        Request(context, sampled, max_tokens)
+        for (context, sampled), max_tokens in zip(recorder.log, recorder.max_tokens, strict=True)
+    ]
 
 
 def turns_of(family):
@@ -211,19 +200,6 @@ def conversations(draw, family):
 # -------------------------------------------------------------------- the laws
 
 
-def check_rows(trajectory: Trajectory, log):
-    """Every sampled id has mask 1 in exactly one row, after exactly what the sampler was given."""
-    found = [[] for _ in log]
-    for row in trajectory.rows:
-        ids = [*row.prompt_ids, *row.completion_ids]
-        for position, (mask, turn) in enumerate(zip(row.action_mask, row.turn_ids, strict=True), len(row.prompt_ids)):
-            assert mask == (turn >= 0)
-            if mask:
-                found[turn].append((ids[:position], ids[position]))
-    for tokens, (context, _, sampled) in zip(found, log, strict=True):
-        assert tokens == [(context + sampled[:count], token) for count, token in enumerate(sampled)]
-
-
 def check_rewards(trajectory: Trajectory, rewards):
     """The rewards on the tokens of all rows are those of the trajectory."""
     on_tokens = trajectory.token_rewards()
@@ -241,7 +217,7 @@ def check_rewards(trajectory: Trajectory, rewards):
 
 def check_limits(trajectory: Trajectory, log, limits, deltas):
     """A context has room in the model, and what was said and answered has room in the trajectory."""
-    for turn, (context, max_tokens, sampled) in zip(trajectory.turns, log, strict=True):
+    for turn, (context, sampled, max_tokens) in zip(trajectory.turns, log, strict=True):
         most = limits["context.summary_tokens"] if turn.is_summary else limits.get("max_tokens_per_turn", LONG)
         assert 1 <= max_tokens <= most and len(sampled) <= max_tokens
         assert len(context) + max_tokens <= limits.get("max_model_length", 2 * LONG)

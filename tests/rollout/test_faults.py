@@ -24,12 +24,13 @@ from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, chat_of, play, sampled_ids
-from tests.toys import AddEchoEnv, call, calls, echo, say
+from tests.toys import AddEchoEnv, call, echo, say
 
 GOOD, BAD = "good", "bad"
-NOT_EXCEPTIONS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit())
-ERRORS = (*NOT_EXCEPTIONS, ValueError("bad"), StopIteration(), MemoryError(), RecursionError(), TimeoutError("theirs"))
-ids_of_errors = [type(error).__name__ for error in ERRORS]
+ERRORS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), ValueError("bad"),
+          StopIteration(), TimeoutError("theirs"))  # fmt: skip
+plain_and_async = pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+any_error = pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 
 
 class GoodEnv(AddEchoEnv):
@@ -94,8 +95,8 @@ def bad_env(*, is_async=False, **methods):
     """`BadEnv` with methods replaced by plain functions or, around the same functions, async ones."""
 
     def asynchronous(fn):
-        async def method(*args):
-            return fn(*args)
+        async def method(*args, **kwargs):
+            return fn(*args, **kwargs)
 
         return method
 
@@ -111,12 +112,6 @@ def raising(error):
 
 def returning(value):
     return lambda self, *args: value
-
-
-def test_the_good_trajectory_is_a_call_and_an_answer():
-    trajectory = good_alone()
-    assert trajectory.stop_reason is StopReason.DONE
-    assert [result.content for result in trajectory.tool_results] == ["5"]
 
 
 # -------------------------------------------------------------------- what a model may write
@@ -172,25 +167,11 @@ def test_no_json_in_a_call_does_harm(arguments):
     assert trajectory.stop_reason is StopReason.DONE
 
 
-@fuzz
-@given(text=st.text('{}[]",:\\ \n0123456789eE+-.truefalsnNaIity<|>/', max_size=60))
-def test_no_broken_json_in_a_call_does_harm(text):
-    chat = chat_of()
-    trajectory = bad_among_good(BadEnv, [in_words(chat, f"<tool_call>{text}</tool_call>"), say("ok")])
-    assert trajectory.stop_reason is StopReason.DONE
-    assert not any(result.error is None for result in trajectory.tool_results)
-
-
 @pytest.mark.parametrize(
     "text",
-    [
-        "[" * 20_000,
-        '{"name": ' * 5000,
-        "9" * 20_000,
-        '{"name": "echo", "arguments": {"text": "' + "x" * 100_000 + '"}}',
-    ],
+    ["[" * 20_000, '{"name": ' * 5000, "9" * 20_000, '{"name": "echo", "arguments": {"text": "' + "x" * 9**5 + '"}}'],
     ids=["nested lists", "nested objects", "a long number", "a long argument"],
-)
+)  # fmt: skip
 def test_a_huge_call_does_no_harm(text):
     turn = in_words(chat_of(), f"<tool_call>\n{text}\n</tool_call>")
     trajectory = bad_among_good(BadEnv, [turn, say("ok")], max_completion_length=200_000)
@@ -255,19 +236,7 @@ class Unprintable:
         raise RuntimeError("no words")
 
 
-RESULTS = [
-    None,
-    5,
-    math.nan,
-    math.inf,
-    b"\xff",
-    {"a": {1, 2}},
-    object(),
-    Unprintable(),
-    [1, [2, {}]],
-    "\ud800",
-    10**5000,
-]
+RESULTS = [None, 5, math.nan, b"\xff", {"a": {1, 2}}, object(), Unprintable(), [1, [2, {}]], "\ud800", 10**5000]
 
 
 def env_with(fn, **settings_of_tool):
@@ -287,7 +256,7 @@ def plain_or_async(fn, is_async):
     return asynchronous
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@plain_and_async
 @pytest.mark.parametrize("value", RESULTS, ids=[str(i) for i in range(len(RESULTS))])
 def test_whatever_a_tool_returns_is_text_or_a_failed_call(value, is_async):
     env = env_with(plain_or_async(lambda: value, is_async))
@@ -298,8 +267,8 @@ def test_whatever_a_tool_returns_is_text_or_a_failed_call(value, is_async):
     result.content.encode()
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-@pytest.mark.parametrize("error", ERRORS, ids=ids_of_errors)
+@plain_and_async
+@any_error
 def test_whatever_a_tool_raises_is_a_failed_call(error, is_async):
     def fail():
         raise error
@@ -324,7 +293,10 @@ def blocked():
     time.sleep(20)
 
 
-@pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+any_hang = pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+
+
+@any_hang
 def test_a_tool_that_hangs_is_a_failed_call_after_its_timeout(hang):
     env = env_with(lambda text: hang(), timeout_s=0.1)
     good_alone()  # loads the tokenizer
@@ -335,29 +307,14 @@ def test_a_tool_that_hangs_is_a_failed_call_after_its_timeout(hang):
     assert [result.error for result in trajectory.tool_results] == [ToolErrorKind.TIMEOUT]
 
 
-def test_one_bad_call_leaves_the_others_of_its_turn_alone():
-    def fail(text):
-        raise SystemExit
-
-    env = env_with(fail)
-    env.tools = (*env.tools, AddEchoEnv.tools[0])
-    turn = calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "x"}), ("add", {"a": 3, "b": 4}))
-    trajectory = bad_among_good(env, [turn, say("ok")])
-    assert [result.error for result in trajectory.tool_results] == [None, ToolErrorKind.EXCEPTION, None]
-    assert trajectory.turns[0].observations[2]["content"] == "7"
-
-
 # -------------------------------------------------------------------- environments
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
+@plain_and_async
 @pytest.mark.parametrize("method", ["reset", "step", "seed"])
-@pytest.mark.parametrize("error", ERRORS, ids=ids_of_errors)
+@any_error
 def test_whatever_an_environment_raises_is_its_own_error(method, error, is_async):
-    if method == "seed" and is_async:
-        env = type("Bad", (BadEnv,), {"seed": async_seed(error)})
-    else:
-        env = bad_env(is_async=is_async, **{method: raising(error)})
+    env = bad_env(is_async=is_async, **{method: raising(error)})
     trajectory = bad_among_good(env, [say("ok")])
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR
     assert f"Bad.{method} raised" in trajectory.error
@@ -366,15 +323,8 @@ def test_whatever_an_environment_raises_is_its_own_error(method, error, is_async
     assert len(trajectory.turns) == (method == "step")
 
 
-def async_seed(error):
-    async def seed(self, **seeds):
-        raise error
-
-    return seed
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-@pytest.mark.parametrize("error", ERRORS, ids=ids_of_errors)
+@plain_and_async
+@any_error
 def test_whatever_close_raises_is_only_written_down(error, is_async, caplog):
     trajectory = bad_among_good(bad_env(is_async=is_async, close=raising(error)), [say("ok")])
     assert trajectory.stop_reason is StopReason.DONE
@@ -382,7 +332,7 @@ def test_whatever_close_raises_is_only_written_down(error, is_async, caplog):
     assert "Bad.close raised" in caplog.text
 
 
-@pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+@any_hang
 @pytest.mark.parametrize("method", ["reset", "step", "outcome_reward"])
 def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
     def plain(self, *args):
@@ -405,25 +355,12 @@ def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
         assert f"Bad.{method} had not returned after {limits[method]}=1 s" in trajectory.error
 
 
-@pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
+@any_hang
 def test_a_close_that_hangs_is_given_up_too(hang, caplog, monkeypatch):
     monkeypatch.setattr(env_session, "CLOSE_TIMEOUT_S", 0.1)
     trajectory = bad_among_good(bad_env(close=lambda self: hang()), [say("ok")])
     assert trajectory.stop_reason is StopReason.DONE
     assert "Bad.close has not returned after 0.1 s" in caplog.text
-
-
-def test_an_episode_that_is_over_is_not_stepped_again():
-    steps = []
-
-    def step(self, message):
-        steps.append(message)
-        return [{"role": "user", "content": "done, again"}], 1.0, True, {}
-
-    trajectory = bad_among_good(bad_env(step=step), [say("a"), say("b")])
-    assert len(steps) == 1
-    assert trajectory.process_reward == 1.0
-    assert trajectory.turns[0].observations == []
 
 
 def test_an_environment_cannot_change_what_was_recorded_or_what_others_see():
@@ -458,49 +395,43 @@ def test_an_environment_cannot_change_what_was_recorded_or_what_others_see():
 # -------------------------------------------------------------------- mistakes are heard
 
 
-def waiting_pair():
-    """An environment class that never ends by itself, and one that is made once two of the first are in flight."""
+class Endless(GoodEnv):
+    """Never ends by itself."""
 
-    class Endless(GoodEnv):
-        started = closed = 0
+    started = closed = 0
 
-        async def step(self, message):
-            Endless.started += 1
-            await asyncio.Event().wait()
+    async def step(self, message):
+        Endless.started += 1
+        await asyncio.Event().wait()
 
-        def close(self):
-            Endless.closed += 1
+    def close(self):
+        Endless.closed += 1
 
-    class Waiting(BadEnv):
-        def __init__(self):
-            while Endless.started < 2:
-                time.sleep(0.001)
-            super().__init__()
 
-    return Endless, Waiting
+class Waiting(BadEnv):
+    """Is made once two of the others are in flight."""
+
+    def __init__(self):
+        while Endless.started < 2:
+            time.sleep(0.001)
+        super().__init__()
 
 
 MISTAKES = [  # an environment's methods, and what the message names
     ({"step": returning(None)}, r"Bad\.step"),
-    ({"step": returning(([], 0.0))}, r"Bad\.step"),
     ({"step": returning(([], 0.0, True))}, r"Bad\.step"),
     ({"step": returning(([], math.nan, False, {}))}, r"Bad\.step.*reward nan"),
-    ({"step": returning(([], -math.inf, False, {}))}, r"Bad\.step.*reward -inf"),
     ({"step": returning(([], 10**400, False, {}))}, r"Bad\.step.*reward 1000"),
-    ({"step": returning(([], None, False, {}))}, r"Bad\.step.*reward None"),
     ({"step": returning(([], "much", False, {}))}, r"Bad\.step.*reward 'much'"),
     ({"step": returning(([5], 0.0, False, {}))}, r"Bad\.step.*observations=\[5\]"),
     ({"step": returning(("text", 0.0, False, {}))}, r"Bad\.step.*observations='text'"),
-    ({"step": returning(({"role": "user"}, 0.0, False, {}))}, r"Bad\.step.*observations={"),
     ({"step": returning(([], 0.0, torch.tensor([True, False]), {}))}, r"Bad\.step.*done="),
     ({"step": returning(([], 0.0, False, 5))}, r"Bad\.step.*info=5"),
-    ({"step": returning(([], 0.0, False, "x"))}, r"Bad\.step.*info='x'"),
     ({"step": returning(([], 0.0, False, {"tool_results": 5}))}, "info=.*tool_results"),
     ({"step": returning(([], 0.0, False, {"reward_parts": [1]}))}, "info=.*reward_parts"),
     ({"step": returning(([], 0.0, False, {"reward_parts": {"a": math.nan}}))}, r"Bad\.step.*reward nan"),
     ({"reset": returning("a prompt")}, r"Bad\.reset"),
     ({"reset": returning([{"content": "x"}])}, r"Bad\.reset"),
-    ({"reset": returning([])}, "reset"),
     ({"reset": None}, "Bad without reset"),
     ({"tools": (5,)}, "5 is no tool"),
     ({"outcome_reward": returning(math.nan)}, r"Bad\.outcome_reward.*nan"),
@@ -514,13 +445,13 @@ MISTAKES = [  # an environment's methods, and what the message names
 
 @pytest.mark.parametrize(("methods", "named"), MISTAKES, ids=[str(i) for i in range(len(MISTAKES))])
 def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, named):
-    endless, waiting = waiting_pair()
-    envs = [endless, type("Bad", (waiting,), methods), endless]
+    Endless.started = Endless.closed = 0
+    envs = [Endless, type("Bad", (Waiting,), methods), Endless]
     good_alone()  # loads the tokenizer
     began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match=named):
         roll_out(envs, [call(), say("ok")], max_concurrency=3, rollout_timeout=10)
-    assert endless.closed == 2
+    assert Endless.closed == 2
     assert time.monotonic() - began < 15, "the others were stopped"
 
 

@@ -6,22 +6,18 @@ import random
 import time
 
 import pytest
-import torch
 
-from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
+from agent_r1_trl.chat.format import PREFIX_TOKENS
 from agent_r1_trl.features.journal import players
 from agent_r1_trl.features.journal.players import JournaledGenerator, TrajectoryLog
 from agent_r1_trl.features.journal.records import checksum_ids
-from agent_r1_trl.generation import Generation, Generator, VLLMServerGenerator
-from agent_r1_trl.generation.base import GenerationError, TrajectorySlot, current_slot
-from agent_r1_trl.generation.local.kv_cache import ParkedRow, PrefixCache
+from agent_r1_trl.generation import Generation, Generator
+from agent_r1_trl.generation.base import GenerationError
 from agent_r1_trl.generation.vllm.server import _as_generation
 from agent_r1_trl.recording import TrajectoryStore, store, terminal
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
-from tests.fake_vllm import BASE, FakeServer
-from tests.families import FAMILIES
 from tests.generation.helpers import SAMPLED
 from tests.recording.examples import two_turns
 from tests.rollout.helpers import chat_of, play
@@ -96,16 +92,6 @@ def test_what_two_contexts_have_in_common_is_put_together_once(policy, num_turns
     assert again.completion_ids == trajectory.completion_ids and again.authors == trajectory.authors
 
 
-@pytest.mark.parametrize("number", ["0", "99", "150"])
-def test_calls_are_numbered_on_where_a_template_numbers_them(number):
-    chat = ChatFormat(FAMILIES["command_r7b"]())
-    message = call("echo", text="x")
-    message["tool_calls"][0]["id"] = number
-    told = {"role": "tool", "name": "echo", "tool_call_id": number, "content": "x"}
-    ids, _ = chat.encode_observations(message, [told])
-    assert f'"tool_call_id": "{number}"' in chat.tokenizer.decode(ids)
-
-
 def test_rewards_are_placed_in_time_that_grows_with_the_tokens_and_not_with_turns_times_tokens():
     trajectory = trajectory_of(3000, 60)
     began = time.thread_time()
@@ -141,21 +127,6 @@ def test_the_journal_adds_up_what_is_new_of_a_context_and_starts_again_where_it_
 # ---------------------------------------------------------------- requests to a vLLM server
 
 
-def test_a_server_receives_every_context_whole_and_does_not_send_it_back():
-    with FakeServer() as server:
-        generator = VLLMServerGenerator([server.url], stop_token_ids=[1])
-
-        async def turns():
-            current_slot.set(TrajectorySlot())
-            return [await generator.generate(ids, max_tokens=2, seed=0, params=SAMPLED) for ids in CONTEXTS]
-
-        answers = asyncio.run(turns())
-        generator.close()
-    assert [body["prompt"] for body in server.bodies] == CONTEXTS
-    assert not any("return_token_ids" in body for body in server.bodies)
-    assert [(answer.token_ids, answer.logprobs) for answer in answers] == [([BASE] * 2, [-1.0] * 2)] * 5
-
-
 def test_a_server_that_writes_tokens_as_text_is_refused():
     choice = {"finish_reason": "stop", "logprobs": {"tokens": ["Oslo"], "token_logprobs": [-1.0]}}
     with pytest.raises(GenerationError, match="as text, not as ids"):
@@ -163,19 +134,6 @@ def test_a_server_that_writes_tokens_as_text_is_refused():
 
 
 # ---------------------------------------------------------------- the local cache
-
-
-def parked(ids):
-    return ParkedRow(ids=ids, tensors=[torch.zeros(1, len(ids), 4)] * 2)  # 32 bytes per token
-
-
-def test_the_oldest_rows_make_room():
-    rows = [list(range(start, start + 4)) for start in (0, 10, 20)]
-    roomy, tight = PrefixCache(3 * 4 * 32), PrefixCache(2 * 4 * 32)
-    for row in rows:
-        roomy.put(parked(row))
-        tight.put(parked(row))
-    assert [cache.take([*rows[0], 9]) is not None for cache in (roomy, tight)] == [True, False]
 
 
 # ---------------------------------------------------------------- records and their display

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from agent_r1_trl import check_env
 from agent_r1_trl.environments import ToolEnv, TRLEnvAdapter
 from agent_r1_trl.rollout import EnvSession, RolloutRequest
 from agent_r1_trl.tools import tool
@@ -215,24 +214,3 @@ def test_the_pools_places_bound_the_calls_of_all_environments_together():
 
     asyncio.run(run())
     assert most == 3
-
-
-def test_the_doctor_keeps_to_the_threads_as_well():
-    findings = check_env(Notes, [{"prompt": "Write."}])
-    assert not [item for item in findings if "thread" in item.message]
-
-
-def test_errors_and_exits_reach_the_caller_and_spare_the_thread():
-    async def run():
-        pool, thread = DaemonThreadPool(2), OwnThread()
-        first = await thread.run(threading.get_ident, pool=pool)
-        for error in (ValueError("bad"), SystemExit(3)):
-
-            def fail(error=error):
-                raise error
-
-            with pytest.raises(type(error)):
-                await thread.run(fail, pool=pool)
-        assert await thread.run(threading.get_ident, pool=pool) == first
-
-    asyncio.run(run())

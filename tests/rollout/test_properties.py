@@ -154,94 +154,68 @@ def _numbered(index, ids):
     )
 
 
-def for_all_conversations(family, reason):
-    """Decorator that puts a law to the test at once; few examples where each takes its time to end."""
-
-    def check(law):
-        config = settings(
-            max_examples=examples(2 if reason is StopReason.TIMEOUT else 6),
-            deadline=None,
-            suppress_health_check=SLOW,
-        )
-        config(given(conversations(family, reason))(law))()
-
-    return check
-
-
 # -------------------------------------------------------------------- laws of one trajectory
 
 
+def check_tokens(trajectory, sampler):
+    """What was sampled, and nothing else, is masked in and trained on."""
+    assert sampled_ids(trajectory) == sampler.ids
+    length = len(trajectory.completion_ids) + 3
+    mask = pad_tokens([trajectory], "action_mask", 0, length).bool()
+    ids = pad_lists([trajectory.completion_ids], 0, length=length, dtype=torch.long)
+    logprobs = pad_lists([trajectory.logprobs], 0, length=length, dtype=torch.float64)
+    assert int(mask.sum()) == len(sampler.ids) and ids[mask].tolist() == sampler.ids
+    assert logprobs[mask].tolist() == sampler.logprobs and (logprobs[~mask] == 0).all()
+    spans = [trajectory.completion_ids[turn.start : turn.end] for turn in trajectory.turns]
+    assert spans == [generation.token_ids for generation in sampler.handed]
+
+
+def check_rewards(trajectory):
+    """No reward is lost, or paid to a token that was not sampled."""
+    rewards = trajectory.token_rewards()
+    assert all(reward == 0 for reward, mask in zip(rewards, trajectory.action_mask, strict=True) if not mask)
+    total = math.fsum(turn.reward for turn in trajectory.turns) + trajectory.outcome_reward
+    if trajectory.num_action_tokens:
+        assert math.isclose(math.fsum(rewards), total, abs_tol=1e-12)
+    (returned,) = environment_reward([trajectory])
+    if trajectory.stop_reason.is_infrastructure_failure:
+        assert trajectory.outcome_reward == 0 and returned is None
+    else:
+        assert returned == pytest.approx(total, abs=1e-12)
+
+
+def check_authors(trajectory, control):
+    """What was not sampled has mask 0 and an author, and what the environment says steers nothing."""
+    for before, after in itertools.pairwise(trajectory.turns):
+        authors = trajectory.authors[before.end : after.start]
+        assert Author.POLICY not in authors and Author.TEMPLATE in authors
+        if any(message["content"].strip() for message in before.observations):
+            assert Author.ENVIRONMENT in authors
+    for token, mask, turn_id, author in zip(
+        trajectory.completion_ids, trajectory.action_mask, trajectory.turn_ids, trajectory.authors, strict=True
+    ):
+        assert (mask == 0) == (turn_id == -1) == (author is not Author.POLICY)
+        assert author is not Author.ENVIRONMENT or token not in control
+
+
 @every_family
 @every_reason
-def test_what_was_sampled_is_what_is_masked_in_and_trained_on(family, reason):
-    @for_all_conversations(family, reason)
+def test_tokens_rewards_authors_and_json_of_every_trajectory(family, reason):
+    few = 2 if reason is StopReason.TIMEOUT else 8  # each takes its time to end
+
+    @settings(max_examples=examples(few), deadline=None, suppress_health_check=SLOW)
+    @given(conversations(family, reason))
     def law(conversation):
         trajectory, sampler = play(family, conversation)
         assert trajectory.stop_reason is reason
-        assert sampled_ids(trajectory) == sampler.ids
-        mask = pad_tokens([trajectory], "action_mask", 0, len(trajectory.completion_ids) + 3).bool()
-        assert int(mask.sum()) == len(sampler.ids)
-        length = mask.shape[1]
-        ids = pad_lists([trajectory.completion_ids], 0, length=length, dtype=torch.long)
-        logprobs = pad_lists([trajectory.logprobs], 0, length=length, dtype=torch.float64)
-        assert ids[mask].tolist() == sampler.ids
-        assert logprobs[mask].tolist() == sampler.logprobs
-        assert (logprobs[~mask] == 0).all()
-        spans = [trajectory.completion_ids[turn.start : turn.end] for turn in trajectory.turns]
-        assert spans == [generation.token_ids for generation in sampler.handed]
-
-
-@every_family
-@every_reason
-def test_no_reward_is_lost_or_paid_to_a_token_that_was_not_sampled(family, reason):
-    @for_all_conversations(family, reason)
-    def law(conversation):
-        trajectory, _ = play(family, conversation)
-        rewards = trajectory.token_rewards()
-        assert all(reward == 0 for reward, mask in zip(rewards, trajectory.action_mask, strict=True) if not mask)
-        total = math.fsum(turn.reward for turn in trajectory.turns) + trajectory.outcome_reward
-        if trajectory.num_action_tokens:
-            assert math.isclose(math.fsum(rewards), total, abs_tol=1e-12)
-        (returned,) = environment_reward([trajectory])
-        if reason.is_infrastructure_failure:
-            assert trajectory.outcome_reward == 0
-            assert returned is None
-        else:
-            assert returned == pytest.approx(total, abs=1e-12)
-
-
-@every_family
-@every_reason
-def test_what_was_not_sampled_has_mask_0_and_an_author(family, reason):
-    @for_all_conversations(family, reason)
-    def law(conversation):
-        trajectory, _ = play(family, conversation)
-        control = set(chat_of(family).encoder.control_ids.values())
-        for before, after in itertools.pairwise(trajectory.turns):
-            authors = trajectory.authors[before.end : after.start]
-            assert Author.POLICY not in authors
-            assert Author.TEMPLATE in authors
-            if any(message["content"].strip() for message in before.observations):
-                assert Author.ENVIRONMENT in authors
-        assert trajectory.authors.count(Author.POLICY) == sum(turn.end - turn.start for turn in trajectory.turns)
-        for token, mask, turn_id, author in zip(
-            trajectory.completion_ids, trajectory.action_mask, trajectory.turn_ids, trajectory.authors, strict=True
-        ):
-            assert (mask == 0) == (turn_id == -1) == (author is not Author.POLICY)
-            if author is Author.ENVIRONMENT:
-                assert token not in control, "what the environment says steers nothing"
-
-
-@every_family
-@every_reason
-def test_every_trajectory_survives_json(family, reason):
-    @for_all_conversations(family, reason)
-    def law(conversation):
-        trajectory, _ = play(family, conversation)
+        check_tokens(trajectory, sampler)
+        check_rewards(trajectory)
+        check_authors(trajectory, set(chat_of(family).encoder.control_ids.values()))
         back = Trajectory.from_json(trajectory.to_json())
-        assert back == trajectory
-        assert back.to_json() == trajectory.to_json()
+        assert back == trajectory and back.to_json() == trajectory.to_json()
         assert back.token_rewards() == trajectory.token_rewards()
+
+    law()
 
 
 @every_family

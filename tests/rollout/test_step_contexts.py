@@ -2,7 +2,6 @@
 
 import pytest
 
-from agent_r1_trl.rollout.failures import NothingPlayedError, check_some_played, failure_of
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.rollout.helpers import PROMPT, chat_of
 from tests.rollout.test_contexts import ECHOES, play, text_of
@@ -92,45 +91,4 @@ def test_what_is_no_context_is_an_error_of_the_environment(given):
     assert "next_context" in trajectory.error and repr(given)[:20] in trajectory.error
 
 
-def test_a_context_that_the_template_refuses_is_an_error_of_the_environment():
-    odd = [{"role": "user", "content": "x", "tool_calls": 7}, {"role": "assistant", "tool_calls": [7]}]
-    trajectory, _ = play([ECHOES[0], say("done")], env=giving(lambda turn: odd), **STEP)
-    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "template" in trajectory.error
-
-
-def test_a_context_without_room_ends_the_trajectory_at_the_models_limit():
-    long = [*PROMPT, {"role": "user", "content": "word " * 300}]
-    turns = [*ECHOES[:2], say("done")]
-    length = len(play(turns)[1][1][0]) + 200
-    trajectory, _ = play(turns, env=giving(lambda turn: long), max_model_length=length, **STEP)
-    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH and len(trajectory.turns) == 1
-    assert trajectory.turns[0].next_context is None and trajectory.turns[0].observations == []
-
-
 # -------------------------------------------------------------------- a user's own policy
-
-
-def broken(view):
-    raise KeyError("scratchpad")
-
-
-def texts(view):
-    return ["what", "role?"]
-
-
-def nothing(view):
-    return None
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("broken", "KeyError: 'scratchpad'"), ("texts", "returned ['what'"), ("nothing", "returned None")],
-)
-def test_a_policy_that_fails_is_counted_among_the_failures_with_its_cause(name, said):
-    path = f"{__name__}.{name}"
-    trajectory, _ = play([*ECHOES[:2], say("done")], context={"policy": path})
-    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 1
-    cause = failure_of(trajectory)
-    assert path in cause.error and said in cause.error
-    with pytest.raises(NothingPlayedError, match=path):
-        check_some_played([trajectory])
