@@ -139,7 +139,7 @@ class Record:
     split: str
     """`train` or `eval`."""
     rank: int
-    """The process that played it."""
+    """The process of its rollout."""
     index: int
     """Position among the records of its step and split, over all processes."""
     path: Path
@@ -154,7 +154,7 @@ class Record:
 class TrajectoryStore:
     """Writes the trajectories of one process.
 
-    Several writes to one step append. A resumed or repeated run plays steps again; the file of the earlier start is
+    Several writes to one step append. A resumed or repeated run repeats steps; the file of the earlier start is
     then moved to `superseded/`, so that the files of a step hold the trajectories that the policy was trained on.
 
     Args:

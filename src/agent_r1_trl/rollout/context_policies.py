@@ -48,7 +48,7 @@ class ContextSettings(SettingsGroup):
         "('summarise': as `turns` says).",
     )
     summary_tokens: Count | None = setting(
-        None, "Maximum number of tokens that the model may sample for a summary, thoughts included ('summarise')."
+        None, "Maximum number of tokens that the model may sample for a summary, reasoning included ('summarise')."
     )
     summary_prompt: Words | None = setting(
         None,
@@ -201,7 +201,7 @@ def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
 def format_options(thinking: str, policy: str, kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """The arguments `thinking` and `chat_template_kwargs` of the `ChatFormat` that these settings need.
 
-    `thinking='off'` beside the policy: the empty thought that the template forces is then what it drops.
+    `thinking='off'` beside the policy: the empty reasoning that the template forces is then what it drops.
 
     >>> format_options("off", "strip_thinking", None)
     {'thinking': 'strip', 'chat_template_kwargs': {'enable_thinking': False}}

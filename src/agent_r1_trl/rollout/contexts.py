@@ -31,14 +31,7 @@ from agent_r1_trl.trajectory import Author, Message, Turn
 
 
 class Contexts:
-    """The contexts of one trajectory.
-
-    Args:
-        draft: of the trajectory, with its prompt.
-        chat: the model's chat format.
-        tools: schemas of the environment's tools.
-        limits: with the policy's settings.
-    """
+    """The contexts of one trajectory, whose draft has its prompt; `tools`: schemas of the environment's."""
 
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits

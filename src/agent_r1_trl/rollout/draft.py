@@ -102,10 +102,9 @@ class Draft:
 
         Args:
             ids: the context; nobody may change it afterwards.
-            delta: what follows the last turn if nothing is rewritten; the new tokens of a row that goes on are as a
-                rule these.
+            delta: what follows the last turn if nothing is rewritten, as a rule the new tokens of a row that goes on.
             authors: of `delta`.
-            num_same: ids of the context that the last turn was sampled after which stand before `ids`.
+            num_same: ids of the last turn's context that stand before `ids`.
             opens_row: whether they open a new one in any case.
             room: tokens that the trajectory may still hold, the next turn included; None: no limit.
 

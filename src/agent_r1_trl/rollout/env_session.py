@@ -48,18 +48,16 @@ class ToolFailure(TrajectoryFailure):
 
 
 class EnvSession:
-    """Drives an environment from the event loop.
+    """Drives an environment from the event loop; all of its plain methods run on one thread.
 
     Args:
-        factory: makes the environment, on the thread on which all of its plain methods run.
+        factory: makes the environment.
         truncate: `(text, max_tokens) -> text` in the model's tokens, handed to environments that take it.
     """
 
     def __init__(self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str]) -> None:
-        self._factory = factory
-        self._truncate = truncate
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._factory, self._truncate = factory, truncate
+        self._lock, self._is_closed = threading.Lock(), False
         self.thread = OwnThread()
         self.env: Any = None
 

@@ -34,7 +34,7 @@ class RoughCount:
     """Tokens of text where the model's tokenizer is not known."""
 
     def count(self, text: str) -> int:
-        """Number of tokens."""
+        """Four characters each."""
         return math.ceil(len(text) / CHARS_PER_TOKEN)
 
     def truncate(self, text: str, max_tokens: int) -> str:
@@ -46,14 +46,7 @@ ROUGH = RoughCount()
 
 
 class HostedRunner(RolloutRunner):
-    """Rolls out a hosted model concurrently; see `RolloutRunner`.
-
-    Args:
-        env_factory: see `RolloutRunner`.
-        endpoint: answers in place of a generator.
-        limits: of every trajectory.
-        params: how tokens are drawn. 0 as temperature sends neither `top_p` nor a seed.
-        **options: see `RolloutRunner`.
+    """A `RolloutRunner` whose endpoint answers in place of a generator; at temperature 0 it is sent no seed.
 
     Raises:
         ValueError: a limit or a sampling setting has no meaning for messages.
@@ -183,12 +176,7 @@ async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> tuple
 
 
 def read_answer(given: Mapping[str, Any], turn: int) -> Message:
-    """A server's message as environments read it; arguments that are no JSON stay text, which the tools explain.
-
-    Args:
-        given: the message in OpenAI's form.
-        turn: number of the turn, for calls without a usable id.
-    """
+    """A server's message as environments read it; calls without a usable id get one with the number of the turn."""
     message: Message = {
         "role": "assistant",
         "content": as_text(given.get("content") or given.get("refusal"), "answer"),

@@ -68,15 +68,6 @@ CLASHES = (
 """What the limits say together."""
 CLASHES_WITH_THE_MODEL = (
     Clash(
-        "context.summary_tokens context.tokens max_model_length",
-        lambda c: (
-            c.context.summary_tokens
-            and (c.context.tokens or 0) + c.context.summary_tokens >= (c.max_model_length or math.inf)
-        ),
-        "a context that has reached its limit would leave no room for its summary in what the model or engine holds. "
-        "Set context.summary_tokens to a quarter of that, for example, and context.tokens to half of it.",
-    ),
-    Clash(
         "context.tokens max_model_length",
         lambda c: (c.context.tokens or 0) >= (c.max_model_length or math.inf),
         "that limit is never reached, because the model's context has no room for the next turn behind it. Set "
@@ -120,7 +111,7 @@ class RolloutSettings:
         "How many unusable turns in a row (malformed or unknown calls) are answered with feedback. One more ends the "
         "trajectory.",
     )
-    max_concurrency: Count = setting(256, "Maximum number of trajectories that are played at once, per process.")
+    max_concurrency: Count = setting(256, "Maximum number of trajectories in flight at once, per process.")
     rollout_timeout: Seconds | None = setting(
         3600,
         "Seconds after which a trajectory is stopped, not counting its wait for a free place and its scoring. None: "

@@ -82,15 +82,7 @@ async def conclude(
     *,
     keep_going: bool = False,
 ) -> Trajectory:
-    """Await the turns of a trajectory, name what ended it, score it, and close the environment.
-
-    Args:
-        turns: fills the draft and returns why the trajectory ended.
-        draft: as the other arguments, see `run_trajectory`.
-        session: the environment.
-        limits: with the time limits.
-        keep_going: what is raised ends this trajectory alone.
-    """
+    """Await the turns of a trajectory, which fill the draft, name what ended it, score it, close the environment."""
     start = time.perf_counter()
     try:
         try:
@@ -290,11 +282,7 @@ def shortened(observations: Sequence[Message], chat: Any, max_tokens: int) -> li
     """The observations with their texts cut to equal shares of the limit, where together they exceed it.
 
     One note says so, behind the last text that was cut; under a limit that it would half fill, there is none.
-
-    Args:
-        observations: what the environment answered.
-        chat: has `count(text)` and `truncate(text, max_tokens)`.
-        max_tokens: of all texts together.
+    `chat` has `count(text)` and `truncate(text, max_tokens)`.
     """
     # The bound keeps a tokenizer from reading megabytes while every trajectory waits; no token is that long.
     limit = MAX_CHARS_PER_TOKEN * max_tokens

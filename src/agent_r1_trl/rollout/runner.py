@@ -1,9 +1,6 @@
 """Many trajectories at once, each at its own pace.
 
-    run -> start -> _run_all -> _try -> run_one -> run_trajectory (`loop.py`), one turn after another
-
-Covered here: concurrency, the event loop's thread and its replacement. Not covered: what happens inside a trajectory
-(`loop.py`), how a standstill is noticed (`watchdog.py`).
+run -> start -> _run_all -> _try -> run_one -> run_trajectory (`loop.py`), one turn after another
 """
 
 from __future__ import annotations
@@ -94,12 +91,9 @@ class RolloutRunner:
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
-        self._retried: set[str] = set()
-        """Causes of failures that were reported."""
+        self._warned_of: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread = threading.current_thread()
-        """Runs the loop, if there is one."""
-        self._has_reported_timeout = False
+        self._thread = threading.current_thread()  # that of the loop, if there is one
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @property
@@ -207,7 +201,7 @@ class RolloutRunner:
                     each.draft, each.session, each.generator = self._opened(request, journal)
             each.trajectory, trajectory.failed_tries = trajectory, failed
             each.draft.phase = "ended"
-            self._report_timeout(each.draft)
+            self._warn_of_timeout(each.draft)
             if self.on_trajectory is not None:
                 self.on_trajectory(trajectory)
             return trajectory
@@ -223,12 +217,11 @@ class RolloutRunner:
 
     async def _try(self, each: _Slot, params: SamplingParams, journal: Journal | None) -> Trajectory:
         current_slot.set(TrajectorySlot())
-        request = each.draft.request
-        trajectory = None if journal is None else journal.finished(request)
-        if trajectory is None:
-            trajectory = await self.run_one(each.draft, each.session, each.generator, params)
-            if journal is not None:
-                journal.end(request, trajectory)
+        if journal is not None and (finished := journal.finished(each.draft.request)) is not None:
+            return finished
+        trajectory = await self.run_one(each.draft, each.session, each.generator, params)
+        if journal is not None:
+            journal.end(each.draft.request, trajectory)
         return trajectory
 
     async def run_one(
@@ -240,8 +233,8 @@ class RolloutRunner:
         )
 
     def _warn_of_retry(self, cause: FailureCause) -> None:
-        if cause.key not in self._retried and len(self._retried) < MAX_CAUSES:
-            self._retried.add(cause.key)
+        if cause.key not in self._warned_of and len(self._warned_of) < MAX_CAUSES:
+            self._warned_of.add(cause.key)
             logger.warning(
                 "A trajectory failed and is tried again (retry_failed=%d): %s. This cause is reported once; "
                 "rollout/tries counts on.",
@@ -249,9 +242,9 @@ class RolloutRunner:
                 cause,
             )
 
-    def _report_timeout(self, draft: Draft) -> None:
-        if draft.cut_in and draft.error is None and not self._has_reported_timeout:
-            self._has_reported_timeout = True
+    def _warn_of_timeout(self, draft: Draft) -> None:
+        if draft.cut_in and draft.error is None and "rollout_timeout" not in self._warned_of:
+            self._warned_of.add("rollout_timeout")
             logger.warning(
                 "rollout_timeout=%g s has stopped a trajectory (example %r, in %s), which counts as truncated. If "
                 "your model or your tools need longer, raise rollout_timeout. Reported once; stop/timeout counts on.",
@@ -263,12 +256,9 @@ class RolloutRunner:
     # ---------------------------------------------------------------- the event loop, and the end
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Cancel the trajectories that are in flight, and wait until their environments are closed.
+        """Cancel the trajectories in flight and wait, at most so long, until their environments are closed.
 
         May be called from any thread, and more than once at a time.
-
-        Args:
-            timeout_s: the longest wait.
 
         Returns:
             Whether all environments are closed, or were given up by their own time limit.
@@ -287,10 +277,7 @@ class RolloutRunner:
     def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cut: threading.Event) -> T | None:
         """The result of a coroutine that runs where the trajectories run; None if it was cancelled or took too long.
 
-        Args:
-            coroutine: what `stop` cancels, too.
-            timeout_s: the longest wait.
-            is_cut: the run is told to end; from then on the wait takes `CLOSE_TIMEOUT_S` at the longest.
+        Once `is_cut` says that the run is told to end, the wait takes `CLOSE_TIMEOUT_S` at the longest.
         """
         loop, deadline = self._event_loop(), time.monotonic() + timeout_s
         future = self._submit(coroutine, loop)
@@ -326,8 +313,7 @@ class RolloutRunner:
     ) -> None:
         """Answer for a loop that will not go on; called by the watchdog. The next run gets a fresh loop.
 
-        Trajectories that have ended are kept, and the others are infrastructure failures; but a loop whose thread is
-        gone ends the run with the error.
+        Trajectories that have not ended are infrastructure failures; a loop whose thread is gone ends the run.
         """
         lost, self._loop = self._loop, None
         self._in_flight.clear()
@@ -416,8 +402,7 @@ def end_when_free(loop: asyncio.AbstractEventLoop) -> None:
 class _FrozenHeap:
     """What was there before the first rollout in flight, set aside for Python's garbage collector.
 
-    A rollout makes many objects, and each full collection visits everything in the process: with torch and
-    transformers loaded, a third of the processor time of our part of a rollout.
+    With torch and transformers loaded, its visits there take a third of the processor time of our part of a rollout.
     """
 
     _lock, _num_rollouts, _is_ours = threading.Lock(), 0, False

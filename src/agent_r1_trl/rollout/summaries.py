@@ -42,14 +42,7 @@ def summary_request(settings: Any) -> dict[str, str]:
 
 
 class Summaries:
-    """The summaries of one trajectory; none are asked for under another `context.policy`.
-
-    Args:
-        draft: of the trajectory, with its prompt.
-        chat: the model's chat format.
-        tools: schemas of the environment's tools.
-        limits: with the settings of summaries.
-    """
+    """The summaries of one trajectory; none are asked for under another `context.policy`."""
 
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
@@ -58,15 +51,12 @@ class Summaries:
         """Turns up to the last summary, with it."""
 
     def ask(self, observations: list[Message], closing: list[int], ids: list[int]) -> bool:
-        """Answer the last turn and ask for a summary, which is then to be sampled.
+        """Answer the last turn and ask for a summary, which is then to be sampled; False if none is due or has room.
 
         Args:
             observations: what the environment answered.
-            closing: what closes the turn.
+            closing: ids that close the turn.
             ids: (N,) the rendered observations.
-
-        Returns:
-            False, and nothing has changed, if none is due or there is no room: the context goes on to its own limit.
         """
         draft, limits = self._draft, self._limits
         if limits.context.policy != SUMMARISE:
@@ -91,11 +81,7 @@ class Summaries:
     def take(self, answer_ids: list[int], generation: Generation, message: Message, *, generate_s: float) -> bool:
         """Add the summary that was sampled and open the context after it; False if that has no room for a turn.
 
-        Args:
-            answer_ids: (N,) what answered the last turn, rendered.
-            generation: what was sampled.
-            message: in it.
-            generate_s: seconds that it took.
+        `answer_ids`: (N,) what answered the last turn, rendered.
         """
         draft, limits = self._draft, self._limits
         answered = draft.turns[-1]
@@ -116,7 +102,7 @@ class Summaries:
         return True
 
     def _text_of(self, message: Message, is_cut: bool) -> str:
-        """The summary as it stands in the next context: no thoughts, no calls, and no longer than was asked."""
+        """The summary as it stands in the next context: no reasoning, no calls, and no longer than was asked."""
         text = str(message.get("content") or "").strip()
         text = self._chat.truncate(text, self._limits.context.summary_tokens or 0)
         return HEADING + (f"{text}{CUT if is_cut else ''}" if text else NO_SUMMARY)

@@ -41,10 +41,10 @@ class Watchdog:
 
     Args:
         drafts: gives those of the rollout; a second try has a new one.
-        loop: on which the rollout runs.
-        thread: on which the loop runs.
-        interval_s: seconds without any progress between two messages; None for no messages.
-        stall_timeout_s: seconds for which one call may hold the event loop, or the interpreter; None for no limit.
+        loop: the event loop.
+        thread: of the loop.
+        interval_s: without any progress, between two messages; None: no messages.
+        stall_timeout_s: for which one call may hold the event loop, or the interpreter; None: no limit.
         give_up: called once, with the reason, from the watchdog's thread, when the loop will not go on.
     """
 
@@ -119,19 +119,20 @@ class Watchdog:
         asked_at = self._asked_at
         if self._interval_s is None or now - self._said_at < self._interval_s:
             return
-        if asked_at is not None and now - asked_at >= self._interval_s:
-            self._said_at = now
+        is_held = asked_at is not None and now - asked_at >= self._interval_s
+        is_sampling = all(draft.phase.endswith("generation") for draft in self._running())
+        if not is_held and is_sampling and now - self._said_at < self._interval_s * SAMPLING_INTERVALS:
+            return
+        self._said_at = now
+        if is_held:
             logger.warning(
                 "%s has held the event loop for %.0f s, and every trajectory waits for it. Async code must await what "
                 "takes long; make a tool that cannot a plain function, which runs on a thread. Stack of the loop:\n%s",
                 self._holder(),
-                now - asked_at,
+                now - (asked_at or now),
                 _stack_of(self._thread),
             )
-            return
-        is_sampling = all(draft.phase.endswith("generation") for draft in self._running())
-        if now - self._said_at >= self._interval_s * (SAMPLING_INTERVALS if is_sampling else 1):
-            self._said_at = now
+        else:
             logger.warning(
                 "No trajectory has moved for %.0f s. %s The limits of a wait are rollout_timeout, reset_timeout, "
                 "scoring_timeout and a tool's timeout_s.",
@@ -157,12 +158,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def reported(what: str, interval_s: float | None) -> Iterator[None]:
-    """Say again and again that what this thread does in the meantime has not ended, with its stack.
-
-    Args:
-        what: begins the message.
-        interval_s: seconds between two messages; None for no messages.
-    """
+    """Say every `interval_s` seconds that `what`, which this thread does meanwhile, has not ended, with its stack."""
     thread, has_ended, began = threading.current_thread(), threading.Event(), time.monotonic()
 
     def watch() -> None:
@@ -195,10 +191,8 @@ def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
 class _Timer:
     """Prints all stacks and ends the process with exit code 1, unless it is postponed again and again.
 
-    It is `faulthandler`'s, which needs no Python to run. A process has one, which the first rollout takes.
-
-    Args:
-        limit_s: seconds that the interpreter may stand still, with `GRACE_S` on top; None for no limit.
+    It is `faulthandler`'s, which needs no Python to run. A process has one, which the first rollout takes. The
+    interpreter may stand still for `limit_s` seconds and `GRACE_S` on top.
     """
 
     _lock = threading.Lock()
