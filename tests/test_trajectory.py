@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
-from tests.tokenizers import make_tokenizer
 
 P, T, E = Author.POLICY, Author.TEMPLATE, Author.ENVIRONMENT
 
@@ -197,15 +196,6 @@ def test_the_reward_of_an_empty_turn_moves_to_a_token_that_was_sampled(mask, tur
         assert math.fsum(expected) == trajectory.total_reward
 
 
-def test_many_small_rewards_add_up_exactly():
-    turns = turns_of(*((i, i + 1, 0.1) for i in range(10)))
-    trajectory = empty(
-        "done", completion_ids=list(range(10)), action_mask=[1] * 10, logprobs=[0.0] * 10, turn_ids=list(range(10)),
-        authors=[P] * 10, turns=turns,
-    )  # fmt: skip
-    assert trajectory.process_reward == 1.0
-
-
 # -------------------------------------------------------------------- messages
 
 
@@ -310,13 +300,6 @@ def test_what_a_recorder_added_is_ignored_and_what_is_missing_takes_its_default(
     assert back.completion_ids == two_turns().completion_ids
 
 
-def test_a_record_that_contradicts_itself_is_refused_when_read():
-    record = two_turns().to_dict()
-    record["action_mask"][2] = 1
-    with pytest.raises(ValueError, match="token"):
-        Trajectory.from_json(json.dumps(record))
-
-
 # -------------------------------------------------------------------- display
 
 
@@ -330,34 +313,3 @@ def test_numbers_of_numpy_and_torch_are_numbers_and_one_that_is_not_finite_is_sa
     expected = {"int": 2, "float": 2.5, "bool": 1, "array": 3, "tensor": 4, "7": 8}
     assert item.numbers == item.numbers == expected
     assert sorted(record.args[0] for record in caplog.records) == ["far off", "lost"]
-
-
-def test_showing_colours_each_token_by_its_author():
-    tokenizer = make_tokenizer("qwen3")
-    pieces = [("Hello", P), (" there", P), ("\n", T), ("five", E), ("\n", T), ("Bye", P), (" now", P), ("!", E)]
-    ids, mask, turn_ids, authors, spans = [], [], [], [], {}
-    for index, (piece, author) in enumerate(pieces):
-        piece_ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
-        turn = -1 if author is not P else int(index > 4)
-        spans.setdefault(turn, []).append((len(ids), len(ids) + len(piece_ids)))
-        ids += piece_ids
-        mask += [int(author is P)] * len(piece_ids)
-        turn_ids += [turn] * len(piece_ids)
-        authors += [author] * len(piece_ids)
-    turns = [
-        Turn(start=spans[i][0][0], end=spans[i][-1][1], message={"role": "assistant", "content": "x"}) for i in (0, 1)
-    ]
-    trajectory = two_turns(
-        completion_ids=ids, action_mask=mask, turn_ids=turn_ids, authors=authors, logprobs=[0.0] * len(ids),
-        turns=turns, prompt_ids=tokenizer("What is it?")["input_ids"],
-    )  # fmt: skip
-    shown = trajectory.show(tokenizer, width=80)
-    green, blue = "\x1b[32m", "\x1b[34m"
-    assert f"{green}Hello there" in shown
-    assert f"{green}Bye now" in shown
-    assert f"{blue}five" in shown
-    assert f"{blue}!" in shown
-    assert "What is it?" in shown
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
-    assert "stop: max_turns" in plain
-    assert plain.index("Hello there") < plain.index("five") < plain.index("Bye now")

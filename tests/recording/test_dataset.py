@@ -52,18 +52,13 @@ def test_load_dataset_reads_the_numbers_of_every_trajectory(run_folder, tmp_path
             ]
 
 
-def test_messages_are_those_of_the_trajectory_with_arguments_as_json(run_folder, tmp_path):
-    write_dataset(run_folder, tmp_path / "data")
-    messages = read(tmp_path / "data", tmp_path / "cache")["train"][0]["messages"]
-    assert [(message["role"], message["content"]) for message in messages] == [
-        ("user", "Hauptstadt?"), ("assistant", ""), ("tool", "too slow"), ("assistant", "Oslo"),
-    ]  # fmt: skip
-    assert messages[1]["tool_calls"][0]["function"]["name"] == "search"
-
-
-def test_the_rows_of_a_rewritten_context_are_its_training_rows(run_folder, tmp_path):
+def test_messages_and_rows_are_those_of_the_trajectory(run_folder, tmp_path):
     write_dataset(run_folder, tmp_path / "data")
     first, second = read(tmp_path / "data", tmp_path / "cache")["train"].select(range(2))
+    assert [(message["role"], message["content"]) for message in first["messages"]] == [
+        ("user", "Hauptstadt?"), ("assistant", ""), ("tool", "too slow"), ("assistant", "Oslo"),
+    ]  # fmt: skip
+    assert first["messages"][1]["tool_calls"][0]["function"]["name"] == "search"
     assert first["rows"] == [{"prompt_ids": [5, 6, 7], "starts": [0], "ends": [8]}]
     assert second["rows"] == [
         {"prompt_ids": [5, 6, 7], "starts": [0], "ends": [6]},

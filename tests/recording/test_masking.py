@@ -46,11 +46,6 @@ def test_a_secret_that_the_model_wrote_is_masked_with_the_ids_of_its_turn(tmp_pa
     assert json.loads(data)["is_masked"] is True
 
 
-def test_a_secret_in_the_prompt_is_masked_with_all_its_ids(tmp_path):
-    back, data = recorded(tmp_path, two_turns(prompt_messages=[{"role": "user", "content": f"Use {KEY}"}]))
-    assert back.prompt_ids == [0, 0, 0] and KEY.encode() not in data
-
-
 def test_an_argument_with_a_secret_name_is_masked_wherever_it_comes_back(tmp_path):
     trajectory = two_turns()
     trajectory.turns[0].tool_results[0].call.arguments = {"user": "ann", "password": "hunter2-hunter2"}

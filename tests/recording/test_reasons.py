@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.recording import Record, TrajectoryStore, read_records
+from agent_r1_trl.recording import Record
 from agent_r1_trl.recording.reasons import explain_advantage, groups_of
 from agent_r1_trl.trajectory import StopReason, Turn
 from tests.recording.examples import two_turns
@@ -74,10 +74,3 @@ def test_evaluations_and_untrained_trajectories_are_not_explained():
     bare = records[2].trajectory
     bare.turns, bare.action_mask = [Turn(start=0, end=0, message={})], [0] * 8
     assert explain(records, 2).startswith("advantage 0: nothing was sampled")
-
-
-def test_the_estimator_is_recorded_with_what_was_trained_on(tmp_path):
-    store = TrajectoryStore(tmp_path, credit={"estimator": "grpo", "scale": "batch"})
-    store.write(1, [two_turns()])
-    store.write(1, [two_turns()], split="eval")
-    assert [(item.estimator, item.scale) for item in read_records(tmp_path)] == [("grpo", "batch"), (None, None)]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from agent_r1_trl.recording import TrajectoryStore, read_records, read_trajectories, trajectory_files
-from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
 
@@ -136,18 +135,6 @@ def test_mistakes_are_refused(tmp_path):
         list(read_trajectories(tmp_path / "a.txt"))
 
 
-def test_nothing_to_write_makes_no_file(tmp_path):
-    assert TrajectoryStore(tmp_path).write(0, []) is None
-    assert not (tmp_path / "trajectories").exists()
-
-
-@pytest.mark.parametrize("reason", StopReason)
-def test_every_stop_reason_survives(tmp_path, reason):
-    TrajectoryStore(tmp_path).write(0, [empty(reason)])
-    (back,) = read_trajectories(tmp_path)
-    assert back.stop_reason is reason
-
-
 @contextlib.contextmanager
 def full_disk(num_bytes):
     """No file can grow beyond this size: a write stops in the middle, as on a disk that is full."""
@@ -178,11 +165,3 @@ def test_on_a_full_disk_what_is_lost_is_counted_and_said_once_and_recording_goes
     with full_disk(10):
         store.write(3, [two_turns()])
     assert caplog.records[-1].levelname == "ERROR", "it is said again once it had worked in between"
-
-
-def test_a_folder_that_cannot_be_made_ends_no_training(tmp_path, caplog):
-    (tmp_path / "trajectories").write_text("a file")
-    store = TrajectoryStore(tmp_path)
-    assert store.write(0, [two_turns()]) is None
-    assert store.num_lost == 1
-    assert "trajectories" in caplog.text

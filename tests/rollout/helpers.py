@@ -4,6 +4,8 @@ import asyncio
 import functools
 import random
 
+import pytest
+
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
@@ -46,6 +48,11 @@ def play(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, limits
     trajectories = runner.run(requests)
     runner.close()
     return (trajectories[0] if examples == 1 else trajectories), script
+
+
+def mostly_nightly(families, *kept):
+    """Parameters of which CI runs the families that are named; the others run with the matrix."""
+    return [pytest.param(name, marks=[] if name in kept else [pytest.mark.matrix]) for name in families]
 
 
 def sampled_ids(trajectory):

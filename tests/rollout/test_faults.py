@@ -143,19 +143,6 @@ def in_words(chat, text):
     return [*chat.tokenizer(text, add_special_tokens=False)["input_ids"], chat.turn_end_ids[0]]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
-@fuzz
-@given(data=st.data())
-def test_no_text_that_a_model_writes_does_harm(family, data):
-    chat = chat_of(family)
-    texts = data.draw(st.lists(st.lists(WILD_TEXT, max_size=4).map("".join), min_size=1, max_size=3))
-    turns = [in_words(chat, text) for text in texts]
-    turns = [[token for token in turn[:-1] if token not in chat.stop_token_ids] + turn[-1:] for turn in turns]
-    trajectory = bad_among_good(BadEnv, turns, family=family)
-    assert sampled_ids(trajectory)[: len(turns[0])] == turns[0]
-    assert not trajectory.stop_reason.is_infrastructure_failure
-
-
 @fuzz
 @given(arguments=JSON)
 def test_no_json_in_a_call_does_harm(arguments):
@@ -183,7 +170,7 @@ def test_a_huge_call_does_no_harm(text):
 # -------------------------------------------------------------------- what an environment or a tool may say
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
+@pytest.mark.parametrize("family", ["qwen3", "gptoss"])
 @fuzz
 @given(text=st.lists(WILD_TEXT, max_size=4).map("".join), role=st.sampled_from(["tool", "user"]))
 def test_no_text_that_an_environment_says_does_harm(family, text, role):

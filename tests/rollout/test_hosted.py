@@ -198,16 +198,3 @@ def test_an_evaluation_that_was_stopped_asks_for_nothing_twice(tmp_path):
     assert replay_evaluation(journal, ROWS, limits=of_recipe).rows == result.rows
     with pytest.raises(ValueError, match="max_turns=8 was recorded, and the run has max_turns=3"):
         replay_evaluation(journal, ROWS, limits=RolloutLimits(max_turns=3))
-
-
-def test_what_failed_is_played_again_and_nothing_else(tmp_path):
-    journal = tmp_path / "eval.journal"
-    limits = RolloutLimits(max_concurrency=1)
-    with hosted([said("5")], [error(400), whole(said("5")), error(400)]) as (url, seen, _):
-        options = {"limits": limits, "journal": journal}
-        first = evaluate(Endpoint(url, "gpt"), AddEchoEnv, None, ROWS, **options)
-        again = evaluate(Endpoint(url, "gpt"), AddEchoEnv, None, ROWS, **options, resume=True)
-    assert first.metrics["infrastructure_failure_rate"] == 0.5
-    assert again.metrics["infrastructure_failure_rate"] == 0.0
-    played = [body["messages"][-1]["content"] for body in seen.bodies[4:]]
-    assert played == ["What is 0 + 0?", "What is 2 + 2?"]

@@ -14,12 +14,11 @@ from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.generation import Generation, Generator
 from agent_r1_trl.generation.base import GenerationError
 from agent_r1_trl.generation.vllm.server import _as_generation
-from agent_r1_trl.recording import TrajectoryStore, store, terminal
+from agent_r1_trl.recording import terminal
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 from tests.generation.helpers import SAMPLED
-from tests.recording.examples import two_turns
 from tests.rollout.helpers import chat_of, play
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
@@ -166,23 +165,3 @@ def test_a_long_trajectory_is_decoded_a_few_times_and_divided_where_it_was_divid
     cuts[-1] = len(full)
     pieces = [full[left : max(left, right)] for left, right in itertools.pairwise(cuts)]
     assert [span.text for span in found] == [terminal._collapse(piece) for piece in pieces]
-
-
-def test_lines_are_written_one_by_one_and_none_of_them_stays_if_one_cannot_be(tmp_path, monkeypatch):
-    encode, sizes = store.encode_line, []
-    path = tmp_path / "trajectories" / "step_000001.jsonl"
-
-    def noted(trajectory, extra):
-        sizes.append(path.stat().st_size)
-        if trajectory.example_id == "broken":
-            raise RuntimeError("cannot be encoded")
-        return encode(trajectory, extra)
-
-    monkeypatch.setattr(store, "encode_line", noted)
-    writer = TrajectoryStore(tmp_path)
-    writer.write(1, [two_turns()] * 3)
-    assert 0 == sizes[0] < sizes[1] < sizes[2]
-    size = path.stat().st_size
-    with pytest.raises(RuntimeError, match="cannot be encoded"):
-        writer.write(1, [two_turns(), two_turns(example_id="broken")])
-    assert path.stat().st_size == size

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from agent_r1_trl.environments import RewardError, StepResult, ToolEnv
+from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
 from tests.rollout.helpers import PROMPT, Script, chat_of, play, sampled_ids
@@ -46,12 +46,6 @@ def test_several_calls_in_a_turn_are_answered_in_their_order():
     assert [message["content"] for message in trajectory.turns[0].observations] == ["2", "x", "4"]
     assert [result.content for result in trajectory.tool_results] == ["2", "x", "4"]
     assert trajectory.turns[0].reward == 1.0, "three calls of 0.5, capped at 1"
-
-
-def test_the_next_turn_sees_everything_before_it():
-    trajectory, script = play([call(), say()])
-    second = script.generator.requests[1]
-    assert list(second.prompt_ids) == trajectory.prompt_ids + trajectory.completion_ids[: -len(script.turns[1])]
 
 
 # -------------------------------------------------------------------- limits
@@ -167,25 +161,6 @@ def test_a_bug_in_the_outcome_reward_ends_its_trajectory_alone_where_that_is_ask
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.outcome_reward == 0.0
     assert re.search(r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)", trajectory.error)
     assert env.log[-1] == "close" and trajectory.completion_ids
-
-
-def returning(result):
-    class Odd(ToolEnv):
-        def reset(self, example):
-            return list(PROMPT)
-
-        def step(self, message):
-            return result
-
-    return Odd
-
-
-def test_numpy_rewards_and_step_results_are_fine():
-    import numpy as np
-
-    result = StepResult([], np.float32(0.5), np.bool_(True), {})
-    trajectory, _ = play([say()], env=returning(result))
-    assert trajectory.process_reward == 0.5
 
 
 def test_seeds_reach_an_environment_that_wants_them():

@@ -12,8 +12,6 @@ import pytest
 from agent_r1_trl.environments import ToolEnv, TRLEnvAdapter
 from agent_r1_trl.rollout import EnvSession, RolloutRequest
 from agent_r1_trl.tools import tool
-from agent_r1_trl.tools.pool import DaemonThreadPool
-from agent_r1_trl.tools.threads import OwnThread
 from agent_r1_trl.trajectory import StopReason
 from tests.rollout.helpers import play
 from tests.toys import call, calls, say
@@ -194,23 +192,3 @@ def test_a_call_out_of_a_call_of_the_same_environment_does_not_wait_for_itself()
 
     trajectory, _ = play([calls(("add", {})), say("done")], env=Nested)
     assert trajectory.turns[0].tool_results[0].content == "added"
-
-
-def test_the_pools_places_bound_the_calls_of_all_environments_together():
-    at_once, most, lock = 0, 0, threading.Lock()
-
-    def work():
-        nonlocal at_once, most
-        with lock:
-            at_once += 1
-            most = max(most, at_once)
-        time.sleep(0.02)
-        with lock:
-            at_once -= 1
-
-    async def run():
-        pool, threads = DaemonThreadPool(3), [OwnThread() for _ in range(10)]
-        await asyncio.gather(*[thread.run(work, pool=pool) for thread in threads])
-
-    asyncio.run(run())
-    assert most == 3

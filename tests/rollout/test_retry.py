@@ -83,13 +83,6 @@ def test_what_still_fails_is_a_failure_with_all_its_tries():
     assert len(trajectories[1].failed_tries) == 2
 
 
-def test_without_retry_failed_nothing_is_played_again():
-    env = flaky()
-    trajectories, _, _ = play(env, retry_failed=0)
-    assert reasons(trajectories) == ["done", "environment_error", "done"]
-    assert len(env.made) == 3
-
-
 def test_a_sampler_that_fails_in_the_second_turn_begins_the_trajectory_again():
     chat, failed = chat_of(), []
 

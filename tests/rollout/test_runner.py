@@ -112,15 +112,6 @@ def one_by_one():
     return trajectories
 
 
-def test_every_request_of_a_run_has_a_seed_of_its_own(runner_of):
-    runner = runner_of([chat_of().encode_reply(turn) for turn in (call(), call(), say())])
-    trajectories = runner.run(requests_for(20))
-    seeds = [request.seed for request in runner.generator.requests]
-    assert len(seeds) == len(set(seeds)) == 60
-    expected = {derive_seed(trajectory.seed, turn) for trajectory in trajectories for turn in range(3)}
-    assert set(seeds) == expected
-
-
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers() | st.text(), max_size=4), st.lists(st.integers() | st.text(), max_size=4))
 def test_seeds_depend_on_every_part_and_on_nothing_else(parts, others):

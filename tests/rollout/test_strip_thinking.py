@@ -16,7 +16,7 @@ from agent_r1_trl.trajectory import StopReason
 from tests.chat.test_family_calls import TOOLS
 from tests.effort import examples
 from tests.families import FAMILIES
-from tests.rollout.helpers import check_rows, play_recorded
+from tests.rollout.helpers import check_rows, mostly_nightly, play_recorded
 from tests.tokenizers import make_tokenizer
 
 # In the style of R1 and its many distillations: no `reasoning_content`, thoughts of answers are cut out of `content`.
@@ -239,19 +239,6 @@ def test_a_tag_in_an_observation_stays_text(family):
         assert context.count(told[tag]) == plain.count(told[tag])
 
 
-def test_a_turn_that_the_template_refuses_is_shown_without_its_thought():
-    chat = chat_of("gpt_oss")
-    said = (
-        "<|channel|>analysis<|message|>secret<|end|><|start|>assistant<|channel|>commentary<|message|>Wait.<|end|>"
-        '<|start|>assistant to=functions.look_up<|channel|>commentary json<|message|>{"query": "a"}<|call|>'
-    )
-    trajectory, log = play(chat, [*spoken(chat, said), *CONVERSATION[1:3]])
-    assert trajectory.turns[0].message["content"] and trajectory.turns[0].message["tool_calls"]
-    check_rows(trajectory, log)
-    assert "secret" not in texts_of(chat, log)[1] and "result 1" in texts_of(chat, log)[1]
-    assert "second" in texts_of(chat, log)[2], "the thoughts of other calls stay"
-
-
 def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
     refusing = "{%- if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}"
     template = refusing + MAKERS["qwen3"]().chat_template
@@ -291,7 +278,10 @@ def test_without_thinking_the_forced_empty_thought_is_dropped():
 
 
 @pytest.mark.fuzz
-@pytest.mark.parametrize("family", [name for name in STRIPPING if name != "nemotron_nano_2"])  # says no empty thought
+@pytest.mark.parametrize(
+    "family",  # Nemotron Nano 2 says no empty thought
+    mostly_nightly([name for name in STRIPPING if name != "nemotron_nano_2"], "qwen3", "qwq", "gemma4", "gpt_oss"),
+)
 def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(family):
     chat = chat_of(family)
     words = st.text(max_size=9) | st.sampled_from(["<think>", "</think>", "<|im_end|>", "<tool_call>", "é🙂", "\n\n"])
@@ -325,7 +315,9 @@ def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(fa
 
 
 @pytest.mark.parametrize("answers", [False, True])
-@pytest.mark.parametrize("family", [name for name in STRIPPING if name != "command_r7b"])
+@pytest.mark.parametrize(
+    "family", mostly_nightly([name for name in STRIPPING if name != "command_r7b"], "qwen3", "qwq", "gpt_oss")
+)
 def test_a_turn_of_a_long_conversation_renders_and_encodes_as_much_as_one_of_a_short_one(family, answers, monkeypatch):
     chat = chat_of(family)
     turns = [thinks(f"thought {number}", query="a" * (number % 3)) for number in range(40)]

@@ -20,7 +20,7 @@ from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
-from tests.rollout.helpers import PROMPT, chat_of, check_rows
+from tests.rollout.helpers import PROMPT, chat_of, check_rows, mostly_nightly
 from tests.toys import AddEchoEnv, call, limits_of, say
 
 EVERY_TURN = {"context.policy": "summarise", "context.turns": 1, "context.summary_tokens": 60}
@@ -253,11 +253,6 @@ REFUSED = {
     "no number": ({"context.summary_tokens": 0}, "context.summary_tokens", {"context.summary_tokens": 1}),
     "longer than a context": ({"context.tokens": 60}, "context.summary_tokens", {"context.tokens": 61}),
     "longer than all": ({"max_completion_length": 60}, "context.summary_tokens", {"max_completion_length": 61}),
-    "longer than the model": (
-        {"max_model_length": 1000, "context.tokens": 950},
-        "context.summary_tokens",
-        {"context.summary_tokens": 250, "context.tokens": 500},
-    ),
     "length without summaries": (
         {"context.policy": "keep", "context.turns": None},
         "context.summary_tokens",
@@ -293,7 +288,7 @@ def test_a_request_that_no_full_context_could_hold_is_refused():
 # -------------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_nightly(FAMILIES, "qwen3", "mistral_nemo", "gpt_oss", "command_r7b"))
 def test_every_family_is_given_what_its_template_renders(family):
     chat = ChatFormat(FAMILIES[family]())
     trajectory, requests = play(TURNS, NOTES, chat=chat, max_completion_length=9000)

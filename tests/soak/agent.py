@@ -52,11 +52,10 @@ class Faults:
         self.plan, self.folder = plan, folder
 
     def happens(self, fault: str, *place: object) -> bool:
-        """Whether `fault` is in the plan and happens at this place."""
         return fault in self.plan.faults and random.Random(f"{self.plan.seed} {fault} {place}").random() < SHARE
 
     def strikes(self, fault: str, example_id: str | None) -> bool:
-        """Whether `fault` is in the plan and this is the example that it always meets: one of the eight."""
+        """Whether this is the example, one of the eight, that `fault` always meets."""
         return fault in self.plan.faults and example_id == f"q{self.plan.seed % 8}"
 
     def happens_later(self, fault: str) -> bool:
@@ -235,7 +234,7 @@ def append(path: Path, value: object) -> None:
 
 
 def note_samples(generator: Generator, path: Path) -> None:
-    """Write down what the sampler was asked and what it answered, apart from everything that is tested."""
+    """Write down what the sampler was asked and what it answered."""
     original = generator.generate
 
     @functools.wraps(original)

@@ -16,6 +16,7 @@ from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import two_turns
 from tests.soak import __main__ as soak
 from tests.soak import agent
+from tests.soak import plan as faults
 from tests.soak.check import problems_of
 from tests.soak.plan import MAX_STEPS, Plan, draw_plan
 
@@ -83,15 +84,20 @@ def test_a_trajectory_that_is_not_recorded_is_found_unless_the_run_says_so(folde
     assert problems_of(PLAN, folder) == []
 
 
-def test_a_step_that_is_missing_is_found(folder):
-    lines = (folder / "steps.jsonl").read_text().splitlines()
-    (folder / "steps.jsonl").write_text("\n".join(lines[:-1]))
-    assert problems_of(PLAN, folder) == ["logged steps: [1, 2]"]
+FAILURES, GAP = "rollout/infrastructure_failure_share", "sampling/sampling_logp_difference/max"
 
 
-def test_failures_that_are_not_counted_are_found(folder):
-    add_line(folder / "steps.jsonl", {"step": 3, "rollout/infrastructure_failure_share": 0.0})
-    assert problems_of(PLAN, folder) == ["step 3: 0.25 of the trajectories failed, 0 is logged"]
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"step": 4, FAILURES: 0.25}, "logged steps: [1, 2, 3, 4]"),
+        ({"step": 3, FAILURES: 0.0}, "step 3: 0.25 of the trajectories failed, 0 is logged"),
+        ({"step": 3, FAILURES: 0.25, GAP: 2.2}, "step 3: sampler and trainer differ by 2.2"),
+    ],
+)
+def test_a_step_that_is_logged_otherwise_is_found(folder, line, expected):
+    add_line(folder / "steps.jsonl", line)
+    assert expected in problems_of(PLAN, folder)
 
 
 def test_weights_that_are_not_finite_or_not_whole_are_found(folder):
@@ -101,71 +107,48 @@ def test_weights_that_are_not_finite_or_not_whole_are_found(folder):
     assert "final/model.safetensors cannot be read" in problems_of(PLAN, folder)[0]
 
 
-def test_weights_that_the_sampler_does_not_have_are_found(folder):
-    add_line(
-        folder / "steps.jsonl",
-        {"step": 3, "rollout/infrastructure_failure_share": 0.25, "sampling/sampling_logp_difference/max": 2.2},
-    )
-    assert problems_of(PLAN, folder) == ["step 3: sampler and trainer differ by 2.2"]
-
-
 # -------------------------------------------------------------------- what reached the loss, and was left open
 
 
-def play(folder, plan):
-    """A whole run in this process."""
-    folder.mkdir(exist_ok=True)
-    agent.train(plan, folder, [], "")
-    return problems_of(plan, folder)
+def flip_a_bit(output, *args, original=multi_turn.add_masks, **kwargs):
+    original(output, *args, **kwargs)
+    output["tool_mask"][2, 3] ^= 1
 
 
-@pytest.mark.parametrize("plan", [replace(PPO, trainer="grpo"), PPO], ids=lambda plan: plan.trainer)
-def test_a_flipped_bit_of_the_mask_is_found(plan, tmp_path, monkeypatch):
-    assert play(tmp_path, plan) == []
-    original = multi_turn.add_masks
-
-    def add_masks(output, *args, **kwargs):
-        original(output, *args, **kwargs)
-        output["tool_mask"][2, 3] ^= 1
-
-    monkeypatch.setattr(multi_turn, "add_masks", add_masks)
-    problems = play(tmp_path / "broken", plan)
-    assert any(problem.endswith("the mask is wrong at [3]") for problem in problems)
+def too_large(*args, original=estimators.compute_group_advantages, **kwargs):
+    return 1.01 * original(*args, **kwargs)
 
 
-def test_an_advantage_that_is_not_its_groups_is_found(tmp_path, monkeypatch):
-    original = estimators.compute_group_advantages
-    monkeypatch.setattr(estimators, "compute_group_advantages", lambda *args, **kw: 1.01 * original(*args, **kw))
-    assert any("the advantage is not" in problem for problem in play(tmp_path, PLAN))
+def other_lambda(x, gae=estimators.ESTIMATORS["gae"].compute):
+    return gae(replace(x, settings=replace(x.settings, lam=0.9)))
 
 
-def test_returns_and_advantages_that_are_not_the_critics_are_found(tmp_path, monkeypatch):
-    row = estimators.ESTIMATORS["gae"]
-    wrong = replace(row, compute=lambda x: row.compute(replace(x, settings=replace(x.settings, lam=0.9))))
-    monkeypatch.setitem(estimators.ESTIMATORS, "gae", wrong)
-    assert any("the returns are wrong" in problem for problem in play(tmp_path / "lam", PPO))
-    monkeypatch.undo()
-    monkeypatch.setattr(credit, "masked_whiten", lambda x, *args: x)
-    assert any("are not the whitened ones" in problem for problem in play(tmp_path / "whiten", PPO))
+async def leave_open(self):
+    pass
 
 
-def test_a_row_that_the_journal_does_not_hold_is_found(tmp_path):
-    assert play(tmp_path, PLAN) == []
-    (tmp_path / "journal" / "rank0" / "rollout_000000001.journal").unlink()
-    assert (
-        {f"step 2, rank 0, row {row}: trained on what the journal does not hold" for row in range(4)}
-        >= {*problems_of(PLAN, tmp_path)}
-        != set()
-    )
+PLANTED = {
+    "nothing": (PLAN, None, None),
+    "nothing, with a critic": (PPO, None, None),
+    "a flipped bit of the mask": (PLAN, (multi_turn, "add_masks", flip_a_bit), "row 2: the mask is wrong at [3]"),
+    "a wrong advantage": (PLAN, (estimators, "compute_group_advantages", too_large), "the advantage is not"),
+    "wrong returns": (PPO, None, "the returns are wrong"),
+    "no whitening": (PPO, (credit, "masked_whiten", lambda x, *args: x), "are not the whitened ones"),
+    "open environments": (PLAN, (EnvSession, "close", leave_open), "12 environments were never closed, of q"),
+}
 
 
-def test_an_environment_that_is_never_closed_is_found(tmp_path, monkeypatch):
-    async def close(self):
-        pass
-
-    monkeypatch.setattr(EnvSession, "close", close)
-    (problem,) = play(tmp_path, PLAN)
-    assert problem.startswith("12 environments were never closed, of q")
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_bug_is_found_in_what_a_whole_run_leaves_behind(bug, tmp_path, monkeypatch):
+    plan, change, expected = PLANTED[bug]
+    if bug == "wrong returns":  # rows of the table are frozen
+        row = replace(estimators.ESTIMATORS["gae"], compute=other_lambda)
+        monkeypatch.setitem(estimators.ESTIMATORS, "gae", row)
+    elif change is not None:
+        monkeypatch.setattr(*change)
+    agent.train(plan, tmp_path, [], "")
+    problems = problems_of(plan, tmp_path)
+    assert any(expected in problem for problem in problems) if expected else problems == []
 
 
 def test_weights_that_a_kill_has_changed_are_found(tmp_path, monkeypatch):
@@ -189,9 +172,5 @@ def test_weights_that_a_kill_has_changed_are_found(tmp_path, monkeypatch):
 def test_twenty_seeds_draw_every_sampler_and_two_hundred_every_fault():
     plans = [draw_plan(seed) for seed in range(200)]
     assert {plan.sampler for plan in plans[:20]} == {"scripted", "transformers", "server", "engine"}
-    from tests.soak import plan as faults
-
-    drawn = {fault for plan in plans for fault in plan.faults}
-    assert drawn == {
-        *faults.IN_THE_TASK, *faults.IN_THE_NUMBERS, *faults.ON_DISK, *faults.SIGNALS, *faults.ON_SERVERS
-    }  # fmt: skip
+    kinds = (faults.IN_THE_TASK, faults.IN_THE_NUMBERS, faults.ON_DISK, faults.SIGNALS, faults.ON_SERVERS)
+    assert {fault for plan in plans for fault in plan.faults} == {fault for kind in kinds for fault in kind}
