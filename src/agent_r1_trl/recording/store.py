@@ -184,10 +184,8 @@ class TrajectoryStore:
         Raises:
             ValueError: for an unknown split or a negative step.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split={split!r}: must be one of {', '.join(map(repr, SPLITS))}. Pass one of them.")
-        if step < 0:
-            raise ValueError(f"step={step}: must be >= 0. Pass such a number.")
+        if split not in SPLITS or step < 0:
+            raise ValueError(f"split={split!r}, step={step}: must be one of {SPLITS} and >= 0. Pass such values.")
         if not trajectories:
             return None
         rank = f"_rank{self.rank}" if self.rank else ""

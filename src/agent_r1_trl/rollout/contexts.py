@@ -25,7 +25,7 @@ from agent_r1_trl.rollout.context_policies import (
     messages_of,
 )
 from agent_r1_trl.rollout.draft import Draft
-from agent_r1_trl.rollout.env_session import EnvironmentFailure
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, named
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.trajectory import Author, Message, Turn
 
@@ -125,19 +125,13 @@ class Contexts:
             max_tokens=self._limits.max_model_length,
         )
         name = f"context.policy={self._limits.context.policy!r}"
-        try:
+        with named(what=f"{name} raised "):
             messages = self._policy(view)
-        except Exception as error:
-            raise EnvironmentFailure(f"{name} raised {type(error).__name__}: {error}") from error
         if not self._is_ours:
             self._check(messages, name)
-        try:
+        with named(what=f"{name}: the chat template refuses its messages: "):
             messages = list(messages)
             return messages, *self._ids_of(messages)
-        except Exception as error:
-            raise EnvironmentFailure(
-                f"{name}: the chat template refuses its messages: {type(error).__name__}: {error}"
-            ) from error
 
     def _check(self, messages: Any, name: str) -> None:
         """Refuse what a user's policy returned."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from agent_r1_trl.environments.base import RewardError, StepResult
@@ -45,6 +46,15 @@ class ToolFailure(TrajectoryFailure):
     """A tool failed by the fault of its infrastructure, and the environment's `step` passed that on."""
 
     stop_reason = StopReason.TOOL_FAILURE
+
+
+@contextlib.contextmanager
+def named(kind: type[TrajectoryFailure] = EnvironmentFailure, what: str = "") -> Iterator[None]:
+    """What is raised in here ends this trajectory alone; `what` begins the message."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}{type(error).__name__}: {error}") from error
 
 
 class EnvSession:

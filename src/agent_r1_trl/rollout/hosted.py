@@ -18,7 +18,7 @@ from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
 from agent_r1_trl.rollout.draft import Draft
-from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
+from agent_r1_trl.rollout.env_session import EnvSession, named
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import GenerationFailure, conclude, cut_message, reset_in_time, shortened, take_step
 from agent_r1_trl.rollout.requests import derive_seed
@@ -148,10 +148,8 @@ def _estimated(message: Message) -> int:
 
 def _body(draft: Draft, tools: Sequence[Any], max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
     said = [message for turn in draft.turns for message in (turn.message, *turn.observations)]
-    try:
+    with named():  # an image in a message of the environment, say
         messages = to_send([*draft.prompt_messages, *said])
-    except Exception as error:  # an image in a message of the environment
-        raise EnvironmentFailure(f"{type(error).__name__}: {error}") from error
     body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": params.temperature}
     if params.temperature:
         body |= {"top_p": params.top_p, "seed": seed % MAX_SEED}

@@ -8,11 +8,10 @@ context comes next.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
@@ -30,7 +29,7 @@ from agent_r1_trl.generation.base import (
 from agent_r1_trl.objects import locate_error
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.rollout.draft import Draft, record_step
-from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, TrajectoryFailure
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, TrajectoryFailure, named
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import Summaries
@@ -132,7 +131,7 @@ async def _sample_turns(
     num_characters = sum(len(str(message.get("content") or "")) for message in draft.prompt_messages)
     if limits.max_model_length is not None and num_characters > MAX_CHARS_PER_TOKEN * limits.max_model_length:
         return StopReason.PROMPT_TOO_LONG  # which needs no tokenizer to see
-    with _chat_failures():
+    with named():
         if num_characters < LONG_TEXT:
             draft.prompt_ids = chat.encode_prompt(draft.prompt_messages, tools or None)
         else:
@@ -154,7 +153,7 @@ async def _sample_turns(
         observations, info, end = await take_step(draft, session, limits, turn_index)
         if end is not None:
             return end
-        with _chat_failures():
+        with named():
             observations = shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
@@ -163,7 +162,7 @@ async def _sample_turns(
             draft.phase = f"turn {turn_index}: summary"
             seed = derive_seed(draft.request.seed, turn_index, "summary")
             generation, message, seconds = await sample(limits.context.summary_tokens, seed)
-            with _chat_failures():
+            with named():
                 goes_on = summaries.take([*closing, *ids], generation, message, generate_s=seconds)
         else:
             authors = [*[Author.TEMPLATE] * len(closing), *authors]
@@ -217,18 +216,9 @@ async def _sample(
             raise  # the trajectory was cancelled, not the engine's request
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
-    with _chat_failures(GenerationFailure):
+    with named(GenerationFailure):
         message = chat.parse(generation.token_ids, prefix, tools or None, position=position)
     return generation, message, time.perf_counter() - began
-
-
-@contextlib.contextmanager
-def _chat_failures(failure: type[Exception] = EnvironmentFailure) -> Iterator[None]:
-    """What the chat format cannot write or read ends this trajectory alone."""
-    try:
-        yield
-    except Exception as error:
-        raise failure(f"{type(error).__name__}: {error}") from error
 
 
 async def reset_in_time(
