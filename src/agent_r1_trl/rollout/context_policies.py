@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -88,62 +87,45 @@ class ContextPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
-    """The prompt and the last turns."""
+class OurPolicy:
+    """A policy of the package."""
 
-    num_turns: int
-    """Turns that stay."""
-    num_tokens: int | None = None
-    """A context of up to so many tokens stays whole; None: the window moves with every turn."""
-
-    def __call__(self, view: ContextView) -> Sequence[Message]:
-        """See `ContextPolicy`."""
-        if self.num_tokens is not None and view.num_tokens <= self.num_tokens:
-            return view.messages
-        kept = view.turns[-self.num_turns :]
-        return [*view.prompt_messages, *(message for turn in kept for message in messages_of(turn))]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the environment says the next context is; where it says nothing, the prompt and the last turns.
-
-    Every turn is a row of its own, even where its context goes on from the one before.
-    """
-
+    rewrite: Callable[[ContextView, int], Sequence[Message]]
+    """From the view and a number of last turns."""
     num_turns: int = 1
-    """Turns that stay where the environment gives no context."""
-    has_row_per_turn: ClassVar[bool] = True
-
-    def __call__(self, view: ContextView) -> Sequence[Message]:
-        """See `ContextPolicy`."""
-        given = view.turns[-1].next_context
-        return Window(self.num_turns)(view) if given is None else given
-
-
-@dataclass(frozen=True)
-class DropObservations:
-    """Everything, but of what answered the older turns only a note that says what was there."""
-
-    num_turns: int
-    """Last turns whose observations stay."""
     num_tokens: int | None = None
-    """A context of up to so many tokens stays whole; None: with every turn another observation goes."""
+    """A context of up to so many tokens stays whole; None: every context is rewritten."""
+    has_row_per_turn: bool = False
 
     def __call__(self, view: ContextView) -> Sequence[Message]:
         """See `ContextPolicy`."""
-        if self.num_tokens is not None and view.num_tokens <= self.num_tokens:
-            return view.messages
-        messages = list(view.messages)
-        position = len(messages)
-        for age, turn in enumerate(reversed(view.turns)):  # the context ends with them
-            for message in reversed(messages_of(turn)):
-                position -= 1
-                if messages[position] is not message:  # it is left out already, and so are those before it
-                    return messages
-                if age >= self.num_turns and message is not turn.message:
-                    messages[position] = left_out(message)
-        return messages
+        is_short = self.num_tokens is not None and view.num_tokens <= self.num_tokens
+        return view.messages if is_short else self.rewrite(view, self.num_turns)
+
+
+def window(view: ContextView, num_turns: int) -> Sequence[Message]:
+    """The prompt and the last turns."""
+    return [*view.prompt_messages, *(message for turn in view.turns[-num_turns:] for message in messages_of(turn))]
+
+
+def step(view: ContextView, num_turns: int) -> Sequence[Message]:
+    """What the environment says the next context is; where it says nothing, the window."""
+    given = view.turns[-1].next_context
+    return window(view, num_turns) if given is None else given
+
+
+def drop_observations(view: ContextView, num_turns: int) -> Sequence[Message]:
+    """Everything, but of what answered the turns before the last ones only a note that says what was there."""
+    messages = list(view.messages)
+    position = len(messages)
+    for age, turn in enumerate(reversed(view.turns)):  # the context ends with them
+        for message in reversed(messages_of(turn)):
+            position -= 1
+            if messages[position] is not message:  # it is a note already, and so are those before it
+                return messages
+            if age >= num_turns and message is not turn.message:
+                messages[position] = left_out(message)
+    return messages
 
 
 def left_out(observation: Message) -> Message:
@@ -163,16 +145,16 @@ def messages_of(turn: Turn) -> list[Message]:
     return [turn.message, *turn.observations]
 
 
-POLICIES: dict[str, Callable[[RolloutSettings], ContextPolicy | None]] = {
-    "keep": lambda limits: None,
-    "window": lambda limits: Window(limits.context.turns or 1, limits.context.tokens),
-    "summarise": lambda limits: None,  # contexts only grow until a summary opens another (`summaries.py`)
-    "drop_observations": lambda limits: DropObservations(limits.context.turns or 1, limits.context.tokens),
-    "step": lambda limits: Step(limits.context.turns or 1),
+POLICIES: dict[str, Callable[[ContextView, int], Sequence[Message]] | None] = {
+    "keep": None,
+    "window": window,
+    "summarise": None,  # contexts only grow until a summary opens another (`summaries.py`)
+    "drop_observations": drop_observations,
+    "step": step,
     # Everything as the chat template shows it: `agent_r1_trl.chat.thoughts` renders the same messages anew.
-    STRIP_POLICY: lambda limits: operator.attrgetter("messages"),
+    STRIP_POLICY: lambda view, num_turns: view.messages,
 }
-"""Name in `context.policy` -> what makes the policy; None where none decides before each turn."""
+"""Name in `context.policy` -> what rewrites the context; None where nothing decides before each turn."""
 
 
 def has_row_per_turn(policy: ContextPolicy | None) -> bool:
@@ -191,8 +173,13 @@ def is_context(messages: Any) -> bool:
 
 def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
     """The policy that `context.policy` names, or that it is; None if none decides before each turn."""
-    name = limits.context.policy
-    return name.target if isinstance(name, OwnObject) else POLICIES[name](limits)
+    context = limits.context
+    if isinstance(context.policy, OwnObject):
+        return context.policy.target
+    rewrite = POLICIES[context.policy]
+    if rewrite is None:
+        return None
+    return OurPolicy(rewrite, context.turns or 1, context.tokens, has_row_per_turn=rewrite is step)
 
 
 # -------------------------------------------------------------------- thinking
