@@ -116,7 +116,7 @@ def test_a_loop_that_a_tool_never_gives_back_is_given_up_and_the_next_rollout_ha
     requests = [RolloutRequest(example=row, example_id=f"q{row['place']}") for row in rows]
     began = time.monotonic()
     trajectories = runner.run(requests)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert trajectories[1].stop_reason is StopReason.ENVIRONMENT_ERROR
     assert "held the event loop" in trajectories[1].error
     assert "stall_timeout=0.5 s" in trajectories[1].error
@@ -152,8 +152,10 @@ def test_a_tool_that_stops_the_event_loop_stops_nothing(caplog):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_loop_whose_thread_ends_is_a_named_error():
+def test_a_loop_whose_thread_ends_is_a_named_error_and_what_ran_on_it_goes_in_silence(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+
     @tool
     async def closer() -> str:
         """Take the file descriptor of the loop's selector away, as a tool that closes all of them does."""
@@ -163,10 +165,10 @@ def test_a_loop_whose_thread_ends_is_a_named_error():
         await asyncio.sleep(0.01)
         return "closed"
 
-    began = time.monotonic()
     with pytest.raises(LoopLostError, match="tools closer"):
         run_with([closer], count=1)
-    assert time.monotonic() - began < 10
+    gc.collect()
+    assert not said
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ async def leave_open(self):
 PLANTED = {
     "nothing": (PLAN, None, None),
     "nothing, with a critic": (PPO, None, None),
-    "a flipped bit of the mask": (PLAN, (multi_turn, "add_masks", flip_a_bit), "row 2: the mask is wrong at [3]"),
+    "a flipped bit of the mask": (PLAN, (multi_turn, "add_masks", flip_a_bit), "the mask is wrong at [3]"),
     "a wrong advantage": (PLAN, (estimators, "compute_group_advantages", too_large), "the advantage is not"),
     "wrong returns": (PPO, None, "the returns are wrong"),
     "no whitening": (PPO, (credit, "masked_whiten", lambda x, *args: x), "are not the whitened ones"),

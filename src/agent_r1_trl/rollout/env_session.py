@@ -77,9 +77,9 @@ class EnvSession:
         self.env = self.env if made is None else made
         missing = [name for name in ("reset", "step") if not callable(getattr(self.env, name, None))]
         if missing:
-            made = f"env={getattr(self._factory, '__name__', 'env')} made a {type(self.env).__name__}"
+            what = f"env={getattr(self._factory, '__name__', 'env')} made a {type(self.env).__name__}"
             raise ValueError(
-                f"{made} without {' and '.join(missing)}: an environment has both. Pass an environment class, or a "
+                f"{what} without {' and '.join(missing)}: an environment has both. Pass an environment class, or a "
                 "function that returns an environment."
             )
         if getattr(self.env, "truncate_text", self) is None:
@@ -144,12 +144,7 @@ class EnvSession:
         method = getattr(self.env, "outcome_reward", None)
         if method is None:
             return 0.0, {}
-        try:
-            result = await self._call(method, trajectory)
-        except Exception as error:
-            if not is_infrastructure_error(error, has_backend=False):
-                raise
-            raise EnvironmentFailure(f"{self.name}.outcome_reward raised {type(error).__name__}: {error}") from error
+        result = await self._guard("outcome_reward", method, trajectory)
         value, parts = result if isinstance(result, tuple) else (result, {})
         numbers = {str(name): self._number(part, "outcome_reward") for name, part in parts.items()}
         return self._number(value, "outcome_reward"), numbers
@@ -192,12 +187,13 @@ class EnvSession:
     async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
         try:
             return await self._call(fn, *args)
-        except (RewardError, ToolSchemaError):  # bugs in a reward function or in a tool must be heard
-            raise
         except Exception as error:
-            if method == "step" and is_infrastructure_error(error, has_backend=False):
-                raise ToolFailure(f"{self.name}.step raised {type(error).__name__}: {error}") from error
-            raise EnvironmentFailure(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
+            is_infrastructure = is_infrastructure_error(error, has_backend=False)
+            is_reward = method == "outcome_reward" and not is_infrastructure
+            if is_reward or isinstance(error, RewardError | ToolSchemaError):  # bugs must be heard
+                raise
+            kind = ToolFailure if method == "step" and is_infrastructure else EnvironmentFailure
+            raise kind(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 
     async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
