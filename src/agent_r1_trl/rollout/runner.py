@@ -336,6 +336,9 @@ class RolloutRunner:
         if lost is not None:  # if it ever wakes up, it ends what ran on it, and then itself
             end_when_free(lost)
         if isinstance(error, LoopLostError):
+            for task in asyncio.all_tasks(lost) if lost is not None else ():
+                with contextlib.suppress(RuntimeError):  # nobody will go on with it, and Python would complain later
+                    task.get_coro().close()  # type: ignore[union-attr]
             answer.set_exception(error)
         else:
             answer.set_result(trajectories)
