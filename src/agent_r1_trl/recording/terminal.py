@@ -164,7 +164,7 @@ def _text(*parts: str | tuple[str, str]) -> Text:
 def _header(trajectory: Trajectory) -> Text:
     reason, is_failure = trajectory.stop_reason, trajectory.stop_reason.is_infrastructure_failure
     num_summaries = len(trajectory.turns) - len(trajectory.env_turns)
-    head = [
+    head: list[str | tuple[str, str]] = [
         (f"{trajectory.example_id or 'trajectory'} · generation {trajectory.generation}\n", "bold"),
         ("stop: ", "dim"),
         (reason.value, "red" if is_failure else "yellow" if reason is not StopReason.DONE else "default"),
@@ -284,7 +284,7 @@ def summary_table(records: Sequence[Record], example: str | None = None) -> Tabl
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", collapse_padding=True)
     for row, record in enumerate(records):
         item = record.trajectory
-        cells = {
+        cells: dict[str, str | Text] = {
             "step": f"{'eval ' if record.split == 'eval' else ''}{record.step}",
             "index": str(record.index),
             "example": _text(f"{'' if example else item.example_id}#{item.generation}"),

@@ -173,7 +173,7 @@ async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> tuple
         raise GenerationFailure(f"an answer in another form than OpenAI's ({error}): {str(record)[:200]}") from error
 
 
-def read_answer(given: Mapping[str, Any], turn: int) -> Message:
+def read_answer(given: Message, turn: int) -> Message:
     """A server's message as environments read it; calls without a usable id get one with the number of the turn."""
     message: Message = {
         "role": "assistant",

@@ -161,7 +161,7 @@ async def _sample_turns(
         if wants_summary:
             draft.phase = f"turn {turn_index}: summary"
             seed = derive_seed(draft.request.seed, turn_index, "summary")
-            generation, message, seconds = await sample(limits.context.summary_tokens, seed)
+            generation, message, seconds = await sample(limits.context.summary_tokens or 0, seed)
             with named():
                 goes_on = summaries.take([*closing, *ids], generation, message, generate_s=seconds)
         else:
