@@ -95,8 +95,8 @@ def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_inf
     assert "All 4 trajectories failed" in message
 
 
-@pytest.mark.parametrize(("command", "lock", "work"), [("train", "_run", "trained"), ("eval", "_eval", "evaluated")])
-def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal, command, lock, work):
+@pytest.mark.parametrize(("command", "lock"), [("train", "_run"), ("eval", "_eval")])
+def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal, command, lock):
     path = recipe(max_steps=1, output_dir="out")
     hold = (
         "import sys, time; from pathlib import Path; from agent_r1_trl.trainers.checkpoints import output_lock\n"
@@ -108,7 +108,7 @@ def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(reci
             message = refusal(command, "--config", path, "--output_dir", "out", code=errors.EXIT_INFRASTRUCTURE)
         finally:
             other.kill()
-    assert f"is in use by process {other.pid}" in message and f"which has {work} there since" in message
+    assert f"is in use by process {other.pid}" in message and "which has worked there since" in message
 
 
 def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):

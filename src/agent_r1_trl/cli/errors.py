@@ -86,11 +86,16 @@ def loading(name: str | None, *more: type[Exception]) -> Iterator[None]:
         with users_mistakes(*more):
             yield
     except OSError as error:
-        reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
-        raise UsageError(
-            f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and "
-            "tokenizer, or the id of a model on the Hub that you may read."
-        ) from error
+        raise UsageError(model_problem(name, error)) from error
+
+
+def model_problem(name: str | None, error: Exception) -> str:
+    """A loader's error about a model, with the flag and the fix."""
+    reason = " ".join(str(error).splitlines()[:1]).rstrip(".")
+    return (
+        f"model_name_or_path={name!r}: cannot be loaded. {reason}. Pass the directory of a saved model and tokenizer, "
+        "or the id of a model on the Hub that you may read."
+    )
 
 
 def with_fix(message: str) -> str:

@@ -326,10 +326,10 @@ def prompt_messages(example: Any, env_name: str) -> list[Message]:
         return [{"role": "user", "content": prompt}]
     is_chat = isinstance(prompt, (list, tuple)) and prompt
     if not is_chat or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
-        raise ValueError(
-            f"{env_name}.reset({example!r:.300}): must be a row of the data set whose 'prompt' or 'question' is a "
-            "string or a non-empty list of messages like {'role': 'user', 'content': '...'}. Rename a column, or "
-            "override reset()."
+        given = sorted(map(str, example)) if isinstance(example, Mapping) else f"a {type(example).__name__}"
+        raise ValueError(  # the same words for all rows of one kind: failures are counted by them
+            f"{env_name}.reset: of the example's columns, {given}, neither 'prompt' nor 'question' is a string or a "
+            "non-empty list of messages like {'role': 'user', 'content': '...'}. Rename a column, or override reset()."
         )
     # `datasets` gives every message the keys of all messages; a template may ask whether 'tool_calls' is there.
     return [

@@ -32,7 +32,7 @@ from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
 from agent_r1_trl.features.doctor.environment import examine_env
-from agent_r1_trl.features.doctor.episodes import Caller, make_env
+from agent_r1_trl.features.doctor.episodes import Caller, EnvTrial, make_env
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
