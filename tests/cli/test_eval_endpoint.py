@@ -100,8 +100,8 @@ def test_settings_of_the_recipe_that_a_hosted_model_does_not_know_stay_with_the_
 @pytest.mark.parametrize(
     ("fault", "code", "words"),
     [
-        (error(401, f"bad key {KEY}"), 2, "refuses the key in OPENAI_API_KEY (HTTP 401: bad key [secret"),
-        (error(404, "no model"), 2, "there is no such model or address (HTTP 404: no model)"),
+        (error(401, f"bad key {KEY}"), 2, "cannot be asked (HTTP 401: bad key [secret"),
+        (error(404, "no model"), 2, "cannot be asked (HTTP 404: no model)"),
         (error(402, "pay"), 3, "no credit left (HTTP 402: pay)"),
     ],
     ids=str,

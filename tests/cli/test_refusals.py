@@ -292,7 +292,7 @@ EVAL = {
     ),
     # a hosted model
     "no name of the hosted model": (["RECIPE", *HOSTED[:2]], "--model: not set"),
-    "no address": (["RECIPE", *HOSTED, "--endpoint", "localhost:1"], "endpoint='localhost:1': must begin with http"),
+    "no address": (["RECIPE", *HOSTED, "--endpoint", "localhost:1"], "endpoint='localhost:1': it must"),
     "a secret in the address": (["RECIPE", *HOSTED, "--endpoint", "http://me:geheim@a/v1"], "endpoint=(?!.*geheim)"),
     "no such variable": (["RECIPE", *HOSTED, "--api_key_env", "NO_SUCH_KEY"], "api_key_env='NO_SUCH_KEY'"),
     "a key without an endpoint": (["RECIPE", "--api_key_env", "HOME"], "api_key_env='HOME' has no effect"),
