@@ -423,7 +423,8 @@ def rows_not_logged() -> Iterator[None]:
 
     def shorten(record: logging.LogRecord) -> bool:
         if unscored in str(record.msg):
-            record.msg, record.args = f"{unscored} for at least one trajectory. It is not in the baseline.", ()
+            why = "(None is also the reward of an infrastructure failure)"
+            record.msg, record.args = f"{unscored} for at least one trajectory {why}. It is not in the baseline.", ()
         return True
 
     logger = logging.getLogger("trl.trainer.grpo_trainer")
