@@ -136,7 +136,7 @@ def test_an_adapter_goes_on_where_it_stopped_on_the_same_base_and_not_on_another
     for value in (checkpoint, True):
         with pytest.raises(ValueError, match="resume_from_checkpoint=") as caught:
             train(tmp_path, checkpoint=value, **adapter_on(1))
-        for text in ("trained on the model 'models/base-0'", "'models/base-1'", "model_name_or_path='models/base-0'"):
+        for text in ("'models/base-1'", "model_name_or_path='models/base-0'"):
             assert text in str(caught.value), text
     assert train(tmp_path, checkpoint=checkpoint, **adapter_on(0)).num_sampled == 0
 
