@@ -7,6 +7,7 @@ import pytest
 
 from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.generation.base import RequestTooLongError
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
 from tests.rollout.helpers import PROMPT, Script, chat_of, play, sampled_ids
 from tests.toys import AddEchoEnv, call, calls, say
@@ -153,6 +154,15 @@ def test_a_bug_in_the_outcome_reward_is_named_with_its_line_and_example_after_cl
     ):
         play([say("a")] * 3, env=env, limits={"max_turns": 1})
     assert env.log[-1] == "close"
+
+
+def test_a_request_of_the_environment_that_is_too_long_is_not_the_policys():
+    class SimulatedUser(AddEchoEnv):
+        async def step(self, message):
+            raise RequestTooLongError("maximum context length is 512 tokens")
+
+    trajectory, _ = play([say("a")] * 3, env=SimulatedUser)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "512 tokens" in trajectory.error
 
 
 def test_a_bug_in_the_outcome_reward_ends_its_trajectory_alone_where_that_is_asked():

@@ -93,8 +93,10 @@ async def conclude(
                 draft.error = _too_slow(session, "reset", "rollout_timeout", limits)
         except TrajectoryFailure as failure:
             stop_reason, draft.error = failure.stop_reason, str(failure)
-            draft.is_refused = isinstance(failure.__cause__, RefusedRequestError)
-            if isinstance(failure.__cause__, RequestTooLongError):
+            # An environment's own request is not the policy's.
+            cause = failure.__cause__ if isinstance(failure, GenerationFailure) else None
+            draft.is_refused = isinstance(cause, RefusedRequestError)
+            if isinstance(cause, RequestTooLongError):
                 has_begun = bool(draft.turns)  # then what it has said so far counts, as at the limit of the model
                 stop_reason = StopReason.MAX_COMPLETION_LENGTH if has_begun else StopReason.PROMPT_TOO_LONG
                 draft.error = None if has_begun else draft.error
