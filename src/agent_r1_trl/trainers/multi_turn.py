@@ -530,8 +530,8 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             if self.env_factory is not None and is_own_loss(super()._compute_loss):
                 weighted = for_own_loss(weighted, self)
             loss = super()._compute_loss(model, weighted)
-            if self.env_factory is not None and self._last_world_entropy <= 0:
-                # A step that is skipped: to TRL its entropy is 0, which its adaptive bonus must not answer.
+            if self.env_factory is not None and not self._last_world_entropy > 0:
+                # A step that is skipped: to TRL its entropy is 0 or NaN, which its adaptive bonus must not answer.
                 self.entropy_coef, self._last_world_entropy = entropy_control
                 if values := self._metrics["train"].get("entropy_coef"):
                     values[-1] = self.entropy_coef
