@@ -118,6 +118,17 @@ def test_a_function_that_raises_is_named_with_its_line_and_the_example(setting, 
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
+def test_a_generator_that_raises_is_named_as_well(setting):
+    def mine(trajectory, row, **columns):
+        for text in row:
+            yield [float(text)] * 2
+
+    said = rf"{setting}: mine raised ValueError: .*'none'.*Correct the function\. It was in example 'q1', generation 3"
+    with pytest.raises(RewardError, match=said):
+        SETTINGS[setting](mine, trajectories_of(4), row=["2", "none", "2", "2"])
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_a_function_that_asks_for_a_column_that_is_not_there_reads_which_there_are(setting):
     def mine(trajectory, gold, **columns): ...
 

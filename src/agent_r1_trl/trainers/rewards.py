@@ -208,7 +208,7 @@ def add_turn_rewards(
         said = f"turn_reward_funcs: {name}"
 
         def call(rows: slice, function: Callable = function) -> Any:
-            return wait_for(function(**{column: items[rows] for column, items in columns.items()}))
+            return _drawn(wait_for(function(**{column: items[rows] for column, items in columns.items()})))
 
         try:
             returned = call(slice(None))
@@ -293,7 +293,7 @@ class RewardCalls:
 
             async def call(**kwargs: Any) -> list[float | None]:
                 try:
-                    returned = await function(**arguments(kwargs)) if self._trajectories else []
+                    returned = _drawn(await function(**arguments(kwargs))) if self._trajectories else []
                 except Exception as error:
                     returned = explain(error, kwargs)
                 return self._read(returned, said)
@@ -302,7 +302,7 @@ class RewardCalls:
 
             def call(**kwargs: Any) -> list[float | None]:  # type: ignore[misc]
                 try:
-                    returned = function(**arguments(kwargs)) if self._trajectories else []
+                    returned = _drawn(function(**arguments(kwargs))) if self._trajectories else []
                 except Exception as error:
                     returned = explain(error, kwargs)
                 return self._read(returned, said)
@@ -332,6 +332,11 @@ def _untaken(function: Any) -> set[str]:
         return set()
     takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
     return set() if takes_all else {"trajectory", "environments"} - {*parameters}
+
+
+def _drawn(returned: Any) -> Any:
+    """What a function returned; of a generator the values, since its code runs only now."""
+    return list(returned) if isinstance(returned, Iterator) else returned
 
 
 def _one_each(returned: Any, count: int, said: str, things: str) -> list[Any]:
@@ -380,7 +385,7 @@ def reward_failure(
     where = f"It was called for {len(trajectories)} trajectories, and raises for none of them alone."
     for index, trajectory in enumerate(trajectories):
         try:
-            wait_for(call(slice(index, index + 1)))
+            _drawn(wait_for(call(slice(index, index + 1))))
         except Exception as again:
             if type(again) is type(error):
                 where = f"It was in example {trajectory.example_id!r}, generation {trajectory.generation}."
