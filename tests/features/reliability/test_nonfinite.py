@@ -69,6 +69,19 @@ def test_a_step_on_what_is_not_finite_changes_no_bit_of_weights_optimizer_and_sc
     assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
 
 
+def test_a_step_that_is_not_finite_leaves_the_adaptive_entropy_bonus_alone(tmp_path):
+    class Broken(MultiTurnGRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return tuple(item * NAN if self.state.global_step == 1 and item is not None else item for item in found)
+
+    bonus = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.01}
+    trainer = make_trainer(tmp_path, trainer=Broken, max_steps=3, **bonus)
+    trainer.train()
+    logged = [entry["entropy_coef"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx([0.09, 0.09, 0.08]) and trainer._last_world_entropy > 0
+
+
 def test_the_trajectory_that_is_named_is_the_one(tmp_path, caplog):
     played = []
 
@@ -259,3 +272,10 @@ def test_a_policy_of_nan_ends_the_run_with_that_cause(tmp_path):
         trainer.model.lm_head.weight.fill_(NAN)
     with pytest.raises(NothingPlayedError, match="logits contain NaN or infinity"):
         trainer.train()
+
+
+def test_a_model_without_trained_weights_is_saved(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.model.requires_grad_(False)
+    trainer.save_model(str(tmp_path / "frozen"))
+    assert (tmp_path / "frozen" / "config.json").is_file()

@@ -199,5 +199,7 @@ def nonfinite_weights(model: torch.nn.Module) -> list[str]:
     """Names of the trainable parameters that hold NaN or infinity; of sharded ones this rank's part is looked at."""
     trained = {name: own_part(value) for name, value in model.named_parameters() if value.requires_grad}
     flags = [part.isfinite().all() for part in trained.values()]
+    if not flags:  # all are frozen
+        return []
     is_finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()  # one copy to the host
     return [name for name, finite in zip(trained, is_finite, strict=True) if not finite]
