@@ -120,3 +120,19 @@ def test_where_nothing_can_be_played_every_cause_is_said(recipe, refusal, monkey
     message = refusal(*flags, code=EXIT_INFRASTRUCTURE)
     assert "All 6 trajectories failed: 6 x environment_error: Down.reset raised OSError: it is down" in message
     assert "example 'test0'" in message
+
+
+def test_the_results_are_where_they_are_said_to_be_although_the_environment_went_elsewhere(recipe):
+    path = Path(recipe())
+    Path("elsewhere").mkdir()
+    away = (
+        "\n\nimport os\n\n\nclass Away(AddEnv):\n    def outcome_reward(self, trajectory):\n        os.chdir(HERE)\n"
+    )
+    away = (
+        away.replace("HERE", repr(str(Path("elsewhere").resolve())))
+        + "        return super().outcome_reward(trajectory)\n"
+    )
+    Path("task.py").write_text(Path("task.py").read_text() + away)
+    assert main(["eval", "--config", str(path), "--env", "task.py:Away", "--output_dir", "scores"]) == 0
+    assert Path.cwd() == path.parent and read_result()["num_examples"] == 2
+    assert not Path("scores/unfinished").exists() and not any(Path("elsewhere").iterdir())

@@ -106,6 +106,14 @@ def test_keys_of_a_mapping_on_the_command_line_are_put_over_those_of_the_recipe(
     assert plain(config.echo) == expected
 
 
+@pytest.mark.parametrize(
+    "flags", (["--trainer", "ppo", "--algo=grpo"], ["--algo", "ppo", "--trainer", "grpo"]), ids=str
+)
+def test_the_last_of_trainer_and_its_other_name_decides_on_the_settings_too(recipe, flags):
+    arguments, config, _ = train.read_arguments(["--config", recipe(), *flags])
+    assert arguments.trainer == "grpo" and type(config) is MultiTurnGRPOConfig
+
+
 def test_a_mapping_needs_no_recipe_and_an_unknown_key_is_named(recipe):
     path = recipe()
     config = train.read_arguments(["--config", path, "--sampling.curriculum", "true", "--outages.max_wait", "1e2"])[1]
@@ -116,3 +124,14 @@ def test_a_mapping_needs_no_recipe_and_an_unknown_key_is_named(recipe):
         train.read_arguments(["--config", path, "--sampling.curiculum", "true"])
     with pytest.raises(UsageError, match=r"--echo_patience: there is no such option. Did you mean 'echo.patience'\?"):
         train.read_arguments(["--config", path, "--echo_patience", "3"])
+
+
+def test_a_flag_that_switches_off_takes_no_value(recipe):
+    for flags in (["--no_gradient_checkpointing=false"], ["--no-gradient-checkpointing", "true"]):
+        with pytest.raises(UsageError, match=r"checkpointing: takes no value.*--gradient_checkpointing true"):
+            train.read_arguments(["--config", recipe(), *flags])
+
+
+def test_a_key_of_a_mapping_that_another_command_has_is_not_called_misspelt(recipe, refusal):
+    for flag in ("--echo.patience", "--sampling.curriculum"):
+        assert f"{flag}: agent-r1-trl eval does not use it" in refusal("eval", "--config", recipe(), flag, "5")

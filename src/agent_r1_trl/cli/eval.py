@@ -277,7 +277,8 @@ def _play_all(
         with loading(player[0]), raising(), _opened(arguments, *player) as agent:
             for index, row in rows.items():
                 title = f"{row.dataset}, {row.method}" if row.folder else description
-                results[index] = _play(arguments, row, agent, console, title, goes_on)
+                with contextlib.chdir("."):  # wherever a tool goes, what is read and written next stays here
+                    results[index] = _play(arguments, row, agent, console, title, goes_on)
         del agent  # before the next one is loaded
     return [results[index] for index in range(len(plan))]
 

@@ -122,10 +122,12 @@ class RecipeParser:
                 keys.setdefault(group, {})[key] = values[0] if len(values) == 1 else values or True
             elif name in self.flags:
                 item, is_off = self.flags[name]
+                if is_off and texts:
+                    raise UsageError(f"--{flag}: takes no value. Pass it alone, or --{item.name} true.")
                 given[item.name] = False if is_off else self._of_texts(flag, item.name, texts)
             elif name != "config":
                 problem = no_such_option(self.command, f"--{flag}", name, [*self.flags, *self._keys])
-                if name in self._known:
+                if name in self._known or (key and group in self._known):
                     problem = f"--{flag}: {self.command} does not use it, another command has. Remove it."
                 raise UsageError(problem)
         for group, mapping in keys.items():  # --context window --context.turns 2

@@ -166,8 +166,8 @@ def find_trainer(argv: Sequence[str]) -> str:
     """Find the algorithm in the recipe or on the command line; it decides which settings exist."""
     path = config_of(argv)
     recipe = {} if path is None else read_recipe(path)
-    flags = {flag: texts[0] for flag, texts in words_of(argv) if texts}
-    return str(flags.get("trainer", flags.get("algo", recipe.get("trainer", TrainArguments.trainer))))
+    given = [texts[0] for flag, texts in words_of(argv) if flag in ("trainer", "algo") and texts]
+    return str([recipe.get("trainer", TrainArguments.trainer), *given][-1])
 
 
 def trainer_class(name: str) -> Any:
