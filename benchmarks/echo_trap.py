@@ -110,7 +110,7 @@ ACTIONS: dict[str, Any] = {"echo": {"actions": ["all"]}, "save_strategy": "steps
 
 
 class Watch(TrainerCallback):
-    """Keeps what every optimizer step says, those included that a roll back undoes."""
+    """Keeps what every optimizer step says, those included that a rollback undoes."""
 
     def __init__(self, trainer: Any) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -221,7 +221,7 @@ def summary(name: str, seed: int, plain: dict[str, Any], guarded: dict[str, Any]
         "guard_best": max(with_guard),
         "guard_end": with_guard[-1],
         "guard_steps": len(with_guard),
-        "roll_backs": taken.count("roll_back"),
+        "rollbacks": taken.count("rollback"),
         "actions": len(taken),
     }
 
@@ -256,7 +256,7 @@ def draw(path: Path, name: str, curves: dict[int, tuple[dict[str, Any], dict[str
             panel.plot(range(1, len(values) + 1), smoothed(run["steps"]), color=color, label=label)
         for event in guarded["events"]:
             if event["outcome"] == "taken":
-                is_back = event["action"] == "roll_back"
+                is_back = event["action"] == "rollback"
                 panel.axvline(event["total_steps"], color="black", linestyle="-" if is_back else ":", linewidth=0.8)
         panel.set(title=f"{name}, seed {seed}", xlabel="optimizer steps made", ylim=(-0.03, 1.03))
     panels[0][0].set_ylabel("success")
@@ -293,12 +293,12 @@ def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
 
     print_table(
         f"Success over {WINDOW} rollouts, and the steps of the verdicts",
-        ["recipe", "seed", "best", "warning", "collapsing", "halved", "end", "guarded", "roll backs"],
+        ["recipe", "seed", "best", "warning", "collapsing", "halved", "end", "guarded", "rollbacks"],
         [
             [
                 list(RECIPES)[row["recipe"]], str(row["seed"]), f"{row['best']:.2f}",
                 *(step(row[key]) for key in ("warned", "collapsing", "halved")),
-                f"{row['end']:.2f}", f"{row['guard_end']:.2f}", str(row["roll_backs"]),
+                f"{row['end']:.2f}", f"{row['guard_end']:.2f}", str(row["rollbacks"]),
             ]
             for row in rows
         ],

@@ -261,7 +261,7 @@ def test_a_collapse_is_summed_up_and_drawn(tmp_path):
         return {"steps": steps, "events": list(events)}
 
     plain = run((0.8, "healthy", 20), (0.0, "healthy", 2), (0.0, "collapsed", 18))
-    event = {"action": "roll_back", "outcome": "taken", "total_steps": 23}
+    event = {"action": "rollback", "outcome": "taken", "total_steps": 23}
     guarded = run(
         (0.8, "healthy", 20), (0.0, "healthy", 2), (0.0, "collapsed", 1), (0.9, "healthy", 10), events=[event]
     )
@@ -271,7 +271,7 @@ def test_a_collapse_is_summed_up_and_drawn(tmp_path):
             "recipe": 1, "seed": 7, "start": 0.8, "best": 0.8, "end": 0.0,
             "halved": 25,  # five of the last ten rollouts
             "warned": 23, "collapsing": 23,
-            "guard_best": 0.9, "guard_end": 0.9, "guard_steps": 33, "roll_backs": 1, "actions": 1,
+            "guard_best": 0.9, "guard_end": 0.9, "guard_steps": 33, "rollbacks": 1, "actions": 1,
         }
     )  # fmt: skip
     benchmark.draw(tmp_path / "plot.png", "inaction", {7: (plain, guarded)})

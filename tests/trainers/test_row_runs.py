@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agent_r1_trl.features.echo_trap import roll_back
+from agent_r1_trl.features.echo_trap import rollback
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.effort import nightly
 from tests.features.echo_trap.echo_helpers import guard_of, guarded, is_equal, weights_of
@@ -116,19 +116,19 @@ def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, 
     options = {"script": three_turns, "save_steps": 3, "steps_per_generation": 2, "max_steps": 8, **PPO, **WINDOW}
     options |= {"per_device_train_batch_size": 2}
     verdicts = {7: "collapsed"}
-    straight = guarded(tmp_path / "straight", verdicts, "roll_back", **options)
+    straight = guarded(tmp_path / "straight", verdicts, "rollback", **options)
     straight.train()
 
     def die(*args):
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(roll_back, "forget_after", die)
-        guarded(tmp_path / "killed", verdicts, "roll_back", **options).train()
-    resumed = guarded(tmp_path / "killed", {}, "roll_back", **options)
+        patch.setattr(rollback, "forget_after", die)
+        guarded(tmp_path / "killed", verdicts, "rollback", **options).train()
+    resumed = guarded(tmp_path / "killed", {}, "rollback", **options)
     resumed.train(resume_from_checkpoint=True)
     for run in (straight, resumed):
-        assert guard_of(run).state.num_roll_backs == 1 and guard_of(run).state.num_steps == 12
+        assert guard_of(run).state.num_rollbacks == 1 and guard_of(run).state.num_steps == 12
     assert max(len(item.rows) for item in resumed.last_trajectories) > 1
     assert is_equal(weights_of(straight.model), weights_of(resumed.model))
 

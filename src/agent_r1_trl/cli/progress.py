@@ -42,7 +42,7 @@ class TrainingProgress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar, in the main process only."""
         if state.is_world_process_zero:
-            self.stop()  # the bar of what a roll back has undone
+            self.stop()  # the bar of what a rollback has undone
             self._progress = make_progress(self.console)
             self._progress.start()
             done, total = state.global_step, state.max_steps

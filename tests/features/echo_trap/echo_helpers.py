@@ -8,7 +8,7 @@ from tests.trainers.helpers import make_trainer
 
 
 class ScriptedJudge(TrainerCallback):
-    """The verdict, or its state, after the n-th optimizer step, roll backs included, is `script[n]`, or healthy."""
+    """The verdict, or its state, after the n-th optimizer step, rollbacks included, is `script[n]`, or healthy."""
 
     def __init__(self, script):
         self.script, self.num_all = script, 0

@@ -178,11 +178,11 @@ def test_a_rollout_that_was_scored_without_the_reference_is_not_trained_on_with_
     assert trainer.state.global_step == 3 and trainer.beta == 0.1
 
 
-def test_every_further_roll_back_lowers_the_learning_rate_once_more(tmp_path):
-    guard = guard_of(guarded(tmp_path, {}, "learning_rate", "roll_back", echo={"rate_factor": 0.5}))
+def test_every_further_rollback_lowers_the_learning_rate_once_more(tmp_path):
+    guard = guard_of(guarded(tmp_path, {}, "learning_rate", "rollback", echo={"rate_factor": 0.5}))
     guard.state.rate_until = 20
     factors = []
-    for guard.state.num_roll_backs in (0, 1, 2):
+    for guard.state.num_rollbacks in (0, 1, 2):
         factors.append(guard.learning_rate_factor)
     assert factors == [0.5, 0.5, 0.25]
     guard.state.num_steps = 20
@@ -198,19 +198,19 @@ def test_a_dry_run_says_what_it_would_do_and_changes_nothing(tmp_path, caplog):
     plain = make_trainer(tmp_path / "plain", **options)
     plain.train()
     watched = guarded(
-        tmp_path / "watched", verdicts, "clip", "learning_rate", "roll_back", "stop",
-        echo={"dry_run": True, "max_roll_backs": 1}, **{**options, "save_steps": 1},
+        tmp_path / "watched", verdicts, "clip", "learning_rate", "rollback", "stop",
+        echo={"dry_run": True, "max_rollbacks": 1}, **{**options, "save_steps": 1},
     )  # fmt: skip
     watched.train()
     assert is_equal(weights_of(plain.model), weights_of(watched.model))
     assert is_equal(plain.optimizer.state_dict()["state"][0], watched.optimizer.state_dict()["state"][0])
     events = [(event["step"], event["action"], event["outcome"]) for event in guard_of(watched).state.events]
     assert events == [
-        (3, "clip", "dry run"), (3, "learning_rate", "dry run"), (3, "roll_back", "dry run"), (5, "stop", "dry run"),
+        (3, "clip", "dry run"), (3, "learning_rate", "dry run"), (3, "rollback", "dry run"), (5, "stop", "dry run"),
     ]  # fmt: skip
-    assert "collapsed: roll_back (dry run): the run goes back to checkpoint-1, with other draws" in caplog.text
+    assert "collapsed: rollback (dry run): the run goes back to checkpoint-1, with other draws" in caplog.text
     logged = [entry for entry in watched.state.log_history if "loss" in entry]
-    assert logged[2]["echo/action"] == ACTIONS["roll_back"]
+    assert logged[2]["echo/action"] == ACTIONS["rollback"]
     # What was only said is still to be done once the user has seen it.
     real = guarded(tmp_path / "watched", {7: "warning"}, "learning_rate", **{**options, "max_steps": 8})
     guard_of(real)._judge.num_all = 6
@@ -253,7 +253,7 @@ def test_stop_ends_the_run_with_a_report_that_names_the_last_healthy_checkpoint(
 
 def test_a_run_that_was_stopped_saves_nothing_at_the_end_of_its_epoch_either(tmp_path):
     trainer = guarded(tmp_path, {2: "collapsed"}, "stop", save_strategy="epoch")
-    could_not = {"action": "roll_back", "step": 1, "outcome": "not possible", "text": "", "signals": {}, "state": ""}
+    could_not = {"action": "rollback", "step": 1, "outcome": "not possible", "text": "", "signals": {}, "state": ""}
     trainer.add_callback(BeforeTheFirstStep(lambda: guard_of(trainer).state.events.append(could_not)))
     with pytest.raises(CollapsedError, match=r"Actions before: none\."):
         trainer.train()
@@ -283,18 +283,18 @@ def test_events_that_a_kill_cut_off_are_left_out_and_other_text_is_refused(tmp_p
 
 
 REFUSED = [
-    ("echo.actions", {"echo.actions": ["rollback"]}, {"echo.actions": ["stop"]}),
+    ("echo.actions", {"echo.actions": ["undo"]}, {"echo.actions": ["stop"]}),
     ("echo.actions", {"echo.actions": ["all", "stop"]}, {"echo.actions": ["all"]}),
     ("echo.actions", {"echo.actions": ["stop", "learning_rate"]}, {"echo.actions": ["learning_rate", "stop"]}),
-    ("roll_back", {"echo.actions": ["roll_back"], "save_strategy": "no"}, SAVES),
-    ("roll_back", {"echo.actions": ["roll_back"], "save_only_model": True, **SAVES}, {"save_only_model": False}),
-    ("roll_back", {"echo.actions": ["roll_back"], "journal.replay": "other", **SAVES}, {"journal.replay": None}),
-    ("roll_back", {"echo.actions": ["roll_back"], "metric_for_best_model": "reward", "save_total_limit": 1, **SAVES},
+    ("rollback", {"echo.actions": ["rollback"], "save_strategy": "no"}, SAVES),
+    ("rollback", {"echo.actions": ["rollback"], "save_only_model": True, **SAVES}, {"save_only_model": False}),
+    ("rollback", {"echo.actions": ["rollback"], "journal.replay": "other", **SAVES}, {"journal.replay": None}),
+    ("rollback", {"echo.actions": ["rollback"], "metric_for_best_model": "reward", "save_total_limit": 1, **SAVES},
      {"metric_for_best_model": None}),
     ("echo.dry_run", {"echo.dry_run": True}, {"echo.actions": ["all"]}),
     ("echo.rate_steps", {"echo.rate_steps": 5, "echo.actions": ["stop"]}, {"echo.actions": ["learning_rate"]}),
-    ("echo.max_roll_backs", {"echo.max_roll_backs": 5, "echo.actions": ["stop"]},
-     {"echo.actions": ["roll_back"], **SAVES}),
+    ("echo.max_rollbacks", {"echo.max_rollbacks": 5, "echo.actions": ["stop"]},
+     {"echo.actions": ["rollback"], **SAVES}),
 ]  # fmt: skip
 
 
@@ -318,8 +318,8 @@ def test_the_learning_rate_is_refused_or_left_out_under_deepspeed(tmp_path, capl
 
 def test_all_takes_what_the_run_can_take_and_says_what_it_leaves_out(tmp_path, caplog):
     trainer = guarded(tmp_path, {}, "all", save_strategy="no", save_steps=500)
-    assert "roll_back" not in guard_of(trainer)._actions and guard_of(trainer)._actions[-1] == "stop"
-    assert "leaves 'roll_back' out, which needs whole checkpoints" in caplog.text
+    assert "rollback" not in guard_of(trainer)._actions and guard_of(trainer)._actions[-1] == "stop"
+    assert "leaves 'rollback' out, which needs whole checkpoints" in caplog.text
     assert "Set save_strategy: steps" in caplog.text
 
 

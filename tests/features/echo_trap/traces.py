@@ -2,7 +2,7 @@
 
     python -m tests.features.echo_trap.traces [FIRST_SEED [NUM_SEEDS]]
 
-prints a table: per size of a rollout the healthy runs with any action and with a roll back or stop, by family, then
+prints a table: per size of a rollout the healthy runs with any action and with a rollback or stop, by family, then
 for each collapse after how many steps it was called collapsing, and how much of the success was gone by then. The
 judge and the escalation are the real ones, dry. The rules were made with seeds below 50010, and without
 `HELD_OUT`.
@@ -21,7 +21,7 @@ from agent_r1_trl.features.echo_trap.settings import ACTIONS
 from tests.features.echo_trap.families import BEGIN, COLLAPSES, HEALTHY, HELD_OUT, RARE, SUDDEN, history_of
 
 SIZES = (2, 8, 64)
-HEAVY = {"roll_back", "stop"}
+HEAVY = {"rollback", "stop"}
 
 
 def guarded(history):
@@ -34,7 +34,7 @@ def guarded(history):
         state.note(number, is_healthy=verdict.state in ("healthy", "converged"))
         for name in state.past_actions(10, is_exploding=is_exploding):
             del state.num_taken[name]
-        rules = {"patience": 10, "max_roll_backs": 2, "is_exploding": is_exploding}
+        rules = {"patience": 10, "max_rollbacks": 2, "is_exploding": is_exploding}
         for name in due_actions([*ACTIONS], state, verdict.answered, **rules):
             state.take(name)
             taken.append(name)

@@ -14,7 +14,7 @@ EPSILON, EPSILON_HIGH = 0.2, 0.28
 """Lower and upper clip of the action `clip` (RAGEN, section 4.2; DAPO, arXiv 2503.14476)."""
 NEEDS = (
     Need("echo.dry_run echo.patience", {"echo.actions": None}),
-    Need("echo.max_roll_backs", {"echo.actions": ("roll_back", ALL)}),
+    Need("echo.max_rollbacks", {"echo.actions": ("rollback", ALL)}),
     Need("echo.rate_factor echo.rate_steps", {"echo.actions": ("learning_rate", ALL)}),
 )
 CLASHES: tuple[Clash, ...] = ()
@@ -60,18 +60,18 @@ _REFUSED = (  # action, whether a run cannot take it, why and what would let it
         "epsilon_high.",
     ),
     (
-        "roll_back",
+        "rollback",
         lambda c: c.save_strategy == "no" or c.save_only_model,
         "needs whole checkpoints, and save_strategy={c.save_strategy!r} with save_only_model={c.save_only_model} "
         "writes none. Set save_strategy: steps, save_steps and save_only_model: false.",
     ),
     (
-        "roll_back",
+        "rollback",
         lambda c: plain_value(c, "journal.replay") is not None,
         "samples other rollouts, and journal.replay takes them from a journal. Remove journal.replay.",
     ),
     (
-        "roll_back",
+        "rollback",
         lambda c: c.metric_for_best_model is not None and c.save_total_limit == 1,  # load_best_model_at_end sets one
         "needs the last healthy checkpoint, and save_total_limit=1 with metric_for_best_model="
         "{c.metric_for_best_model!r} deletes all but the best. Set save_total_limit: 2.",

@@ -3,7 +3,7 @@
 The actions stand in an order that the user chooses. Each has a severity: the mildest verdict that it answers.
 
     filter, clip, learning_rate    "warning"      they change how the next steps are trained
-    roll_back                      "collapsing"   goes back to the last healthy checkpoint
+    rollback                       "collapsing"   goes back to the last healthy checkpoint
     stop                           "collapsed"    ends the run
 
 What `filter` and `clip` have changed is undone once the run has been healthy for a while. `clip` does not fit a run
@@ -20,7 +20,7 @@ HEALTHY = ("healthy", "converged")
 UNDONE = ("filter", "clip")
 """Actions that end with their cause; the learning rate comes back by itself, and a rollback is over at once."""
 SEVERITIES = ("healthy", "warning", "collapsing", "collapsed")
-_NEEDS = {"roll_back": 2, "stop": 3}
+_NEEDS = {"rollback": 2, "stop": 3}
 """Severity that an action answers; 1 for all others."""
 
 
@@ -37,8 +37,8 @@ class GuardState:
     """How often each action was taken, in a dry run: would have been."""
     last_action: int | None = None
     """`num_steps` when an action was taken last."""
-    last_roll_back: int | None = None
-    num_roll_backs: int = 0
+    last_rollback: int | None = None
+    num_rollbacks: int = 0
     """Rollbacks that really happened; they seed the draws of the rollouts."""
     noticed_at: int | None = None
     """Optimizer step, as checkpoints count them, whose verdict was the first in a row not to be healthy."""
@@ -58,8 +58,8 @@ class GuardState:
         """Count an action that is taken now."""
         self.num_taken[name] = self.num_taken.get(name, 0) + 1
         self.last_action = self.num_steps
-        if name == "roll_back":
-            self.last_roll_back = self.num_steps
+        if name == "rollback":
+            self.last_rollback = self.num_steps
 
     def past_actions(self, patience: int, *, is_exploding: bool) -> list[str]:
         """What was taken and is to be undone now."""
@@ -73,7 +73,7 @@ def due_actions(
     verdict: str,
     *,
     patience: int,
-    max_roll_backs: int,
+    max_rollbacks: int,
     is_exploding: bool = False,
 ) -> list[str]:
     """The actions to take after this step, in order; none, as a rule.
@@ -82,7 +82,7 @@ def due_actions(
     actions up to the next rollback (or stop) are then taken together, because what they would have had to repair is
     undone anyway. A rollback gets its `patience` steps in any case. Every other action is in force once.
 
-    >>> due_actions(["filter", "stop"], GuardState(num_steps=3), "warning", patience=10, max_roll_backs=2)
+    >>> due_actions(["filter", "stop"], GuardState(num_steps=3), "warning", patience=10, max_rollbacks=2)
     ['filter']
     """
 
@@ -94,10 +94,10 @@ def due_actions(
         name
         for name in actions
         if _NEEDS.get(name, 1) <= severity
-        and state.num_taken.get(name, 0) < (max_roll_backs if name == "roll_back" else 1)
+        and state.num_taken.get(name, 0) < (max_rollbacks if name == "rollback" else 1)
         and not (is_exploding and name == "clip")
     ]
-    if is_within(state.last_roll_back):
+    if is_within(state.last_rollback):
         return []
     heavy = next((place for place, name in enumerate(left) if name in _NEEDS), None)
     if verdict == "collapsed" and heavy is not None:

@@ -2,7 +2,7 @@
 
 Covered here: when something is done, on all ranks alike, and what it changes; what is written about it. Not covered:
 which action is due (`escalation.py`), which a run can take (`checks.py`), checkpoints and the way back to them
-(`roll_back.py`), the verdict (`feature.py`).
+(`rollback.py`), the verdict (`feature.py`).
 
 transformers 5.17 names that this file touches: `optimizer.param_groups`, `state`, `control`, `is_deepspeed_enabled`,
 `is_fsdp_enabled`; of TRL `_metrics`, and `epsilon_low`, `epsilon_high` and `beta`, which TRL reads anew in every loss.
@@ -24,14 +24,14 @@ from accelerate.utils import broadcast_object_list
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.echo_trap.checks import EPSILON, EPSILON_HIGH, clip_matters, refusal
 from agent_r1_trl.features.echo_trap.escalation import SEVERITIES, GuardState, due_actions
-from agent_r1_trl.features.echo_trap.roll_back import (
+from agent_r1_trl.features.echo_trap.rollback import (
     ROLLED_BACK,
-    RollBack,
+    Rollback,
     candidates,
     delete_after,
     last_healthy,
     read_guard,
-    run_with_roll_backs,
+    run_with_rollbacks,
     write_guard,
 )
 from agent_r1_trl.features.echo_trap.settings import ACTIONS, ALL
@@ -66,7 +66,7 @@ class EchoGuard(RolloutCallback):
     _judge: Any
 
     def __init__(self) -> None:
-        self._roll_back: RollBack | None = None
+        self._rollback: Rollback | None = None
         """What leaves the Trainer's loop as soon as this step is logged."""
         self._ending: RunError | None = None
         """What `train` raises once the Trainer's loop has ended."""
@@ -112,10 +112,10 @@ class EchoGuard(RolloutCallback):
         """The Trainer's loop with its rollbacks."""
         if any([self._put_back(name) for name in [*self._before]]):
             self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
-        self._roll_back = self._ending = None
+        self._rollback = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self.trainer.args.echo.dry_run)
         self.trainer.rollouts.seed = self.trainer.args.seed
-        return run_with_roll_backs(self.trainer, train)
+        return run_with_rollbacks(self.trainer, train)
 
     def end_run(self) -> None:
         """Raise what the guard has ended the run with.
@@ -140,19 +140,19 @@ class EchoGuard(RolloutCallback):
             if self.trainer.is_world_process_zero():
                 logger.warning("%s holds nothing of the guard, which begins anew.", folder)
             return
-        self._roll_back = None
+        self._rollback = None
         saved, is_dry = GuardState(**content["guard"]), self.state.is_dry
         if saved.is_dry != is_dry:  # what was only said is still to be done
-            kept = {name: getattr(saved, name) for name in ("run", "num_steps", "num_roll_backs", "events")}
+            kept = {name: getattr(saved, name) for name in ("run", "num_steps", "num_rollbacks", "events")}
             saved = GuardState(is_dry=is_dry, **kept)
         self.state = saved
         for name in [*self._before]:
             self._put_back(name)
         for name in self._actions if not is_dry else []:
-            if saved.num_taken.get(name) and ACTIONS[name] < ACTIONS["roll_back"]:
+            if saved.num_taken.get(name) and ACTIONS[name] < ACTIONS["rollback"]:
                 self._apply(name)
-        if saved.num_roll_backs:
-            self.trainer.rollouts.seed = derive_seed(self.trainer.args.seed, "roll_back", saved.num_roll_backs)
+        if saved.num_rollbacks:
+            self.trainer.rollouts.seed = derive_seed(self.trainer.args.seed, "rollback", saved.num_rollbacks)
 
     def kept_checkpoints(self) -> list[Path]:
         """The checkpoints that `save_total_limit` must not delete."""
@@ -189,7 +189,7 @@ class EchoGuard(RolloutCallback):
     def learning_rate_factor(self) -> float:  # type: ignore[override]
         """What the learning rates of the pending step are multiplied by: less after every further rollback."""
         is_lowered = self.state.num_steps < self.state.rate_until
-        return self.trainer.args.echo.rate_factor ** max(1, self.state.num_roll_backs) if is_lowered else 1.0
+        return self.trainer.args.echo.rate_factor ** max(1, self.state.num_rollbacks) if is_lowered else 1.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Act on the verdict; all ranks act on the worst of theirs."""
@@ -208,12 +208,12 @@ class EchoGuard(RolloutCallback):
             self._undo(SEVERITIES[sees], self.state.past_actions(args.echo.patience, is_exploding=is_exploding))
             if answered:
                 self._act(SEVERITIES[answered], is_exploding, control)
-        self._log(metrics | {"steps": self.state.num_steps, "roll_backs": self.state.num_roll_backs})
+        self._log(metrics | {"steps": self.state.num_steps, "rollbacks": self.state.num_rollbacks})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the Trainer's loop for a rollback, now that the last step is logged."""
-        if self._roll_back is not None:
-            raise self._roll_back
+        if self._rollback is not None:
+            raise self._rollback
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Act after the last step of an epoch as after any other; a run that ends here saves no checkpoint either."""
@@ -289,14 +289,14 @@ class EchoGuard(RolloutCallback):
 
     def _act(self, verdict: str, is_exploding: bool, control: Any) -> None:
         args, healthy, actions = self.trainer.args.echo, None, self._actions
-        rules: dict[str, Any] = {"patience": args.patience, "max_roll_backs": args.max_roll_backs}
+        rules: dict[str, Any] = {"patience": args.patience, "max_rollbacks": args.max_rollbacks}
         rules["is_exploding"] = is_exploding
         names = due_actions(actions, self.state, verdict, **rules)
-        if {"roll_back", "stop"} & {*names}:
+        if {"rollback", "stop"} & {*names}:
             healthy = self._last_healthy()
-        if "roll_back" in names and healthy is None:
-            self._record("roll_back", verdict, "not possible", "there is no healthy checkpoint to go back to")
-            names = due_actions([name for name in actions if name != "roll_back"], self.state, verdict, **rules)
+        if "rollback" in names and healthy is None:
+            self._record("rollback", verdict, "not possible", "there is no healthy checkpoint to go back to")
+            names = due_actions([name for name in actions if name != "rollback"], self.state, verdict, **rules)
         for name in names:
             control.should_log = True
             self._take(name, verdict, healthy, control)
@@ -304,7 +304,7 @@ class EchoGuard(RolloutCallback):
     def _take(self, name: str, verdict: str, healthy: Path | None, control: Any) -> None:
         state, is_dry = self.state, self.state.is_dry
         state.take(name)
-        if name == "roll_back":
+        if name == "rollback":
             text = f"the run goes back to {healthy and healthy.name}, with other draws from there on"
         elif name == "stop":
             text = f"the run ends; its last healthy checkpoint is {healthy or 'none'}"
@@ -316,17 +316,17 @@ class EchoGuard(RolloutCallback):
             return
         if name == "learning_rate":
             state.rate_until = state.num_steps + self.trainer.args.echo.rate_steps
-        if name in ("roll_back", "stop"):
+        if name in ("rollback", "stop"):
             control.should_save = control.should_evaluate = False
         if name == "stop":
             self._ending, control.should_training_stop = CollapsedError(self._report(verdict, healthy)), True
-        elif name == "roll_back" and healthy is not None:
+        elif name == "rollback" and healthy is not None:
             self._go_back(healthy, control)
 
     def _go_back(self, folder: Path, control: Any) -> None:
         """Write down that the run goes back, and leave the Trainer's loop at the next occasion."""
         trainer, state = self.trainer, self.state
-        state.num_roll_backs += 1
+        state.num_rollbacks += 1
         state.noticed_at = None
         if state.rate_until:
             state.rate_until = state.num_steps + trainer.args.echo.rate_steps
@@ -341,7 +341,7 @@ class EchoGuard(RolloutCallback):
                 "FSDP that takes a new process: start it again with resume_from_checkpoint: true."
             )
         else:
-            self._roll_back = RollBack(folder, self._on_main(lambda: (read_guard(folder) or {})["micro_step"]))
+            self._rollback = Rollback(folder, self._on_main(lambda: (read_guard(folder) or {})["micro_step"]))
 
     def _last_healthy(self) -> Path | None:
         folder, until = Path(self.trainer.args.output_dir), self._trusted_until

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from agent_r1_trl.settings import Count, Flag, Number, SettingsGroup, SomeOf, setting
 
-ACTIONS = {"filter": 1, "clip": 2, "learning_rate": 3, "roll_back": 4, "stop": 5}
+ACTIONS = {"filter": 1, "clip": 2, "learning_rate": 3, "rollback": 4, "stop": 5}
 """Actions of the echo guard: name -> its number in the metric `echo/action`."""
 ALL = "all"
 """Stands in `echo.actions` for every action that the run can take."""
@@ -30,7 +30,7 @@ class EchoSettings(SettingsGroup):
     actions: Annotated[list[str], SomeOf(*ACTIONS, ALL)] | None = setting(
         None,
         "What the guard does, and in which order, when the run collapses: 'filter', 'clip', "
-        "'learning_rate', 'roll_back', 'stop'; 'all' for those that this run can take. None: there is no guard.",
+        "'learning_rate', 'rollback', 'stop'; 'all' for those that this run can take. None: there is no guard.",
     )
     dry_run: Flag = setting(False, "The guard only says what it would do. Nothing about the training changes.")
     patience: Count = setting(
@@ -38,7 +38,7 @@ class EchoSettings(SettingsGroup):
         "Number of optimizer steps that an action of the guard gets to work before the next one. 'filter' and "
         "'clip' are undone after as many healthy steps.",
     )
-    max_roll_backs: Count = setting(2, "How often the guard's 'roll_back' goes back to a healthy checkpoint at most.")
+    max_rollbacks: Count = setting(2, "How often the guard's 'rollback' goes back to a healthy checkpoint at most.")
     rate_factor: Annotated[float, Number(above=0, below=1)] = setting(
         0.5, "What the guard's 'learning_rate' multiplies all learning rates by, the critic's included."
     )

@@ -224,7 +224,7 @@ class RunGuard(RolloutCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A resumed run begins where its checkpoint stands."""
-        self._saved_step = -1  # after a roll back, the checkpoint of that step is gone
+        self._saved_step = -1  # after a rollback, the checkpoint of that step is gone
         self._remember()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -13,8 +13,8 @@ def test_all_ranks_go_back_together_and_go_on_with_the_weights_of_the_checkpoint
     for rank in ranks:
         assert [step for step, _ in rank["seen"]] == [0, 1, 2, 3, 2, 3, 4]
         assert rank["seen"][2] == rank["seen"][4] != rank["seen"][1], "the weights of the checkpoint"
-        assert rank["events"] == [(4, "clip", "collapsed"), (4, "roll_back", "collapsed")]
-        assert rank["beta"] == 0.0, "what was done before the roll back holds after it"
+        assert rank["events"] == [(4, "clip", "collapsed"), (4, "rollback", "collapsed")]
+        assert rank["beta"] == 0.0, "what was done before the rollback holds after it"
         assert rank["seed"] == one["seed"] != 7, "other draws than those of the run"
         assert (rank["ended"] is None) == (launch in ("one", "ddp"))
         assert launch in ("one", "ddp") or "resume_from_checkpoint: true" in rank["ended"]

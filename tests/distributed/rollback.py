@@ -17,11 +17,11 @@ def gone_back(output_dir):
     """Per rank: the steps begun with digests of its weights, the seed of the draws, the guard's events, the losses."""
     is_last = int(os.environ.get("RANK", 0)) == num_processes() - 1
     options = {"model": str(output_dir / POLICY_FOLDER), "max_steps": 5}
-    options["echo.patience"] = 4  # more healthy steps than follow the roll back: nothing is undone yet
+    options["echo.patience"] = 4  # more healthy steps than follow the rollback: nothing is undone yet
     options |= {"per_device_train_batch_size": 8 // num_processes(), "beta": 0.1}
     seen, ended = [], None
     for verdicts in ({4: "collapsed"} if is_last else {}, {}):
-        trainer = guarded(output_dir / "gone_back", verdicts, "clip", "roll_back", **options)
+        trainer = guarded(output_dir / "gone_back", verdicts, "clip", "rollback", **options)
         Watch(trainer, lambda trainer: fingerprint(trainer.model.named_parameters())).seen = seen
         try:
             trainer.train(resume_from_checkpoint=ended is not None)

@@ -4,13 +4,13 @@ import pytest
 
 from agent_r1_trl.features.echo_trap.escalation import GuardState, due_actions
 
-ORDER = ["filter", "clip", "learning_rate", "roll_back", "stop"]
+ORDER = ["filter", "clip", "learning_rate", "rollback", "stop"]
 
 
-def play(verdicts, actions=ORDER, patience=3, max_roll_backs=2, is_exploding=False):
+def play(verdicts, actions=ORDER, patience=3, max_rollbacks=2, is_exploding=False):
     """What is taken after each step: a list of (number of the step, names)."""
     state, taken = GuardState(), []
-    rules = {"patience": patience, "max_roll_backs": max_roll_backs, "is_exploding": is_exploding}
+    rules = {"patience": patience, "max_rollbacks": max_rollbacks, "is_exploding": is_exploding}
     for verdict in verdicts:
         state.num_steps += 1
         names = due_actions(actions, state, verdict, **rules)
@@ -22,7 +22,7 @@ def play(verdicts, actions=ORDER, patience=3, max_roll_backs=2, is_exploding=Fal
 
 LATE = ["healthy", "warning", "healthy", "converged", "warning", "warning"]
 COLLAPSE = ["warning", *["collapsed"] * 12]
-ALL_AT_ONCE = [(1, ["filter"]), (2, ["clip", "learning_rate", "roll_back"]), (5, ["roll_back"]), (8, ["stop"])]
+ALL_AT_ONCE = [(1, ["filter"]), (2, ["clip", "learning_rate", "rollback"]), (5, ["rollback"]), (8, ["stop"])]
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ ALL_AT_ONCE = [(1, ["filter"]), (2, ["clip", "learning_rate", "roll_back"]), (5,
         (LATE, {}, [(2, ["filter"]), (5, ["clip"])]),
         (
             ["collapsing"] * 30,
-            {"actions": ["filter", "roll_back", "stop"]},
-            [(1, ["filter"]), (4, ["roll_back"]), (7, ["roll_back"])],
+            {"actions": ["filter", "rollback", "stop"]},
+            [(1, ["filter"]), (4, ["rollback"]), (7, ["rollback"])],
         ),
         (COLLAPSE, {}, ALL_AT_ONCE),
-        (["collapsed"] * 4, {"actions": ["roll_back", "stop"], "patience": 4}, [(1, ["roll_back"])]),
+        (["collapsed"] * 4, {"actions": ["rollback", "stop"], "patience": 4}, [(1, ["rollback"])]),
         (
             ["collapsed"] * 5,
-            {"actions": ["roll_back", "stop"], "patience": 4, "max_roll_backs": 1},
-            [(1, ["roll_back"]), (5, ["stop"])],
+            {"actions": ["rollback", "stop"], "patience": 4, "max_rollbacks": 1},
+            [(1, ["rollback"]), (5, ["stop"])],
         ),
         (["warning"] * 9, {"is_exploding": True}, [(1, ["filter"]), (4, ["learning_rate"])]),
-        (["collapsed"], {"is_exploding": True}, [(1, ["filter", "learning_rate", "roll_back"])]),
+        (["collapsed"], {"is_exploding": True}, [(1, ["filter", "learning_rate", "rollback"])]),
     ],
     ids=[
         "a warning brings the milder actions one by one",

@@ -33,7 +33,7 @@ GUARD = "echo_guard.json"
 ROLLED_BACK = "echo_guard_rolled_back.json"
 
 
-class RollBack(BaseException):
+class Rollback(BaseException):
     """The Trainer's loop is left, to be entered again with a checkpoint; it never leaves `train`."""
 
     def __init__(self, folder: Path, micro_step: int) -> None:
@@ -123,15 +123,15 @@ def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
     trainer.optimizer.zero_grad(set_to_none=True)
 
 
-def run_with_roll_backs(trainer: Any, train: partial[Any]) -> Any:
-    """`Trainer.train` (its first argument is the checkpoint), entered again whenever it is left with a `RollBack`."""
+def run_with_rollbacks(trainer: Any, train: partial[Any]) -> Any:
+    """`Trainer.train` (its first argument is the checkpoint), entered again whenever it is left with a `Rollback`."""
     call: Callable[[], Any] = train
     while True:
         try:
             return call()
-        except RollBack as roll_back:
-            folder = roll_back.folder
-            forget_after(trainer, folder, roll_back.micro_step)
+        except Rollback as rollback:
+            folder = rollback.folder
+            forget_after(trainer, folder, rollback.micro_step)
         if trainer.neftune_noise_alpha is not None:
             deactivate_neftune(trainer.model, trainer.neftune_hook_handle, trainer.accelerator)
         trainer.args.resume_without = None  # it said what the run's first start did without

@@ -1,4 +1,4 @@
-"""The guard's roll back: everything is as at the last healthy checkpoint, but the draws."""
+"""The guard's rollback: everything is as at the last healthy checkpoint, but the draws."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from agent_r1_trl.features.echo_trap import Verdict, roll_back
+from agent_r1_trl.features.echo_trap import Verdict, rollback
 from agent_r1_trl.features.echo_trap.guard import CollapsedError, RestartError
-from agent_r1_trl.features.echo_trap.roll_back import GUARD, ROLLED_BACK, healthy_checkpoints
+from agent_r1_trl.features.echo_trap.rollback import GUARD, ROLLED_BACK, healthy_checkpoints
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -52,7 +52,7 @@ class Copying(Generator):
 
 def test_a_run_that_recovers_is_neither_rolled_back_nor_ended(tmp_path):
     better = Verdict(state="collapsed", step=0, is_recovering=True)
-    trainer = guarded(tmp_path, {3: better, 4: better}, "learning_rate", "roll_back", "stop", echo={"patience": 1})
+    trainer = guarded(tmp_path, {3: better, 4: better}, "learning_rate", "rollback", "stop", echo={"patience": 1})
     trainer.train()
     assert guard_of(trainer).state.num_taken == {"learning_rate": 1}  # as in a run with a warning
 
@@ -64,7 +64,7 @@ def test_a_run_that_recovers_is_neither_rolled_back_nor_ended(tmp_path):
 def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_other_draws(
     tmp_path, kind, noticed, options
 ):
-    trainer = guarded(tmp_path, {noticed: "collapsed"}, "roll_back", trainer=TRAINERS[kind],
+    trainer = guarded(tmp_path, {noticed: "collapsed"}, "rollback", trainer=TRAINERS[kind],
                       record_trajectories="jsonl", **options)  # fmt: skip
     copying, watch = Copying(trainer), Watch(trainer, look)
     saved = {"grpo": 2, "ppo": 3}[kind]
@@ -84,7 +84,7 @@ def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_o
 
 
 def test_a_reference_that_follows_the_policy_goes_back_with_it(tmp_path):
-    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", **moving_reference(tmp_path / "policy"))
+    trainer = guarded(tmp_path, {5: "collapsed"}, "rollback", **moving_reference(tmp_path / "policy"))
     watch = Watch(trainer, lambda trainer: weights_of(trainer.ref_model))
     trainer.train()
     assert [step for step, _ in watch.seen] == [0, 1, 2, 3, 4, 2, 3, 4, 5]
@@ -104,7 +104,7 @@ class BrokenStep(TrainerCallback):
 
 
 def test_what_is_logged_and_recorded_says_that_the_run_went_back(tmp_path, caplog):
-    trainer = guarded(tmp_path, {4: "warning", 5: "collapsed"}, "roll_back", record_trajectories="jsonl")
+    trainer = guarded(tmp_path, {4: "warning", 5: "collapsed"}, "rollback", record_trajectories="jsonl")
     trainer.add_callback(BrokenStep(5, trainer))
     watch = Watch(trainer, lambda trainer: trainer.features["numbers"]._in_a_row)
     trainer.train()
@@ -113,27 +113,27 @@ def test_what_is_logged_and_recorded_says_that_the_run_went_back(tmp_path, caplo
     assert "goes back to checkpoint-2" in caplog.text and "entropy fell to 0.05" in caplog.text
     assert "Deleted checkpoint-4" in caplog.text, "it was saved at a warning"
     logged = trainer.state.log_history[-2]
-    assert (logged["echo/steps"], logged["echo/roll_backs"]) == (9, 1), "5 steps, and 4 behind the checkpoint"
+    assert (logged["echo/steps"], logged["echo/rollbacks"]) == (9, 1), "5 steps, and 4 behind the checkpoint"
     lines = (tmp_path / "trajectories" / "events.jsonl").read_text().splitlines()
     (event,) = map(json.loads, lines)
-    assert {event["step"], event["action"], event["outcome"]} == {5, "roll_back", "taken"}
+    assert {event["step"], event["action"], event["outcome"]} == {5, "rollback", "taken"}
     assert event["signals"] == {"entropy": "entropy fell to 0.05"}
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_path, monkeypatch):
-    straight = guarded(tmp_path / "straight", {5: "collapsed"}, "roll_back")
+    straight = guarded(tmp_path / "straight", {5: "collapsed"}, "rollback")
     straight.train()
 
     def die(*args):
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(roll_back, "forget_after", die)
-        guarded(tmp_path / "killed", {5: "collapsed"}, "roll_back").train()
-    resumed = guarded(tmp_path / "killed", {}, "roll_back")
+        patch.setattr(rollback, "forget_after", die)
+        guarded(tmp_path / "killed", {5: "collapsed"}, "rollback").train()
+    resumed = guarded(tmp_path / "killed", {}, "rollback")
     resumed.train(resume_from_checkpoint=True)
-    assert guard_of(resumed).state.num_roll_backs == 1 and guard_of(resumed).state.num_steps == 9
+    assert guard_of(resumed).state.num_rollbacks == 1 and guard_of(resumed).state.num_steps == 9
     assert is_equal(weights_of(straight.model), weights_of(resumed.model))
     plain = make_trainer(tmp_path / "plain", max_steps=6, per_device_train_batch_size=4)
     plain.train()
@@ -153,7 +153,7 @@ def test_the_last_healthy_checkpoint_outlives_save_total_limit(tmp_path):
 @pytest.mark.parametrize("updates", (1, 2))
 def test_rotation_leaves_a_checkpoint_two_rollouts_behind_in_every_step(tmp_path, updates):
     trainer = guarded(
-        tmp_path, {}, "roll_back", save_steps=1, save_total_limit=1, max_steps=9, steps_per_generation=updates
+        tmp_path, {}, "rollback", save_steps=1, save_total_limit=1, max_steps=9, steps_per_generation=updates
     )
     watch = Watch(trainer, lambda trainer: guard_of(trainer)._last_healthy())
     trainer.train()
@@ -167,7 +167,7 @@ def test_rotation_leaves_a_checkpoint_two_rollouts_behind_in_every_step(tmp_path
 def test_what_was_saved_between_the_beginning_of_a_collapse_and_its_notice_is_passed_over(tmp_path):
     """Noticed by a warning at step 5: the rollouts of 4 and 5 were bad, checkpoint-4 was saved between them."""
     verdicts = {5: "warning", 6: "warning", 7: "collapsing"}
-    trainer = guarded(tmp_path, verdicts, "roll_back", save_steps=1, max_steps=8)
+    trainer = guarded(tmp_path, verdicts, "rollback", save_steps=1, max_steps=8)
     trainer.train()
     (event,) = guard_of(trainer).state.events
     assert (event["step"], event["text"]) == (7, "the run goes back to checkpoint-3, with other draws from there on")
@@ -176,15 +176,15 @@ def test_what_was_saved_between_the_beginning_of_a_collapse_and_its_notice_is_pa
 
 def test_a_warning_that_has_passed_does_not_count_towards_the_next(tmp_path):
     verdicts = {2: "warning", 7: "collapsing"}
-    trainer = guarded(tmp_path, verdicts, "roll_back", save_steps=1, max_steps=8)
+    trainer = guarded(tmp_path, verdicts, "rollback", save_steps=1, max_steps=8)
     trainer.train()
     (event,) = guard_of(trainer).state.events
     assert "goes back to checkpoint-5" in event["text"]
 
 
 def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(tmp_path):
-    guarded(tmp_path, {}, "roll_back", max_steps=2).train()
-    trainer = guarded(tmp_path, {5: "collapsed"}, "roll_back", "stop", save_steps=1, max_steps=5)
+    guarded(tmp_path, {}, "rollback", max_steps=2).train()
+    trainer = guarded(tmp_path, {5: "collapsed"}, "rollback", "stop", save_steps=1, max_steps=5)
 
     class Damage(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
@@ -198,12 +198,12 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(
     assert [event["outcome"] for event in guard_of(trainer).state.events] == ["not possible", "taken"]
 
 
-def test_a_roll_back_under_deepspeed_or_fsdp_ends_the_process_and_a_new_one_goes_on(tmp_path):
-    trainer = guarded(tmp_path, {4: "collapsed"}, "roll_back")
+def test_a_rollback_under_deepspeed_or_fsdp_ends_the_process_and_a_new_one_goes_on(tmp_path):
+    trainer = guarded(tmp_path, {4: "collapsed"}, "rollback")
     guard_of(trainer)._is_sharded = True
     with pytest.raises(RestartError, match="resume_from_checkpoint: true"):
         trainer.train()
     assert trainer.state.global_step == 4 and (tmp_path / "checkpoint-2" / ROLLED_BACK).exists()
-    resumed = judged_by(guarded(tmp_path, {}, "roll_back"), {})
+    resumed = judged_by(guarded(tmp_path, {}, "rollback"), {})
     resumed.train(resume_from_checkpoint=True)
-    assert guard_of(resumed).state.num_roll_backs == 1 and resumed.state.global_step == 6
+    assert guard_of(resumed).state.num_rollbacks == 1 and resumed.state.global_step == 6
