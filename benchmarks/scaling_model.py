@@ -48,7 +48,7 @@ class Assumptions:
     """Seconds of a turn's tools, in the longest trajectory."""
     server_memory_share: float = 0.9
     """Of a server's memory, for weights and KV cache."""
-    tokens_per_pass: int = 16384
+    tokens_per_micro_batch: int = 16384
     """Tokens of a forward and backward pass on each GPU."""
 
 
@@ -155,8 +155,8 @@ def update_s(policy: Policy, batch: Batch, cluster: Cluster) -> tuple[float, flo
     tokens = batch.trajectories * batch.length
     flops = (2 + 8) * policy.params * tokens  # old log-probs; forward, again for checkpointing, backward
     rate = cluster.training_gpus * cluster.hardware.flops * cluster.assumed.update_mfu
-    passes = math.ceil(tokens / (cluster.training_gpus * cluster.assumed.tokens_per_pass))
-    return flops / rate, (1 + 3) * passes * gather_s(policy, cluster)
+    micro_batches = math.ceil(tokens / (cluster.training_gpus * cluster.assumed.tokens_per_micro_batch))
+    return flops / rate, (1 + 3) * micro_batches * gather_s(policy, cluster)
 
 
 def step(policy: Policy, batch: Batch, cluster: Cluster) -> dict[str, float | str]:

@@ -347,7 +347,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trainer", choices=("grpo", "ppo"), default="grpo")
     parser.add_argument("--critic", choices=("head", "adapter", "model"), default="model", help="of --trainer ppo")
     parser.add_argument("--rows", choices=("ragged", "forks"), default="ragged", help="what a trajectory becomes")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="of a pass, in the layout 'tokens'")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="of a micro-batch, in the layout 'tokens'")
     parser.add_argument("--groups", type=int, default=4, help="prompts")
     parser.add_argument("--group-size", type=int, default=8, help="trajectories per prompt")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows per forward")

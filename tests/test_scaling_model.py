@@ -34,7 +34,7 @@ def test_parts_of_a_step_by_hand(model):
     hardware = model.Hardware(flops=1e6, hbm_bytes=1000, hbm_rate=100, nvlink_rate=50, nic_rate=10)
     assumed = model.Assumptions(
         update_mfu=0.5, prefill_mfu=0.5, decode_hbm_share=0.5, link_share=0.5, decode_overhead_s=1.0, tail=3.0,
-        tool_s=2.0, server_memory_share=1.0, tokens_per_pass=6,
+        tool_s=2.0, server_memory_share=1.0, tokens_per_micro_batch=6,
     )  # fmt: skip
     policy = model.Policy(name="toy", params=100, layers=1, kv_heads=1, head_dim=5, gpus_per_server=1)
     batch = model.Batch(trajectories=16, turns=2, prompt=1, sampled=2, observed=6)
@@ -48,7 +48,7 @@ def test_parts_of_a_step_by_hand(model):
     assert model.transfer_s(policy, cluster) == pytest.approx(8 * 200 / 5)
     # One machine trains: no traffic across machines, 7/8 of 200 bytes at 25 a second.
     assert model.gather_s(policy, cluster) == pytest.approx(7)
-    # 144 tokens on 8 GPUs of 6 tokens a pass: three passes.
+    # 144 tokens on 8 GPUs of 6 tokens a micro-batch: three micro-batches.
     assert model.update_s(policy, batch, cluster) == pytest.approx((10 * 100 * 144 / 4e6, 4 * 3 * 7))
     found = model.step(policy, batch, cluster)
     assert found["overlapped"] == pytest.approx(max(found["rollout"], found["update"]) + 320)

@@ -90,7 +90,7 @@ def train(case, output_dir, checkpoint=None):
 
     def prepared(generation_batch):
         inputs = prepare(generation_batch)
-        rows.append([len(one["completion_ids"]) for one in inputs.get("passes", [inputs])])
+        rows.append([len(one["completion_ids"]) for one in inputs.get("micro_batches", [inputs])])
         under_way.append(trainer.rollouts.upcoming is not None)
         return inputs
 

@@ -107,7 +107,7 @@ def rewritten(case, output_dir):
 
 
 def _train(output_dir, cut, **options):
-    """Per rank: losses of its micro-steps by optimizer step, rows of its forward passes, and its trajectories.
+    """Per rank: losses of its micro-steps by optimizer step, rows of its micro-batches, and its trajectories.
 
     A trajectory is what identifies it, how many rows it has, whether it was lost, and its advantages over time. The
     same for all ranks: the gradients of the second step, and the weights after it.
@@ -146,7 +146,7 @@ def _train(output_dir, cut, **options):
 
     def prepared(generation_batch):
         inputs = prepare(generation_batch)
-        sizes.append([len(one["completion_ids"]) for one in inputs.get("passes", [inputs])])
+        sizes.append([len(one["completion_ids"]) for one in inputs.get("micro_batches", [inputs])])
         return inputs
 
     def stepped(*args, **kwargs):

@@ -34,11 +34,11 @@ def test_two_processes_give_the_gradients_of_one(results, launch):
 
 
 @pytest.mark.parametrize("launch", ["one", *LAUNCHES])
-def test_packed_passes_by_tokens_give_the_gradients_of_padded_rows(results, launch):
+def test_packed_micro_batches_by_tokens_give_the_gradients_of_padded_rows(results, launch):
     packed, padded = results(launch)["packed"], results("one")["critics"]
     for kind in KINDS:
         assert largest_gap(packed[kind], padded[kind, "off"]) <= 1e-5, kind
-        assert packed[kind]["block_runs"] > 2, "several passes, or the recomputation"
+        assert packed[kind]["block_runs"] > 2, "several micro-batches, or the recomputation"
 
 
 @pytest.mark.parametrize("launch", ["one", *LAUNCHES])

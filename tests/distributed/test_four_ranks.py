@@ -64,12 +64,12 @@ def test_four_ranks_train_as_one_process_does(four, one, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_ranks_make_the_same_passes_and_end_with_the_same_weights(four, case):
+def test_all_ranks_make_the_same_micro_batches_and_end_with_the_same_weights(four, case):
     ranks = four[1][case]["straight"]["ranks"]
     assert len({rank["digest"] for rank in ranks}) == 1
     assert all(rank["rows"] == ranks[0]["rows"] for rank in ranks)
     if case == "grpo":
-        assert len({len(passes) for passes in ranks[0]["rows"]}) > 1, "rows are uneven"
+        assert len({len(micro_batches) for micro_batches in ranks[0]["rows"]}) > 1, "rows are uneven"
 
 
 @pytest.mark.parametrize("case", CASES)

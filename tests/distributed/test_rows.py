@@ -33,9 +33,9 @@ def assert_same_steps(found, expected, case):
             assert gap <= 1e-5 * largest, (name, parameter, gap)
 
 
-def assert_same_passes(ranks):
+def assert_same_micro_batches(ranks):
     assert [len(sizes) for sizes in ranks[0]["sizes"]] == [len(sizes) for sizes in ranks[1]["sizes"]]
-    assert ranks[0]["sizes"] == ranks[1]["sizes"], "every rank makes the same forward passes"
+    assert ranks[0]["sizes"] == ranks[1]["sizes"], "every rank makes the same micro-batches"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -50,7 +50,7 @@ def test_any_number_of_ranks_trains_on_rows_as_one_process_does_on_whole_traject
     most = 7 if "max_turns" in CASES[case] else MAX_TURNS
     assert max(per_rank[0]) == most and min(per_rank[1]) == 1 and sum(per_rank[0]) > 2 * sum(per_rank[1])
     assert any(is_lost for _, _, is_lost, _ in trajectories_of(split))
-    assert_same_passes(split["ranks"])
+    assert_same_micro_batches(split["ranks"])
 
 
 @pytest.mark.parametrize("case", REWRITTEN)
@@ -60,4 +60,4 @@ def test_contexts_that_are_rewritten_are_sampled_and_trained_on_as_in_one_proces
     rows, expected = ({key: num_rows for key, num_rows, *_ in trajectories_of(x)} for x in (two, one))
     assert rows == expected and max(rows.values()) > 3
     assert_same_steps(two, one, case)
-    assert_same_passes(two["ranks"])
+    assert_same_micro_batches(two["ranks"])

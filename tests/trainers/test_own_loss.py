@@ -142,7 +142,7 @@ def test_a_term_beside_ours_leaves_ours_as_it_is(tmp_path, options):
         torch.manual_seed(2)
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         losses.append(trainer.compute_loss(trainer.model, inputs).item())
-    assert losses[1] == pytest.approx(losses[0] + 0.25 * len(inputs.get("passes", [inputs])), abs=1e-6)
+    assert losses[1] == pytest.approx(losses[0] + 0.25 * len(inputs.get("micro_batches", [inputs])), abs=1e-6)
 
 
 @pytest.mark.parametrize(("reason", "reads"), [*((reason, "[]") for reason in REFUSED), ("with a critic", "get")])

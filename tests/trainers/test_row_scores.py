@@ -8,7 +8,7 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.batching import trained_rows
-from agent_r1_trl.update.micro_batches import PASSES, valid_ids
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES, valid_ids
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
@@ -163,8 +163,8 @@ def test_no_forward_pass_holds_more_tokens_than_the_limit_unless_a_row_does(tmp_
     )  # fmt: skip
     trainer.train()
     assert len(sizes) > 8 and max(sizes) <= limit
-    passes = [one for step in trainer._buffered_inputs for one in step[PASSES]]
-    for one in passes:
+    micro_batches = [one for step in trainer._buffered_inputs for one in step[MICRO_BATCHES]]
+    for one in micro_batches:
         prefix, own = one["privileged_mask"].sum(dim=1), one["prompt_mask"].sum(dim=1)
         for ids, least in zip(valid_ids(one), (prefix + own).tolist(), strict=True):
             assert not len(ids) or len(ids) >= least, "the prefix is counted"

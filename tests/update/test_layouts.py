@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, config_checks
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
-from agent_r1_trl.update.micro_batches import PASSES
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     loss_and_gradients,
@@ -22,7 +22,7 @@ from tests.trainers.helpers import (
 )
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
-MICRO_BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_iterations": 2}
+SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_iterations": 2}
 LOSS_TYPES = sorted(set(re.findall(r"['\"](\w+)['\"]", " ".join(
     line for line in inspect.getsource(GRPOTrainer._compute_loss).splitlines() if "self.loss_type" in line
 ))))  # fmt: skip
@@ -49,7 +49,7 @@ def test_the_loss_types_of_this_trl_are_known():
 def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_path, options):
     policy = tmp_path / "policy"
     make_policy(make_tokenizer("qwen3")).save_pretrained(policy)
-    options = MICRO_BATCHES | options
+    options = SMALL | options
     flags = [name for name in PER_MICRO_BATCH if name in options]
     flags += ["loss_type"] if options.get("loss_type") == "bnpo" else []
     refused = REGROUPING_LAYOUTS if flags else ()
@@ -62,7 +62,7 @@ def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_pat
     if flags:
         with pytest.raises(ValueError, match=f"max_tokens_per_micro_batch=150 with ({'|'.join(flags)})="):
             make_args(tmp_path, update_layout="packed", max_tokens_per_micro_batch=150, **options)
-    else:  # more passes than micro-steps, and fewer
+    else:  # more micro-batches than micro-steps, and fewer
         for name, limit in (("packed", 150), ("shared", 600)):
             layouts[f"{name}, {limit}"] = make_args(
                 tmp_path, update_layout=name, max_tokens_per_micro_batch=limit, **options
@@ -76,7 +76,7 @@ def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_pat
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
     assert "packed" in found, "which moves no rows"
     if not flags:
-        many, few = ([len(step[PASSES]) for step in found[name][1]] for name in ("packed, 150", "shared, 600"))
+        many, few = ([len(step[MICRO_BATCHES]) for step in found[name][1]] for name in ("packed, 150", "shared, 600"))
         assert sum(many) > len(buffer) > sum(few)
         assert few[-1] == 1, "gradients are reduced in the last micro-step"
     for layout, (gradients, others) in found.items():

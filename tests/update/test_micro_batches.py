@@ -1,4 +1,4 @@
-"""Passes of an optimizer step by tokens: who computes what when, and that nothing else changes."""
+"""Micro-batches of an optimizer step by tokens: who computes what when, and that nothing else changes."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.update.micro_batches import PASSES, plan_passes, valid_ids
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES, plan_micro_batches, valid_ids
 from tests.trainers.helpers import make_args, make_trainer, step_gradients
 from tests.update.test_packing import assert_same_run, trained
 
@@ -16,23 +16,23 @@ from tests.update.test_packing import assert_same_run, trained
 
 def test_the_longest_row_goes_first_and_each_one_where_there_is_least():
     # 6 | 5, then 4 to the 5, 3 to the 6, and 2 to either.
-    assert plan_passes([5, 3, 2, 4, 6], num_ranks=1, max_tokens=11) == [[[4, 1, 2], [0, 3]]]
+    assert plan_micro_batches([5, 3, 2, 4, 6], num_ranks=1, max_tokens=11) == [[[4, 1, 2], [0, 3]]]
 
 
 def test_rows_without_tokens_are_nobodys():
-    assert plan_passes([0, 4, 0], num_ranks=1, max_tokens=9) == [[[1]]]
+    assert plan_micro_batches([0, 4, 0], num_ranks=1, max_tokens=9) == [[[1]]]
 
 
 def test_a_row_above_the_limit_stands_alone():
-    assert plan_passes([20, 3, 4], num_ranks=1, max_tokens=8) == [[[0], [2, 1]]]
+    assert plan_micro_batches([20, 3, 4], num_ranks=1, max_tokens=8) == [[[0], [2, 1]]]
 
 
-def test_every_rank_has_as_many_passes_and_those_of_one_time_are_alike():
-    ranks = plan_passes([9, 8, 4, 3, 2], num_ranks=2, max_tokens=9)
+def test_every_rank_has_as_many_micro_batches_and_those_of_one_time_are_alike():
+    ranks = plan_micro_batches([9, 8, 4, 3, 2], num_ranks=2, max_tokens=9)
     assert ranks == [[[0], [3, 4]], [[1], [2]]]
-    assert plan_passes([7], num_ranks=2, max_tokens=9) == [[[0]], [[]]], "the second rank computes an empty one"
-    assert plan_passes([0, 0], num_ranks=2, max_tokens=9) == [[[]], [[]]]
-    assert plan_passes([7, 7], num_ranks=1, max_tokens=99, least=3) == [[[0], [1], []]]
+    assert plan_micro_batches([7], num_ranks=2, max_tokens=9) == [[[0]], [[]]], "the second rank computes an empty one"
+    assert plan_micro_batches([0, 0], num_ranks=2, max_tokens=9) == [[[]], [[]]]
+    assert plan_micro_batches([7, 7], num_ranks=1, max_tokens=99, least=3) == [[[0], [1], []]]
 
 
 def ids_of(*texts):
@@ -42,29 +42,31 @@ def ids_of(*texts):
 def test_rows_that_begin_alike_stay_together_and_are_counted_once():
     rows = ids_of("bbbbb-x", "aaaaa-x", "bbbbb-y", "aaaaa-yz", "aaaaa-yzz", "")
     # Two trees: aaaaa-, x, yz, z are 10 tokens, bbbbb-, x, y are 8.
-    assert plan_passes(rows, num_ranks=1, max_tokens=18) == [[[1, 3, 4, 0, 2]]]
-    assert plan_passes(rows, num_ranks=1, max_tokens=17) == [[[1, 3, 4], [0, 2]]]
-    assert plan_passes(rows, num_ranks=2, max_tokens=99) == [[[1, 3, 4]], [[0, 2]]]
+    assert plan_micro_batches(rows, num_ranks=1, max_tokens=18) == [[[1, 3, 4, 0, 2]]]
+    assert plan_micro_batches(rows, num_ranks=1, max_tokens=17) == [[[1, 3, 4], [0, 2]]]
+    assert plan_micro_batches(rows, num_ranks=2, max_tokens=99) == [[[1, 3, 4]], [[0, 2]]]
 
 
 def test_stretches_are_of_about_equal_size():
     rows = ids_of("a" * 8, "b" * 8, "c" * 8, "d" * 8)
-    assert plan_passes(rows, num_ranks=1, max_tokens=25) == [[[0, 1], [2, 3]]], "not 24 and 8"
+    assert plan_micro_batches(rows, num_ranks=1, max_tokens=25) == [[[0, 1], [2, 3]]], "not 24 and 8"
 
 
 def test_stretches_are_cut_where_little_is_shared():
     rows = ids_of(*["a" * 10 + 2 * letter for letter in "pqrstu"], "b" * 4)
-    assert plan_passes(rows, num_ranks=1, max_tokens=22) == [[[0, 1, 2, 3, 4, 5], [6]]], "22 and 4, not 16 and 20"
-    assert plan_passes(rows, num_ranks=2, max_tokens=22) == [[[0, 1, 2, 3]], [[4, 5, 6]]], "18 each"
-
-
-def test_one_process_cuts_no_group_to_save_a_pass_and_several_ranks_do():
-    groups = ids_of(*[letter * 8 + 2 * other for letter in "abcd" for other in "pqrs"])  # 16 tokens each
-    (alone,) = plan_passes(groups, num_ranks=1, max_tokens=28)
-    assert sorted(alone) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]], (
-        "64 tokens; three passes: 72"
+    assert plan_micro_batches(rows, num_ranks=1, max_tokens=22) == [[[0, 1, 2, 3, 4, 5], [6]]], (
+        "22 and 4, not 16 and 20"
     )
-    ranks = plan_passes(groups[:12], num_ranks=2, max_tokens=28)
+    assert plan_micro_batches(rows, num_ranks=2, max_tokens=22) == [[[0, 1, 2, 3]], [[4, 5, 6]]], "18 each"
+
+
+def test_one_process_cuts_no_group_to_save_a_micro_batch_and_several_ranks_do():
+    groups = ids_of(*[letter * 8 + 2 * other for letter in "abcd" for other in "pqrs"])  # 16 tokens each
+    (alone,) = plan_micro_batches(groups, num_ranks=1, max_tokens=28)
+    assert sorted(alone) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]], (
+        "64 tokens; three micro-batches: 72"
+    )
+    ranks = plan_micro_batches(groups[:12], num_ranks=2, max_tokens=28)
     assert sorted(ranks) == [[[0, 1, 2, 3, 4, 5]], [[6, 7, 8, 9, 10, 11]]], "28 each, not 32 and 16"
 
 
@@ -86,8 +88,8 @@ def test_no_other_way_to_cut_the_rows_is_better(seed):
         sizes = [tokens(rows[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
         if max(sizes) <= limit:
             every_way.append(cost(sizes))
-    (passes,) = plan_passes(ids_of(*rows), num_ranks=1, max_tokens=limit)
-    assert cost([tokens(rows[row] for row in chosen) for chosen in passes]) == min(every_way)
+    (micro_batches,) = plan_micro_batches(ids_of(*rows), num_ranks=1, max_tokens=limit)
+    assert cost([tokens(rows[row] for row in chosen) for chosen in micro_batches]) == min(every_way)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,11 +98,11 @@ def test_a_plan_holds_every_valid_row_once_below_the_limit(seed, is_shared):
     generator = np.random.default_rng(seed)
     rows = [generator.integers(0, 2, generator.integers(0, 30)) for _ in range(25)]
     limit, num_ranks = int(generator.integers(30, 120)), int(generator.integers(1, 4))
-    ranks = plan_passes(rows if is_shared else [len(row) for row in rows], num_ranks, limit)
-    assert len({len(passes) for passes in ranks}) == 1
-    chosen = [row for passes in ranks for one in passes for row in one]
+    ranks = plan_micro_batches(rows if is_shared else [len(row) for row in rows], num_ranks, limit)
+    assert len({len(micro_batches) for micro_batches in ranks}) == 1
+    chosen = [row for micro_batches in ranks for one in micro_batches for row in one]
     assert sorted(chosen) == [index for index, row in enumerate(rows) if len(row)]
-    for one in (one for passes in ranks for one in passes):
+    for one in (one for micro_batches in ranks for one in micro_batches):
         prefixes = {tuple(rows[row][:end]) for row in one for end in range(1, len(rows[row]) + 1)}
         assert (len(prefixes) if is_shared else sum(len(rows[row]) for row in one)) <= limit
 
@@ -112,27 +114,27 @@ SMALL = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 @pytest.mark.parametrize(("layout", "limit"), [("packed", 10_000), ("shared", 150)])
-def test_a_ppo_run_does_not_depend_on_the_passes(tmp_path, layout, limit):
+def test_a_ppo_run_does_not_depend_on_the_micro_batches(tmp_path, layout, limit):
     options = {"trainer": MultiTurnPPOTrainer, "max_steps": 3, "critic": "head", "num_iterations": 2, **SMALL}
     first = trained(make_trainer(tmp_path / "a", **options))
     second = trained(make_trainer(tmp_path / "b", update_layout=layout, max_tokens_per_micro_batch=limit, **options))
     assert_same_run(first, second)
-    passes = [row["update/passes"] for row in second.state.log_history if "update/passes" in row]
-    assert len(passes) == 3
-    assert all(number == 0.25 if limit == 10_000 else number > 1 for number in passes)
+    micro_batches = [row["update/micro_batches"] for row in second.state.log_history if "update/micro_batches" in row]
+    assert len(micro_batches) == 3
+    assert all(number == 0.25 if limit == 10_000 else number > 1 for number in micro_batches)
 
 
-def test_a_pass_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp_path, caplog):
+def test_a_micro_batch_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp_path, caplog):
     trainer = make_trainer(tmp_path, update_layout="packed", max_tokens_per_micro_batch=400, **SMALL)
     _, steps = step_gradients(trainer)
-    sizes = [sum(map(len, valid_ids(inputs))) for step in steps for inputs in step[PASSES]]
+    sizes = [sum(map(len, valid_ids(inputs))) for step in steps for inputs in step[MICRO_BATCHES]]
     assert max(sizes) <= 400
     assert len(sizes) > 1
     assert not caplog.records
     trainer.layout._max_tokens = 20
     _, steps = step_gradients(trainer)
     assert "max_tokens_per_micro_batch=20" in caplog.text
-    assert all(len(inputs["completion_ids"]) == 1 for step in steps for inputs in step[PASSES])
+    assert all(len(inputs["completion_ids"]) == 1 for step in steps for inputs in step[MICRO_BATCHES])
 
 
 def test_a_step_without_any_loss_still_reaches_every_parameter(tmp_path):
@@ -146,12 +148,12 @@ def test_a_step_without_any_loss_still_reaches_every_parameter(tmp_path):
 
     trainer.layout.arrange = silenced
     gradients, steps = step_gradients(trainer)
-    assert [len(step[PASSES]) for step in steps] == [0, 0, 0, 1]
+    assert [len(step[MICRO_BATCHES]) for step in steps] == [0, 0, 0, 1]
     assert len(gradients) == len(list(trainer.model.parameters()))
     assert not any(gradient.any() for gradient in gradients.values())
 
 
-def test_a_run_that_stops_within_a_rollout_goes_on_with_its_passes(tmp_path):
+def test_a_run_that_stops_within_a_rollout_goes_on_with_its_micro_batches(tmp_path):
     options = {
         "update_layout": "shared", "max_tokens_per_micro_batch": 300, "per_device_train_batch_size": 2,
         "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 2, "save_strategy": "steps",

@@ -67,8 +67,8 @@ def test_a_rollout_is_packed_once_and_every_pass_over_it_is_that_of_fresh_rows(t
     trainer = make_trainer(tmp_path, trainer=trainer, update_layout="shared", **SMALL, **options)
     inputs, packed, pack = laid_out(trainer), [], trainer.layout.pack
     trainer.layout.pack = lambda *args: packed.append(1) or pack(*args)
-    passes = inputs.get("passes", [inputs])
-    for one in passes * 2:
+    micro_batches = inputs.get("micro_batches", [inputs])
+    for one in micro_batches * 2:
         planned = loss_and_gradients(trainer, one)
         assert not packed
         assert not trainer.layout.plan_of(one).batch.layout._masks, "they are as large as the attention"

@@ -227,8 +227,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     max_tokens_per_micro_batch: Count | None = setting(
         None,
-        "Deal the rows of an optimizer step out to forward passes of at most so many tokens, evenly over all ranks. "
-        "For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows a pass.",
+        "Deal the rows of an optimizer step out to micro-batches of at most so many tokens, evenly over all ranks. "
+        "For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows each.",
     )
 
     # ---- features (one mapping each; `features/NAME/settings.py` declares the keys; None: the defaults of the keys)
@@ -265,7 +265,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     updates_per_rollout: Count | None = setting(
         None,
-        "Optimizer steps on one rollout, all `num_iterations` passes together; `gradient_accumulation_steps` follows "
+        "Optimizer steps on one rollout, all `num_iterations` together; `gradient_accumulation_steps` follows "
         "from it. None: as TRL's settings say.",
     )
 

@@ -579,7 +579,7 @@ def num_processes() -> int:
 
 def resolve_shape(args: Any) -> None:
     """Derive TRL's settings from `prompts_per_rollout` and `updates_per_rollout`, before TRL reads them."""
-    prompts, updates, passes = args.prompts_per_rollout, args.updates_per_rollout, args.num_iterations
+    prompts, updates, iterations = args.prompts_per_rollout, args.updates_per_rollout, args.num_iterations
     size, responses = args.per_device_train_batch_size, args.num_generations
     if prompts is None and updates is None:
         return
@@ -600,17 +600,17 @@ def resolve_shape(args: Any) -> None:
     elif args.generation_batch_size is not None:
         steps = max(1, args.generation_batch_size // rows)  # TRL refuses a rest
     else:  # as many as the updates take
-        steps = args.gradient_accumulation_steps * max(1, updates // passes)
+        steps = args.gradient_accumulation_steps * max(1, updates // iterations)
     if updates is not None:
-        possible = [count * passes for count in range(1, steps + 1) if steps % count == 0]
+        possible = [count * iterations for count in range(1, steps + 1) if steps % count == 0]
         if updates not in possible:
             raise ValueError(
                 f"updates_per_rollout={updates}: a rollout of {steps} micro-batches (per_device_train_batch_size="
-                f"{size}), passed over {passes} times (num_iterations), does not divide into so many updates. Set "
+                f"{size}), passed over {iterations} times (num_iterations), does not divide into so many updates. Set "
                 f"updates_per_rollout to one of {', '.join(map(str, possible))}, or lower "
                 "per_device_train_batch_size."
             )
-        accumulated = steps * passes // updates
+        accumulated = steps * iterations // updates
         if args.gradient_accumulation_steps != 1:  # 1 is the default, and cannot be told from not set
             _refuse_another(args, "gradient_accumulation_steps", accumulated, because="updates_per_rollout")
         args.gradient_accumulation_steps = accumulated

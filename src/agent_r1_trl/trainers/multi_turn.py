@@ -81,7 +81,7 @@ from agent_r1_trl.update.batching import (
 )
 from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
 from agent_r1_trl.update.losses import kl_in_reward
-from agent_r1_trl.update.micro_batches import PASSES, run_passes
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
 
 check_trl()
 
@@ -494,9 +494,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     # ---------------------------------------------------------------- the loss
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's, over all passes of a micro-batch; in training NaN with all gradients if anything is not finite.
+        """TRL's, over all micro-batches of a micro-step; in training NaN with all gradients if anything is not finite.
 
-        Of several passes (`max_tokens_per_micro_batch`) all but the last are backpropagated when this returns.
+        Of several micro-batches (`max_tokens_per_micro_batch`) all but the last are backpropagated when this returns.
         """
         compute_loss = super().compute_loss
         if self.env_factory is None:
@@ -509,10 +509,10 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
                 self.kept_rows.weigh(self.features.fold("check_loss", loss, one), one) if self.model.training else loss
             )
 
-        if PASSES not in inputs:
+        if MICRO_BATCHES not in inputs:
             return loss_of(inputs)
-        self._metrics["train"]["update/passes"].append(float(len(inputs[PASSES])))
-        return run_passes(loss_of, model, inputs[PASSES], self.accelerator)
+        self._metrics["train"]["update/micro_batches"].append(float(len(inputs[MICRO_BATCHES])))
+        return run_micro_batches(loss_of, model, inputs[MICRO_BATCHES], self.accelerator)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """TRL's loss, plus the user's terms; a KL term that stands in the rewards does not enter it a second time."""

@@ -46,7 +46,7 @@ from agent_r1_trl.trainers.checkpoints import (
 )
 from agent_r1_trl.trainers.construction import is_placeholder
 from agent_r1_trl.trainers.metrics import write_as_text
-from agent_r1_trl.update.micro_batches import PASSES
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES
 
 logger = logging.getLogger(__name__)
 
@@ -391,7 +391,9 @@ class SavingTrainer(GRPOTrainer):
                 with_new_rollout="rollout" in self._without,
             )
             self.features.call("load", Path(checkpoint))
-            batches = [batch for inputs in self._buffered_inputs or () for batch in inputs.get(PASSES, [inputs])]
+            batches = [
+                batch for inputs in self._buffered_inputs or () for batch in inputs.get(MICRO_BATCHES, [inputs])
+            ]
             has_reference = not batches or "ref_per_token_logps" in batches[0]
             if self.beta != 0 and self.args.kl_placement == "loss" and not has_reference:
                 raise CheckpointError(

@@ -36,7 +36,7 @@ from agent_r1_trl.update.batching import (
     take_rows,
     trim_padding,
 )
-from agent_r1_trl.update.micro_batches import PASSES, computed_ids, plan_scoring, repack, sort_key, valid_ids
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES, computed_ids, plan_scoring, repack, sort_key, valid_ids
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 
@@ -126,11 +126,11 @@ def plan_deal(
     for number in range(num_steps):
         in_step = order[step == number]
         own = _balanced([in_step[rank[in_step] == index].tolist() for index in range(len(ranks))])
-        for passes, rows in zip(plan, own, strict=True):
+        for micro_batches, rows in zip(plan, own, strict=True):
             parts = [rows[start::width] for start in range(width)]
             if not in_turns:
                 parts = [part.tolist() for part in np.array_split(np.array(rows, dtype=int), width)]
-            passes += [part or [DUMMY] for part in parts]
+            micro_batches += [part or [DUMMY] for part in parts]
         has_signal += [bool(is_kept[in_step].any())] * width
     return plan, has_signal
 
@@ -184,7 +184,7 @@ class Plan:
     has_loss: bool
     """Whether a token on any rank is in the policy's loss."""
     batch: PackedBatch | None
-    """All rows in one pass, in packed layouts."""
+    """All rows in one micro-batch, in packed layouts."""
     read: dict[str, tuple[torch.Tensor, int]]
     """The tensors that this was read from, and how often each had been written to."""
 
@@ -256,7 +256,7 @@ class UpdateLayout:
                 accelerator=accelerator,
                 needs_every_step=accelerator.distributed_type == DistributedType.DEEPSPEED,
             )
-        self._read([one for inputs in buffer for one in inputs.get(PASSES, [inputs])], accelerator)
+        self._read([one for inputs in buffer for one in inputs.get(MICRO_BATCHES, [inputs])], accelerator)
         return buffer
 
     def _read(self, micro_batches: list[Inputs], accelerator: Any) -> None:
@@ -285,7 +285,7 @@ class UpdateLayout:
             self._has_warned = True
             logger.warning(
                 "A trajectory has %d tokens to compute, more than max_tokens_per_micro_batch=%d. It is trained on "
-                "alone, in a pass that needs more memory than the others. Further ones are not reported.",
+                "alone, in a micro-batch that needs more memory than the others. Further ones are not reported.",
                 longest,
                 limit,
             )
@@ -314,7 +314,7 @@ class UpdateLayout:
             scored: (B, T) the completion tokens that need a log-prob.
             accelerator: of the trainer.
             batch_size: rows per forward pass; None: as `max_tokens_per_micro_batch` allows, which all ranks must call.
-            plan: of the micro-batch whose rows these are, which one pass then computes.
+            plan: of the micro-batch whose rows these are, which one forward pass then computes.
 
         Returns:
             Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
@@ -366,15 +366,16 @@ class UpdateLayout:
     def _packed(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, size: int | None
     ) -> Iterator[tuple[list[int], PackedBatch]]:
-        """Forward passes and the rows in each; one without rows computes a token, for the other ranks' sake."""
+        """Micro-batches and the rows in each; one without rows computes a token, for the other ranks' sake."""
         if size is None:
             assert self._max_tokens is not None
             ids = computed_ids(input_ids, attention_mask, scored)
-            passes = plan_scoring(ids, self._max_tokens, share_prefixes=self.name == "shared")
-            passes[0] = passes[0] + [row for row, computed in enumerate(ids) if not len(computed)]  # they cost nothing
+            micro_batches = plan_scoring(ids, self._max_tokens, share_prefixes=self.name == "shared")
+            empty = [row for row, computed in enumerate(ids) if not len(computed)]  # they cost nothing
+            micro_batches[0] = micro_batches[0] + empty
         else:
-            passes = [[*range(start, min(start + size, len(scored)))] for start in range(0, len(scored), size)]
-        for rows in passes:
+            micro_batches = [[*range(start, min(start + size, len(scored)))] for start in range(0, len(scored), size)]
+        for rows in micro_batches:
             chosen = torch.tensor(rows or [0], device=scored.device)
             is_scored = scored[chosen] if rows else torch.zeros_like(scored[chosen])
             yield rows, self.pack(input_ids[chosen], attention_mask[chosen], is_scored)

@@ -1,14 +1,14 @@
-"""Micro-batches by tokens (`max_tokens_per_micro_batch`): what an optimizer step computes, in passes of like size.
+"""Micro-batches by tokens (`max_tokens_per_micro_batch`): what an optimizer step computes, in parts of like size.
 
 TRL cuts a rollout into micro-batches of `per_device_train_batch_size` rows, which take as much memory and time as
-their tokens. Here the rows of an optimizer step, of all ranks, are dealt out anew: into the fewest forward and
-backward passes whose tokens stay below the limit, of about equal size, the same number on every rank. Rows without
-loss are left out; a rank that has nothing for a pass computes one token. The Trainer's micro-steps stay as many as
-they were: each runs its share of the passes, perhaps several, perhaps none.
+their tokens. Here the rows of an optimizer step, of all ranks, are dealt out anew: into the fewest micro-batches whose
+tokens stay below the limit, of about equal size, the same number on every rank. Rows without loss are excluded; a rank
+that has nothing for a micro-batch computes one token. The Trainer's micro-steps stay as many as they were: each runs
+its share of the micro-batches, perhaps several, perhaps none.
 
 Tokens are counted as the layout computes them: `packed` adds up the rows, and `shared` counts what rows have in common
 at their beginning once (of rows in the order of their tokens, each adds what it does not share with the one before).
-There one process cuts where least is shared, and several cut into passes of like size.
+There one process cuts where least is shared, and several cut into micro-batches of like size.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from agent_r1_trl.update.batching import (
 )
 from agent_r1_trl.update.packing import common_length, needed_columns
 
-PASSES = "passes"
+MICRO_BATCHES = "micro_batches"
 """The only entry of a micro-step's inputs: a list of micro-batches, each for a forward and backward pass."""
 STANDS_FOR = "stands_for"
-"""Entry of a pass: how many of the Trainer's micro-steps it stands for."""
+"""Entry of a micro-batch: how many of the Trainer's micro-steps it stands for."""
 
 
 def repack(
@@ -50,29 +50,31 @@ def repack(
     accelerator: Any,
     needs_every_step: bool = False,
 ) -> list[Inputs]:
-    """The micro-steps of a rollout with their `PASSES`. All ranks must call it.
+    """The micro-steps of a rollout with their `MICRO_BATCHES`. All ranks must call it.
 
     Args:
         buffer: TRL's micro-batches in the order of training, with the scales for lost rows.
-        max_tokens: of a pass; a row that is longer stands alone.
+        max_tokens: of a micro-batch; a row that is longer stands alone.
         steps_per_update: micro-steps of one optimizer step, which divide the buffer or are divided by it.
         share_prefixes: as for `pack`.
         accelerator: of the trainer.
-        needs_every_step: no micro-step may be without a pass.
+        needs_every_step: no micro-step may be without a micro-batch.
     """
     width, steps = min(steps_per_update, len(buffer)), []
     for start in range(0, len(buffer), width):
         window = buffer[start : start + width]
         least = width if needs_every_step else 1
-        passes = _passes_of(window, max_tokens, share_prefixes=share_prefixes, accelerator=accelerator, least=least)
-        bounds = [index * len(passes) // width for index in range(width + 1)]
-        steps += [{PASSES: passes[first:end]} for first, end in pairwise(bounds)]
-        for one in passes:
-            one[STANDS_FOR] = width / len(passes)
+        micro_batches = _micro_batches_of(
+            window, max_tokens, share_prefixes=share_prefixes, accelerator=accelerator, least=least
+        )
+        bounds = [index * len(micro_batches) // width for index in range(width + 1)]
+        steps += [{MICRO_BATCHES: micro_batches[first:end]} for first, end in pairwise(bounds)]
+        for one in micro_batches:
+            one[STANDS_FOR] = width / len(micro_batches)
     return steps
 
 
-def _passes_of(
+def _micro_batches_of(
     window: list[Inputs], max_tokens: int, *, share_prefixes: bool, accelerator: Any, least: int
 ) -> list[Inputs]:
     """This rank's micro-batches of one optimizer step; on all ranks they are as many, of as many rows."""
@@ -80,10 +82,10 @@ def _passes_of(
     ids = valid_ids(rows)
     # Beyond this rank, only what is shared has to be known by its tokens.
     everywhere = gather_object(ids if share_prefixes else [len(row) for row in ids])
-    plan = plan_passes(everywhere, accelerator.num_processes, max_tokens, least=least)
-    for passes in zip(*plan, strict=True):
-        most = max(1, *map(len, passes))
-        for chosen in passes:
+    plan = plan_micro_batches(everywhere, accelerator.num_processes, max_tokens, least=least)
+    for micro_batches in zip(*plan, strict=True):
+        most = max(1, *map(len, micro_batches))
+        for chosen in micro_batches:
             chosen += [DUMMY] * (most - len(chosen))
     own, parts = exchange(rows, plan, accelerator)
     scale = window[0]["row_scale"] / len(window[0]["in_baseline"])
@@ -113,23 +115,25 @@ def computed_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: 
     return [row[start:end] if end else row[:0] for row, start, end in zip(ids, starts, ends, strict=True)]
 
 
-# -------------------------------------------------------------------- which row, which rank, which pass
+# -------------------------------------------------------------------- which row, which rank, which micro-batch
 
 
-def plan_passes(rows: Sequence[Any], num_ranks: int, max_tokens: int, *, least: int = 1) -> list[list[list[int]]]:
-    """Deal rows out to ranks and passes; the largest passes come first, and those of one time have like sizes.
+def plan_micro_batches(
+    rows: Sequence[Any], num_ranks: int, max_tokens: int, *, least: int = 1
+) -> list[list[list[int]]]:
+    """Deal rows out to ranks and micro-batches; the largest come first, and those of one time have like sizes.
 
     Args:
         rows: of all ranks; their ids where common beginnings are computed once, else their numbers of tokens. Rows
-            without tokens are left out.
+            without tokens are excluded.
         num_ranks: ranks.
-        max_tokens: of a pass, unless a single row has more.
-        least: as many passes on each rank at least.
+        max_tokens: of a micro-batch, unless a single row has more.
+        least: as many micro-batches on each rank at least.
 
     Returns:
-        Of each rank, of each of its passes, the numbers of the rows.
+        Of each rank, of each of its micro-batches, the numbers of the rows.
 
-    >>> plan_passes([5, 3, 0, 4, 2], num_ranks=1, max_tokens=8)
+    >>> plan_micro_batches([5, 3, 0, 4, 2], num_ranks=1, max_tokens=8)
     [[[0, 4], [3, 1]]]
     """
     live = [row for row, ids in enumerate(rows) if (ids if isinstance(ids, int) else len(ids))]
@@ -137,23 +141,23 @@ def plan_passes(rows: Sequence[Any], num_ranks: int, max_tokens: int, *, least: 
         bins = _stretches(rows, live, num_ranks, max_tokens, least)
     else:
         bins = _bins(rows, live, num_ranks, max_tokens, least)
-    num_passes = max(least, -(-len(bins) // num_ranks))
-    bins += [[] for _ in range(num_passes * num_ranks - len(bins))]
+    num_micro_batches = max(least, -(-len(bins) // num_ranks))
+    bins += [[] for _ in range(num_micro_batches * num_ranks - len(bins))]
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def _bins(sizes: Sequence[int], live: list[int], num_ranks: int, max_tokens: int, least: int) -> list[list[int]]:
     """The longest row first, always into the emptiest bin; as few bins as stay below the limit."""
     limit = max([max_tokens, *(sizes[row] for row in live)])
-    num_passes = max(least, -(-sum(sizes[row] for row in live) // (limit * num_ranks)))
+    num_micro_batches = max(least, -(-sum(sizes[row] for row in live) // (limit * num_ranks)))
     while True:
-        heap: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(num_passes * num_ranks)]
+        heap: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(num_micro_batches * num_ranks)]
         for row in sorted(live, key=lambda row: -sizes[row]):
             size, index, chosen = heap[0]
             heapq.heapreplace(heap, (size + sizes[row], index, [*chosen, row]))
         if max(size for size, _, _ in heap) <= limit:
             return [chosen for _, _, chosen in sorted(heap, key=lambda item: (-item[0], item[1]))]
-        num_passes += 1
+        num_micro_batches += 1
 
 
 def _stretches(
@@ -161,7 +165,7 @@ def _stretches(
 ) -> list[list[int]]:
     """Rows in the order of their tokens, cut into stretches that share as much as they can.
 
-    Where several passes have to be of like size, they are few first, and the largest is as small as it can be.
+    Where several micro-batches have to be of like size, they are few first, and the largest is as small as it can be.
     """
     order = sorted(live, key=lambda row: sort_key(rows[row]))
     sizes = [len(rows[row]) for row in order]
@@ -209,28 +213,28 @@ def sort_key(ids: np.ndarray) -> bytes:
 
 
 def plan_scoring(ids: Sequence[np.ndarray], max_tokens: int, *, share_prefixes: bool) -> list[list[int]]:
-    """Rows of each forward pass that scores this rank's rows (`computed_ids`); none for one that others need.
+    """Rows of each micro-batch that scores this rank's rows (`computed_ids`); none for one that others need.
 
     All ranks must call it: they get equally many.
     """
-    (passes,) = plan_passes(ids if share_prefixes else [len(row) for row in ids], 1, max_tokens)
-    most = max(gather_object([len(passes)]))  # sharded weights are gathered by all ranks together
-    return passes + [[]] * (most - len(passes))
+    (micro_batches,) = plan_micro_batches(ids if share_prefixes else [len(row) for row in ids], 1, max_tokens)
+    most = max(gather_object([len(micro_batches)]))  # sharded weights are gathered by all ranks together
+    return micro_batches + [[]] * (most - len(micro_batches))
 
 
-# -------------------------------------------------------------------- running passes
+# -------------------------------------------------------------------- running micro-batches
 
 
-def run_passes(
-    compute_loss: Callable[[Inputs], torch.Tensor], model: Any, passes: list[Inputs], accelerator: Any
+def run_micro_batches(
+    compute_loss: Callable[[Inputs], torch.Tensor], model: Any, micro_batches: list[Inputs], accelerator: Any
 ) -> torch.Tensor:
-    """The loss of a micro-step, whose gradients so far are those of all passes but the last.
+    """The loss of a micro-step, whose gradients so far are those of all micro-batches but the last.
 
-    Gradients are reduced between ranks with the last pass alone, if at all. There may be no passes.
+    Gradients are reduced between ranks with the last micro-batch alone, if at all. There may be none.
     """
-    if not passes:
+    if not micro_batches:
         return torch.zeros((), device=accelerator.device, requires_grad=True)
-    *others, last = passes
+    *others, last = micro_batches
     options = {"scale_wrt_gas": False} if accelerator.distributed_type == "DEEPSPEED" else {}  # as the Trainer does
     total = torch.zeros((), device=accelerator.device)
     with _held_back(accelerator):
@@ -244,7 +248,7 @@ def run_passes(
 
 @contextlib.contextmanager
 def _held_back(accelerator: Any) -> Iterator[None]:
-    """For DeepSpeed, which makes its step in the backward pass, no pass inside is the last of the optimizer step."""
+    """For DeepSpeed, which makes its step in the backward pass, no micro-batch inside is the last of the step."""
     is_last = accelerator.sync_gradients
     accelerator.gradient_state._set_sync_gradients(False)
     try:

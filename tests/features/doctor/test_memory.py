@@ -26,7 +26,7 @@ from agent_r1_trl.features.doctor.memory import (
     token_bytes,
 )
 from agent_r1_trl.generation.local.kv_cache import RowCache
-from agent_r1_trl.update.micro_batches import plan_passes
+from agent_r1_trl.update.micro_batches import plan_micro_batches
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import pack
 
@@ -63,7 +63,7 @@ def lines_of(shape, **setup) -> dict[str, float]:
 
 
 def layer_bytes(setup) -> float:
-    return setup.pass_tokens * token_bytes(setup)
+    return setup.micro_batch_tokens * token_bytes(setup)
 
 
 def train_one_step(model) -> torch.optim.Optimizer:
@@ -300,9 +300,9 @@ def test_a_pass_by_tokens_holds_what_the_update_puts_into_it():
     for limit, rows, most in ((300, 64, 300), (60, 64, 100), (10_000, 64, 6400), (10_000, 3, 300)):
         sizes = {"prompt_tokens": 20, "max_completion_length": 80, "max_tokens_per_micro_batch": limit}
         setup = MemorySetup(shape=BILLION, **sizes, update_layout="packed", update_rows=rows)
-        ((*passes,),) = plan_passes(lengths[:rows], 1, limit)
-        largest = max(sum(lengths[row] for row in chosen) for chosen in passes)
-        assert largest <= setup.pass_tokens == most
+        ((*micro_batches,),) = plan_micro_batches(lengths[:rows], 1, limit)
+        largest = max(sum(lengths[row] for row in chosen) for chosen in micro_batches)
+        assert largest <= setup.micro_batch_tokens == most
 
 
 # ---------------------------------------------------------------- the peak

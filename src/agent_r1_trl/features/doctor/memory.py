@@ -146,7 +146,7 @@ class MemorySetup:
     update_layout: str = "padded"
     max_tokens_per_micro_batch: int | None = None
     update_rows: int | None = None
-    """Trajectories of one optimizer step in one process: all that a pass by tokens can hold. None: no limit."""
+    """Trajectories of one optimizer step in one process: all that a micro-batch by tokens can hold. None: no limit."""
     gradient_checkpointing: bool = True
     attn_implementation: str | None = None
     beta: float = 0.0
@@ -191,8 +191,8 @@ class MemorySetup:
         return self.prompt_tokens + self.max_completion_length
 
     @property
-    def pass_tokens(self) -> int:
-        """Maximum number of tokens in one forward pass."""
+    def micro_batch_tokens(self) -> int:
+        """Maximum number of tokens in one micro-batch."""
         if self.max_tokens_per_micro_batch is None:
             return self.per_device_train_batch_size * self.row_tokens
         tokens = max(self.max_tokens_per_micro_batch, self.row_tokens)  # a row that is longer stands alone
@@ -200,9 +200,9 @@ class MemorySetup:
 
     @property
     def scored_tokens(self) -> int:
-        """Maximum number of completion tokens in a pass; in one by tokens, few may belong to prompts."""
+        """Maximum number of completion tokens in a micro-batch; in one by tokens, few may belong to prompts."""
         if self.max_tokens_per_micro_batch is not None:
-            return self.pass_tokens
+            return self.micro_batch_tokens
         return self.per_device_train_batch_size * self.max_completion_length
 
     @property
@@ -296,7 +296,9 @@ def _update(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
         per_token += shape.hidden_size * setup.weight_bytes * layers
     else:
         per_token *= layers
-    yield Line(f"activations of {setup.pass_tokens:,} tokens", graphs * setup.pass_tokens * per_token, "update")
+    yield Line(
+        f"activations of {setup.micro_batch_tokens:,} tokens", graphs * setup.micro_batch_tokens * per_token, "update"
+    )
     if setup.update_layout == "shared" and setup.needs_masks:  # of rows behind a shared prefix
         yield Line("attention masks", graphs * scored * setup.row_tokens * setup.compute_bytes, "update")
     # A tile of logits with two float32 copies; float32 gradients of hidden states and head.
