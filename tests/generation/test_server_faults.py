@@ -268,8 +268,8 @@ def test_a_sync_waits_for_no_server_once_the_run_is_told_to_end():
     with FakeServer() as server, generator_on(server, retry_window=60) as generator:
         generator.sync(policy(20))
         server.kill()
-        generator.is_cut = threading.Event()
-        threading.Timer(0.5, generator.is_cut.set).start()
+        generator.is_cancelled = threading.Event()
+        threading.Timer(0.5, generator.is_cancelled.set).start()
         start = time.monotonic()
         with pytest.raises(GenerationError, match=server.url):
             generator.sync(policy(21))

@@ -49,7 +49,7 @@ class Generator(ABC):
 
     max_model_length: int | None = None
     """Maximum number of tokens of a request, prompt included, where the back end has a limit that it can tell."""
-    is_cut: threading.Event | None = None
+    is_cancelled: threading.Event | None = None
     """Set when the run is told to end: `sync` need not wait for anything any more. The trainer gives it."""
 
     @abstractmethod

@@ -47,7 +47,7 @@ class Draft:
     """The back end refused the request and would refuse it again."""
     usage: dict[str, int] | None = None
     """What a server has counted, of a trajectory without ids (`hosted.py`); None for one with ids."""
-    cut_in: str | None = None
+    cancelled_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
 
     @property

@@ -87,7 +87,7 @@ async def conclude(
         try:
             stop_reason = await asyncio.wait_for(turns, limits.rollout_timeout)
         except TimeoutError:
-            stop_reason, draft.cut_in = StopReason.TIMEOUT, draft.phase
+            stop_reason, draft.cancelled_in = StopReason.TIMEOUT, draft.phase
             if draft.phase == "reset":  # the policy has not had its turn
                 stop_reason = StopReason.ENVIRONMENT_ERROR
                 draft.error = _too_slow(session, "reset", "rollout_timeout", limits)

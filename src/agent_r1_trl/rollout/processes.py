@@ -1,4 +1,4 @@
-"""Processes that tools and environments start: recognised by a mark in their environment, ended when a run is cut.
+"""Processes that tools and environments start: recognised by a mark in their environment, ended when a run ends early.
 
 A shell's background jobs lose their parent, so they cannot be found as children; but whatever is started during a
 rollout inherits the variable `MARK`. Not covered: a process with an environment of its own, and one that was forked

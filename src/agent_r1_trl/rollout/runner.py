@@ -243,14 +243,14 @@ class RolloutRunner:
             )
 
     def _warn_of_timeout(self, draft: Draft) -> None:
-        if draft.cut_in and draft.error is None and "rollout_timeout" not in self._warned_of:
+        if draft.cancelled_in and draft.error is None and "rollout_timeout" not in self._warned_of:
             self._warned_of.add("rollout_timeout")
             logger.warning(
                 "rollout_timeout=%g s has stopped a trajectory (example %r, in %s), which counts as truncated. If "
                 "your model or your tools need longer, raise rollout_timeout. Reported once; stop/timeout counts on.",
                 self.limits.rollout_timeout,
                 draft.request.example_id,
-                draft.cut_in,
+                draft.cancelled_in,
             )
 
     # ---------------------------------------------------------------- the event loop, and the end
@@ -270,18 +270,20 @@ class RolloutRunner:
         try:
             stopping.result(timeout_s)
         except TimeoutError:
-            logger.warning("The rollout has not ended %g s after it was cut; environments may be open.", timeout_s)
+            logger.warning(
+                "The rollout has not ended %g s after it was cancelled; environments may be open.", timeout_s
+            )
             return False
         return True
 
-    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cut: threading.Event) -> T | None:
+    def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cancelled: threading.Event) -> T | None:
         """The result of a coroutine that runs where the trajectories run; None if it was cancelled or took too long.
 
-        Once `is_cut` says that the run is told to end, the wait takes `CLOSE_TIMEOUT_S` at the longest.
+        Once `is_cancelled` says that the run is told to end, the wait takes `CLOSE_TIMEOUT_S` at the longest.
         """
         loop, deadline = self._event_loop(), time.monotonic() + timeout_s
         future = self._submit(coroutine, loop)
-        while not is_cut.is_set() and time.monotonic() < deadline:
+        while not is_cancelled.is_set() and time.monotonic() < deadline:
             if wait_for_futures([future], LOOK_S).done:
                 break
         try:

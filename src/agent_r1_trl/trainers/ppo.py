@@ -366,7 +366,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         return weight * policy_loss + self.args.value_loss_coef * loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's; nothing of an evaluation that was cut, or not logged, is in the value loss of this one."""
+        """The Trainer's; nothing of an evaluation that was cancelled, or not logged, is in this one's value loss."""
         self._value_sums.pop("eval", None)
         return super().evaluation_loop(*args, **kwargs)
 

@@ -154,7 +154,7 @@ class RolloutBatch:
 
 logger = logging.getLogger(__name__)
 
-CUT_TIMEOUT_S = 15.0
+CANCEL_TIMEOUT_S = 15.0
 """Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
 
 
@@ -217,7 +217,7 @@ class Rollouts:
         self._temperature = args.temperature
         self.upcoming: Any = None
         """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
-        self.is_cut = threading.Event()
+        self.is_cancelled = threading.Event()
         """Set while the run is told to end."""
         self.synced_step = -1
         """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
@@ -321,19 +321,19 @@ class Rollouts:
         sampled_step = self.synced_step if journal is None else journal.optimizer_step
         self._last = rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
         rollout.rows = rows
-        if self.is_cut.is_set():
-            rollout.cancel(CUT_TIMEOUT_S)
+        if self.is_cancelled.is_set():
+            rollout.cancel(CANCEL_TIMEOUT_S)
         return rollout
 
-    def cut(self) -> None:
+    def cancel(self) -> None:
         """End the rollout in flight, and every further one until `end_run`; from any thread.
 
         Whoever waits for a rollout gets a `CancelledError`. The environments are closed when this returns, or have had
-        `CUT_TIMEOUT_S` for it.
+        `CANCEL_TIMEOUT_S` for it.
         """
-        self.is_cut.set()
-        under_way = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
-        self._is_stuck = not all([rollout.cancel(CUT_TIMEOUT_S) for rollout in under_way])
+        self.is_cancelled.set()
+        in_flight = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
+        self._is_stuck = not all([rollout.cancel(CANCEL_TIMEOUT_S) for rollout in in_flight])
 
     def look_ahead(self, batches: Iterator[Any], micro_step: int) -> Iterator[Any]:
         """The Trainer's batches, passed on through a window that `overlap_rollout` can look ahead in."""
@@ -348,7 +348,7 @@ class Rollouts:
             self.upcoming.cancel()
             self.upcoming = None
         self.synced_step, self._last = -1, None
-        self.is_cut.clear()
+        self.is_cancelled.clear()
 
     @property
     def runner(self) -> RolloutRunner:
@@ -374,7 +374,7 @@ class Rollouts:
             return {}
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
-            generator.is_cut = self.is_cut
+            generator.is_cancelled = self.is_cancelled
             self._runner = RolloutRunner(
                 self.env_factory, generator, self.chat, self.limits, retry_failed=self.args.retry_failed
             )
@@ -460,7 +460,7 @@ class Rollout:
 
         Raises:
             Exception: what an environment's author or a reward function got wrong; see `run_trajectory`.
-            CancelledError: it was cut.
+            CancelledError: the rollout was cancelled.
         """
         return self._future.result()
 

@@ -304,9 +304,9 @@ def test_a_tool_that_hangs_when_it_is_asked_holds_up_neither_signal_nor_run(tmp_
     if how == "held for long":
         monkeypatch.setattr("agent_r1_trl.features.reliability.tool_watch.ASK_TIMEOUT_S", 0.3)
     elif how == "held":
-        threading.Timer(0.3, rollouts.cut).start()  # a signal
+        threading.Timer(0.3, rollouts.cancel).start()  # a signal
     else:
-        threading.Timer(0.3, lambda: (rollouts.is_cut.set(), rollouts.runner.stop())).start()
+        threading.Timer(0.3, lambda: (rollouts.is_cancelled.set(), rollouts.runner.stop())).start()
     start = time.monotonic()
     assert not ask(call)
     assert how == "held for long" or not ask(call), "once the run is told to end, nothing is asked"

@@ -1,6 +1,6 @@
 """What a training run does when it is told to end, and when another rank or the launcher has died.
 
-A signal lets the update in flight finish and cuts a rollout, of which the journal keeps the whole turns. Then a
+A signal lets the update in flight finish and cancels a rollout, of which the journal keeps the whole turns. Then a
 checkpoint is written, environments and engines are closed, what tools have started is ended, and `train` raises
 KeyboardInterrupt or SystemExit. Signals are received on a thread of their own, because the main thread may wait for
 another rank in a collective operation. Covered here: the order of these events. Not covered: handlers
@@ -91,7 +91,7 @@ class RunGuard(RolloutCallback):
         """Call `train` and see to its end; a signal or a lost rank is raised, with everything saved and closed."""
         self._received = self._agreed = 0
         self._saved_step = -1
-        actions: dict[str, Any] = {"on_signal": self._on_signal, "on_error": self._cut, "on_lost": self._on_lost}
+        actions: dict[str, Any] = {"on_signal": self._on_signal, "on_error": self._cancel, "on_lost": self._on_lost}
         watch = self._watch = RankWatch(self.trainer.args.failures.rank_timeout, **actions)
         state, error_text = FAILED, "it was interrupted"
         try:
@@ -126,7 +126,7 @@ class RunGuard(RolloutCallback):
         except Interruption:
             pass
         except BaseException as error:
-            self.trainer.rollouts.cut()
+            self.trainer.rollouts.cancel()
             end_marked_processes()
             if isinstance(error, ToolOutageError) and self.trainer.args.save_strategy != "no":
                 self._save()  # on all ranks alike; nothing was trained on since
@@ -159,19 +159,19 @@ class RunGuard(RolloutCallback):
         self._tell(signum=signum)
         saves = self.trainer.args.failures.save_on_signal
         logger.warning(
-            "%s%s: the update in flight is finished, a rollout is cut, %s checkpoint is written%s and everything is "
-            "closed. A second signal, at least %g s after the first, ends at once.",
+            "%s%s: the update in flight is finished, a rollout is cancelled, %s checkpoint is written%s and "
+            "everything is closed. A second signal, at least %g s after the first, ends at once.",
             signal.Signals(signum).name,
             f" ({why})" if why else "",
             "a" if saves else "no",
             "" if saves else " (failures.save_on_signal=False)",
             REPEAT_S,
         )
-        self._cut()
+        self._cancel()
 
     def _on_lost(self, message: str) -> None:
         logger.error("%s. This rank ends within %g s. %s", shown(message), LOST_GRACE_S, AFTER_LOSS)
-        self._cut()
+        self._cancel()
         watch = self._watch
 
         def end_if_stuck() -> None:
@@ -182,8 +182,8 @@ class RunGuard(RolloutCallback):
         timer.daemon = True
         timer.start()
 
-    def _cut(self) -> None:
-        threading.Thread(target=self.trainer.rollouts.cut, name="cut", daemon=True).start()
+    def _cancel(self) -> None:
+        threading.Thread(target=self.trainer.rollouts.cancel, name="cancel", daemon=True).start()
 
     # ---------------------------------------------------------------- where all ranks meet
 
@@ -206,7 +206,8 @@ class RunGuard(RolloutCallback):
     def _agree(self, failure: Exception | None = None) -> None:
         if self._watch is not None and self._watch.lost is not None:
             raise RankLostError(self._watch.lost) from failure
-        own = None if isinstance(failure, CancelledError) else failure  # it was cut, for a reason that lies elsewhere
+        # One that was cancelled has its reason elsewhere.
+        own = None if isinstance(failure, CancelledError) else failure
         signum, texts = self._agreement.largest(self._received, own)
         self._agreed = signum
         if signum and self._watch is not None:

@@ -156,16 +156,16 @@ class ToolWatch(RolloutCallback):
     def ask(self, call: RecordedCall) -> bool:
         """Make a recorded call again; whether it succeeded."""
         rollouts = self.trainer.rollouts
-        if rollouts.is_cut.is_set():
+        if rollouts.is_cancelled.is_set():
             return False
         with marked_processes():
             asked = succeeds(call, rollouts.env_factory, rollouts.chat.truncate)
-            return rollouts.runner.wait_for(asked, ASK_TIMEOUT_S, rollouts.is_cut) is True
+            return rollouts.runner.wait_for(asked, ASK_TIMEOUT_S, rollouts.is_cancelled) is True
 
     def sleep(self, seconds: float) -> bool:
         """Wait, or less and return True if the run is told to end."""
-        is_cut: bool = self.trainer.rollouts.is_cut.wait(seconds)
-        return is_cut
+        is_cancelled: bool = self.trainer.rollouts.is_cancelled.wait(seconds)
+        return is_cancelled
 
     def has_outage(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> bool:
         """Judge a rollout, and wait for tools that are down. All ranks must call it, with their own trajectories.
@@ -316,7 +316,7 @@ class ToolWatch(RolloutCallback):
                 logger.warning("The run waits %.0f s: the tool %r is down. %s.", wait_s, name, window)
             start = time.monotonic()
             if any(gather_object([bool(self.sleep(wait_s))])):
-                return  # the rollout that follows is cut
+                return  # the rollout that follows is cancelled
             answer = self._answer(calls, num=1) and self._answer(calls)
             # Of all ranks the longest, so that all give up together.
             self._waited_s += max(wait_s, *gather_object([time.monotonic() - start]))

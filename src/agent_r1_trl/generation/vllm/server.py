@@ -221,7 +221,7 @@ class VLLMServerGenerator(Generator):
             reasons = {url: str(error) for url, error in failures.items()}
             if found:
                 return {url: (found.get(url), reasons.get(url, "")) for url in self._fleet.servers}
-            if time.monotonic() > deadline or (self.is_cut is not None and self.is_cut.is_set()):
+            if time.monotonic() > deadline or (self.is_cancelled is not None and self.is_cancelled.is_set()):
                 raise GenerationError(self._fleet.explain(reasons))
             await asyncio.sleep(_POLL_S)
 
