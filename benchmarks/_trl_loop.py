@@ -25,7 +25,7 @@ class TimedTrainer(trl.GRPOTrainer):
         self.num_tokens = sum(map(sum, output[2]))
         return output
 
-    def play(self, rows: Sequence[dict[str, Any]]) -> tuple[float, int]:
+    def roll_out(self, rows: Sequence[dict[str, Any]]) -> tuple[float, int]:
         """Seconds and number of sampled tokens of a rollout with one trajectory per row."""
         self.model.train()
         self._generate_and_score_completions([dict(row) for row in rows])

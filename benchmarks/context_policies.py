@@ -114,7 +114,7 @@ class Script(Generator):
         return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop="stop")
 
 
-def play(engine: Engine, tokenizer: Any, options: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
+def roll_out(engine: Engine, tokenizer: Any, options: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     """Figures of one trajectory under these options."""
     strips = options.get("policy") == "strip_thinking"
     chat = ChatFormat(tokenizer, thinking="strip" if strips else "keep")
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
         engine = Engine(folder, tokenizer, ChatFormat(tokenizer).stop_token_ids, args.block_size)
         try:
             each = policies(args).values()
-            return [{"policy": i, **play(engine, tokenizer, options, args)} for i, options in enumerate(each)]
+            return [{"policy": i, **roll_out(engine, tokenizer, options, args)} for i, options in enumerate(each)]
         finally:
             engine.generator.close()
 
@@ -196,7 +196,7 @@ def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Play all of them and print what was cached."""
+    """Sample all of them and print what was cached."""
     parser = make_parser(__doc__)
     parser.add_argument("--turns", type=int, default=24, help="of the trajectory (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=240, help="of a turn, about (default: %(default)s)")

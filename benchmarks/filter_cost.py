@@ -73,15 +73,15 @@ def score(args: argparse.Namespace, kind: str) -> tuple[dict[str, torch.Tensor],
         for group in range(args.groups)
         for member in range(args.group_size)
     ]
-    played = [SimpleNamespace(total_reward=reward, reward_parts={}, in_baseline=True) for reward in rewards]
-    return batch, played
+    rolled_out = [SimpleNamespace(total_reward=reward, reward_parts={}, in_baseline=True) for reward in rewards]
+    return batch, rolled_out
 
 
-def timed_step(trainer: Any, batch: dict[str, torch.Tensor], played: list[Any], size: int) -> tuple[float, float]:
+def timed_step(trainer: Any, batch: dict[str, torch.Tensor], rolled_out: list[Any], size: int) -> tuple[float, float]:
     """Wall and processor seconds of one step, with whatever the filter is set to."""
     start, processor_start = time.perf_counter(), time.process_time()
     rollout = SimpleNamespace(
-        trajectories=played, in_baseline=batch["in_baseline"], position=SimpleNamespace(group_size=size)
+        trajectories=rolled_out, in_baseline=batch["in_baseline"], position=SimpleNamespace(group_size=size)
     )
     is_kept = trainer.features["group_filter"].keep(rollout)
     optimizer_step(trainer, {**batch, **({} if is_kept is None else {"is_kept": is_kept})})
@@ -93,7 +93,7 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, float]:
     be_quiet()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args, kind, folder)
-        batch, played = score(args, kind)
+        batch, rolled_out = score(args, kind)
         pairs = []
         for repeat in range(args.repeats + 1):
             seconds = {}
@@ -102,7 +102,7 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, float]:
                     trainer.features["group_filter"].change(filter_groups="top_fraction", filter_value=KEPT)
                 else:
                     trainer.features["group_filter"].change(filter_groups=None)
-                seconds[is_filtered] = timed_step(trainer, batch, played, args.group_size)
+                seconds[is_filtered] = timed_step(trainer, batch, rolled_out, args.group_size)
             pairs.append((*seconds[False], *seconds[True]))
     full, full_processor, kept, kept_processor = zip(*pairs[1:], strict=True)  # the first steps allocate
     tokens = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).float()

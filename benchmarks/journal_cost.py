@@ -5,8 +5,8 @@
 The quickstart's small model samples with transformers, trajectories have several turns, and the environment answers at
 once: nothing hides the journal's work. `share` is the processor time of the journal's own code (encoding, checksums,
 writing) over that of the rollout with it; `ratio` compares the wall time of both rollouts, in which other work on the
-machine shows as well. `resume_s` is what it takes to read the rollout back instead of playing it; what comes back
-must be what was played, or the benchmark fails.
+machine shows as well. `resume_s` is what it takes to read the rollout back instead of sampling it; what comes back
+must be what was sampled, or the benchmark fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, r
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.features.journal import RolloutLog, log, players
+from agent_r1_trl.features.journal import RolloutLog, log, recorders
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
@@ -69,10 +69,10 @@ class Clock:
 
 
 def watched() -> Clock:
-    """A clock over everything that the journal does while a rollout is played."""
+    """A clock over everything that the journal does while a rollout runs."""
     clock = Clock()
     for name in ("checksum_ids", "pack_ids", "pack_floats", "step_record"):
-        clock.watch(players, name)
+        clock.watch(recorders, name)
     for name in ("describe_request", "trajectory_record"):
         clock.watch(log, name)
     clock.watch(log.Appender, "append")
@@ -80,7 +80,7 @@ def watched() -> Clock:
 
 
 def run(args: argparse.Namespace) -> dict[str, float]:
-    """Play `repeats` pairs of rollouts."""
+    """Sample `repeats` pairs of rollouts."""
     be_quiet()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
     chat = ChatFormat(tokenizer)
@@ -96,23 +96,23 @@ def run(args: argparse.Namespace) -> dict[str, float]:
     requests = [RolloutRequest(example={"prompt": prompt}, seed=seed) for seed, prompt in enumerate(prompts)]
     clock, plain, kept, shares, resumed = watched(), [], [], [], []
 
-    def play(journal: RolloutLog | None) -> tuple[float, list[list[int]]]:
+    def roll_out(journal: RolloutLog | None) -> tuple[float, list[list[int]]]:
         start = time.perf_counter()
         trajectories = runner.run(requests, journal=journal)
         return time.perf_counter() - start, [trajectory.completion_ids for trajectory in trajectories]
 
-    play(None)  # warms up
+    roll_out(None)  # warms up
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(args.repeats):
             path = Path(folder) / f"{repeat}.journal"
-            seconds, _ = play(None)
+            seconds, _ = roll_out(None)
             plain.append(seconds)
             clock.seconds, start = 0.0, time.process_time()
-            seconds, ids_with = play(RolloutLog(path, {"size": len(requests)}))
+            seconds, ids_with = roll_out(RolloutLog(path, {"size": len(requests)}))
             kept.append(seconds)
             shares.append(clock.seconds / (time.process_time() - start))
             start = time.perf_counter()
-            seconds, ids_again = play(RolloutLog(path, {}, recorded=read_rollout(path)))
+            seconds, ids_again = roll_out(RolloutLog(path, {}, recorded=read_rollout(path)))
             resumed.append(time.perf_counter() - start)
             if ids_with != ids_again:
                 raise RuntimeError("The journal gave back other tokens than were sampled.")

@@ -4,7 +4,7 @@
 
 The policy follows a script and takes no time: every turn is one tool call with a note in its arguments, and the tool
 answers at once. What is measured is our own work. Every turn has the same number of tokens, so a cost that does not
-grow with the context is the same for 4 turns (1,300 tokens) and for 200 (64,000). As many trajectories are played at
+grow with the context is the same for 4 turns (1,300 tokens) and for 200 (64,000). As many trajectories are sampled at
 once in every rollout. The conversations are those of two model families, whose templates and calls have nothing in
 common. Figures are processor milliseconds of all threads per turn, the smallest of `--repeats`:
 
@@ -190,22 +190,22 @@ def measure(said: Conversation, num_turns: int, args: argparse.Namespace, url: s
     costs: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
 
-        def play_with_journal() -> None:
+        def roll_out_with_journal() -> None:
             log = RolloutLog(Path(folder) / "rollout.journal", {"size": count})
             runner.run(requests, journal=log)
             log.close()
 
-        num_played = count * num_turns
-        costs["rollout_ms"], played = timed(lambda: runner.run(requests), args, num_played)
-        costs["journal_ms"], _ = timed(play_with_journal, args, num_played)
-        costs["request_ms"], _ = timed(lambda: ask(url, played[0]), args, num_turns)
-        costs["reward_ms"], _ = timed(lambda: [item.token_rewards() for item in played], args, num_played)
+        num_sampled = count * num_turns
+        costs["rollout_ms"], rolled_out = timed(lambda: runner.run(requests), args, num_sampled)
+        costs["journal_ms"], _ = timed(roll_out_with_journal, args, num_sampled)
+        costs["request_ms"], _ = timed(lambda: ask(url, rolled_out[0]), args, num_turns)
+        costs["reward_ms"], _ = timed(lambda: [item.token_rewards() for item in rolled_out], args, num_sampled)
         store = TrajectoryStore(folder)
-        costs["record_ms"], _ = timed(lambda: store.write(0, played), args, num_played)
-        costs["view_ms"], _ = timed(lambda: played[0].show(said.chat.tokenizer), args, num_turns)
+        costs["record_ms"], _ = timed(lambda: store.write(0, rolled_out), args, num_sampled)
+        costs["view_ms"], _ = timed(lambda: rolled_out[0].show(said.chat.tokenizer), args, num_turns)
     runner.close()
-    assert all(len(item.turns) == num_turns and len(item.tool_results) == num_turns for item in played)
-    tokens = sum(len(item.completion_ids) for item in played) / count
+    assert all(len(item.turns) == num_turns and len(item.tool_results) == num_turns for item in rolled_out)
+    tokens = sum(len(item.completion_ids) for item in rolled_out) / count
     return {"turns": num_turns, "tokens": tokens, **costs}
 
 
@@ -269,11 +269,11 @@ def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Play all of them and print what a turn cost."""
+    """Sample all of them and print what a turn cost."""
     parser = make_parser(__doc__)
     parser.add_argument("--turns", type=int, nargs="+", default=[4, 16, 64, 200], help="of a trajectory")
     parser.add_argument("--tokens", type=int, default=320, help="of a turn, about (default: %(default)s)")
-    parser.add_argument("--trajectories", type=int, default=2, help="played at once (default: %(default)s)")
+    parser.add_argument("--trajectories", type=int, default=2, help="sampled at once (default: %(default)s)")
     parser.add_argument("--all-turns", type=int, default=400, help="over which a figure is taken, at least")
     parser.add_argument("--repeats", type=int, default=3, help="the fastest one counts (default: %(default)s)")
     parser.add_argument(

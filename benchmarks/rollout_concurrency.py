@@ -6,7 +6,7 @@ Part A: 32 trajectories, one call each to a tool that sleeps 0.1 s, then an answ
 minus that of the same rollout with a tool that does not sleep.
 
 Part B: 32 trajectories of 3 turns (two calls, then an answer), latencies drawn from a log-normal distribution (median
-0.2 s, sigma 1). No schedule can beat the *critical path*: the trajectory with the longest waits, played alone.
+0.2 s, sigma 1). No schedule can beat the *critical path*: the trajectory with the longest waits, sampled alone.
 
 Both sides use the quickstart's model in one process, on the same prompts, and sample every token from a forward pass
 of it. What is forced, on both sides alike, is which token comes out: just before the draw all logits but the
@@ -140,7 +140,7 @@ class ForcedGenerator(TransformersGenerator):
 
 
 class Ours:
-    """Our rollout; `play` returns its seconds and the number of sampled tokens."""
+    """Our rollout; `roll_out` returns its seconds and the number of sampled tokens."""
 
     def __init__(self, model: Any, tokenizer: Any, max_turns: int) -> None:
         self.chat = ChatFormat(tokenizer)
@@ -150,8 +150,8 @@ class Ours:
         limits = RolloutLimits(max_turns=max_turns, max_completion_length=MAX_COMPLETION_LENGTH)
         self.runner = RolloutRunner(WaitEnv, self.generator, self.chat, limits)
 
-    def play(self, script: Script, *, only: int | None = None) -> tuple[float, int]:
-        """Play all trajectories, or one of them alone."""
+    def roll_out(self, script: Script, *, only: int | None = None) -> tuple[float, int]:
+        """Sample all trajectories, or one of them alone."""
         self.generator.script = script
         indices = range(len(script.latencies)) if only is None else [only]
         prompts = script.prompts
@@ -199,17 +199,17 @@ class ForcedTrainer(TimedTrainer):
 
 
 class Theirs:
-    """TRL's generation step with its native tool loop; `play` as for `Ours`."""
+    """TRL's generation step with its native tool loop; `roll_out` as for `Ours`."""
 
     def __init__(self, model: Any, tokenizer: Any, num_trajectories: int, output_dir: str) -> None:
         self.trainer = make_trainer(
             ForcedTrainer, model, tokenizer, num_trajectories=num_trajectories, output_dir=output_dir, tools=[wait]
         )
 
-    def play(self, script: Script) -> tuple[float, int]:
-        """Play all trajectories."""
+    def roll_out(self, script: Script) -> tuple[float, int]:
+        """Sample all trajectories."""
         self.trainer.script = script
-        return self.trainer.play([{"prompt": prompt} for prompt in script.prompts])
+        return self.trainer.roll_out([{"prompt": prompt} for prompt in script.prompts])
 
 
 # ---------------------------------------------------------------- the benchmark
@@ -226,7 +226,7 @@ def measure(ours: Ours, theirs: Theirs, script: Script, *, is_waiting: bool) -> 
     seconds, tokens = [], []
     for side in (ours, theirs):
         Clock.asked.clear()
-        side_s, num_tokens = side.play(script)
+        side_s, num_tokens = side.roll_out(script)
         if sorted(Clock.asked) != expected:
             raise RuntimeError(f"{type(side).__name__} made {len(Clock.asked)} calls of {len(expected)}.")
         seconds.append(side_s)
@@ -262,7 +262,7 @@ def long_tail(ours: Ours, theirs: Theirs, args: argparse.Namespace) -> dict[str,
     longest = max(range(len(latencies)), key=lambda index: sum(latencies[index]))
     measure(ours, theirs, script, is_waiting=False)  # warm-up
     rows = [
-        (*measure(ours, theirs, script, is_waiting=True), ours.play(script, only=longest)[0])
+        (*measure(ours, theirs, script, is_waiting=True), ours.roll_out(script, only=longest)[0])
         for _ in range(args.repeats)
     ]
     our_s, trl_s, alone_s = (statistics.median(column) for column in zip(*rows, strict=True))

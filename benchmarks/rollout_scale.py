@@ -4,7 +4,7 @@
 
 The policy follows a script (two calls, then an answer) and takes no time, and the tool sleeps 1 s, so what is left is
 our own work: chat template, tokens, parsing, tools, environments, bookkeeping. Four rollouts: 1,000 trajectories at
-once, and 5,000 of which 1,000 are played at once; each with an async tool and with a plain one, which needs a thread.
+once, and 5,000 of which 1,000 are sampled at once; each with an async tool and with a plain one, which needs a thread.
 Measured are wall time, processor time per turn (all threads), and the largest number of threads, open files and
 resident memory, read from /proc every 50 ms.
 """
@@ -87,7 +87,7 @@ class Peaks(threading.Thread):
                 self.megabytes = max(self.megabytes, int(file.read().split()[1]) * page / 2**20)
 
 
-def play(chat: ChatFormat, item: Any, trajectories: int, at_once: int, workers: int) -> dict[str, float]:
+def roll_out(chat: ChatFormat, item: Any, trajectories: int, at_once: int, workers: int) -> dict[str, float]:
     """One rollout."""
 
     class Env(ToolEnv):
@@ -109,11 +109,11 @@ def play(chat: ChatFormat, item: Any, trajectories: int, at_once: int, workers: 
     peaks = Peaks()
     peaks.start()
     began, spent = time.perf_counter(), time.process_time()
-    played = runner.run(requests)
+    rolled_out = runner.run(requests)
     seconds, processor = time.perf_counter() - began, time.process_time() - spent
     peaks.has_ended.set()
     runner.close()
-    num_turns = sum(len(trajectory.turns) for trajectory in played)
+    num_turns = sum(len(trajectory.turns) for trajectory in rolled_out)
     assert num_turns == 3 * trajectories, "the script was not followed"
     return {
         "seconds": seconds,
@@ -139,9 +139,9 @@ def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Play all four and print them."""
+    """Sample all four and print them."""
     parser = make_parser(__doc__)
-    parser.add_argument("--at-once", type=int, default=1000, help="trajectories that are played at once")
+    parser.add_argument("--at-once", type=int, default=1000, help="trajectories that are sampled at once")
     parser.add_argument("--queue", type=int, default=5000, help="trajectories of the longer rollouts")
     parser.add_argument("--latency", type=float, default=1.0, help="seconds that the tool sleeps")
     parser.add_argument("--workers", type=int, default=1000, help="max_tool_workers of the plain tool")
@@ -156,7 +156,7 @@ def main() -> None:
     rows = []
     for item in (async_wait, plain_wait):
         for trajectories in (args.at_once, args.queue):
-            figures = play(chat, item, trajectories, args.at_once, args.workers)
+            figures = roll_out(chat, item, trajectories, args.at_once, args.workers)
             rows.append({"is_async": item is async_wait, "trajectories": trajectories, **figures})
     report(rows, args, show, figures=lambda rows: {"rows": [rounded(row) for row in rows]})
 

@@ -133,7 +133,7 @@ def teach(model: Any, chat: ChatFormat, args: argparse.Namespace) -> None:
 
 
 class Ours:
-    """Our rollout; `play` returns its seconds and the number of sampled tokens."""
+    """Our rollout; `roll_out` returns its seconds and the number of sampled tokens."""
 
     def __init__(self, generator: VLLMGenerator, chat: ChatFormat) -> None:
         limits = RolloutLimits(
@@ -145,8 +145,8 @@ class Ours:
         """One environment per trajectory."""
         return TRLEnvAdapter(WaitTask)
 
-    def play(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
-        """Play one trajectory per row."""
+    def roll_out(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
+        """Sample one trajectory per row."""
         requests = [RolloutRequest(example=row, example_id=str(row["task"]), seed=row["task"]) for row in rows]
         start = time.perf_counter()
         trajectories = self.runner.run(requests)
@@ -156,10 +156,10 @@ class Ours:
 class WithBarrier(Ours):
     """Ours, but nobody goes on to the next turn before all have their results."""
 
-    def play(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
-        """Play one trajectory per row, all with the same number of turns."""
+    def roll_out(self, rows: list[dict[str, Any]]) -> tuple[float, int]:
+        """Sample one trajectory per row, all with the same number of turns."""
         self.barrier = asyncio.Barrier(len(rows))
-        return super().play(rows)
+        return super().roll_out(rows)
 
     def make_env(self) -> TRLEnvAdapter:
         """An environment that meets the others after its tool."""
@@ -196,7 +196,9 @@ class EngineTrainer(TimedTrainer):
 # ---------------------------------------------------------------- the benchmark
 
 
-def play(side: Ours | EngineTrainer, rows: list[dict[str, Any]], *, is_waiting: bool, expected: list[float]) -> tuple:
+def roll_out(
+    side: Ours | EngineTrainer, rows: list[dict[str, Any]], *, is_waiting: bool, expected: list[float]
+) -> tuple:
     """Seconds and sampled tokens of one rollout.
 
     Raises:
@@ -204,14 +206,14 @@ def play(side: Ours | EngineTrainer, rows: list[dict[str, Any]], *, is_waiting: 
     """
     WaitTask.is_waiting = is_waiting
     WaitTask.calls.clear()
-    seconds, num_tokens = side.play(rows)
+    seconds, num_tokens = side.roll_out(rows)
     if sorted(WaitTask.calls) != sorted(expected):
         raise RuntimeError(f"{type(side).__name__} made {len(WaitTask.calls)} calls of {len(expected)}.")
     return seconds, num_tokens
 
 
 def measure(sides: dict[str, Ours | EngineTrainer], num_turns: int, args: argparse.Namespace) -> dict[str, float]:
-    """One row: seconds are medians over the repeats, TRL's loop is played once.
+    """One row: seconds are medians over the repeats, TRL's loop runs once.
 
     Raises:
         RuntimeError: the loops did not make the same calls and sample the same number of tokens.
@@ -227,12 +229,12 @@ def measure(sides: dict[str, Ours | EngineTrainer], num_turns: int, args: argpar
 
     def time_it(name: str, side: str, *, is_waiting: bool = True, alone: bool = False) -> None:
         chosen, expected = ([rows[longest]], latencies[longest]) if alone else (rows, every_call)
-        seconds, num_tokens = play(sides[side], chosen, is_waiting=is_waiting, expected=expected)
+        seconds, num_tokens = roll_out(sides[side], chosen, is_waiting=is_waiting, expected=expected)
         columns.setdefault(name, []).append(seconds)
         if not alone:
             tokens.add(num_tokens)
 
-    play(sides["ours"], rows, is_waiting=False, expected=every_call)  # warm-up
+    roll_out(sides["ours"], rows, is_waiting=False, expected=every_call)  # warm-up
     for _ in range(args.repeats):
         time_it("ours", "ours")
         time_it("barrier", "barrier")

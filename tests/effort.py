@@ -2,7 +2,7 @@
 
     @settings(max_examples=examples(200))                    # a hypothesis test
     for rng in random_rounds(100):                           # a loop by hand, in a test marked `fuzz`
-    @pytest.mark.parametrize("launch", short(KINDS, "ddp"))  # the suite plays what is named, `make nightly` the others
+    @pytest.mark.parametrize("launch", short(KINDS, "ddp"))  # the suite runs what is named, `make nightly` the others
     @pytest.mark.parametrize("kind", ["head", *nightly("adapter", "model")])      # the others in `make nightly`
 
 `tests/test_fuzzing.py` holds that every property test asks here.

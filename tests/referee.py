@@ -2,10 +2,10 @@
 
 Each tree states its trainings in its own spelling (`VARIANTS` below), so that a setting may be renamed; they are
 compared by name. Every estimator, context policy, loss type, critic, layout and feature stands in at least one of
-them. Two ranks are played as well. Not covered: vLLM itself, DeepSpeed, GPUs.
+them. Two ranks are run as well. Not covered: vLLM itself, DeepSpeed, GPUs.
 
     python -m tests.referee BASE [names...]        # compare with a commit
-    python -m tests.referee --play-into OUT [names...]   # what it does in each of the trees
+    python -m tests.referee --run-into OUT [names...]   # what it does in each of the trees
 """
 
 import argparse
@@ -213,7 +213,7 @@ def unlucky_trainer():
 
 
 RANKS = ("plain", "filter", "window_beta", "resampling", "window_ppo", "nonfinite")
-"""Played on two ranks as well."""
+"""Run on two ranks as well."""
 
 
 def train(folder, name, options):
@@ -258,7 +258,7 @@ def lose_one_in_six(trainer):
 
 
 def run(out, names):
-    """Play the trainings of this tree."""
+    """Run the trainings of this tree."""
     import agent_r1_trl
 
     assert Path(agent_r1_trl.__file__).is_relative_to(TREE), f"{agent_r1_trl.__file__} is not of {TREE}"
@@ -317,12 +317,12 @@ def all_same(rows, others):
     return len(rows) == len(others) and all(map(same, rows, others))
 
 
-def played(tree, folder, names, ranks):
+def rolled_out(tree, folder, names, ranks):
     out = folder / f"{tree.name}-{ranks}.pt"
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}:{tree}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, *launch, "-m", "tests.referee", "--play-into", str(out), *names],
+        [sys.executable, *launch, "-m", "tests.referee", "--run-into", str(out), *names],
         cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     return torch.load(out, weights_only=False)
@@ -340,7 +340,7 @@ def compare(base, names):
                 chosen = [item for item in names if ranks == 1 or item in RANKS]
                 if names and not chosen:
                     continue
-                old, new = (played(one, folder, chosen, ranks) for one in (tree, TREE))
+                old, new = (rolled_out(one, folder, chosen, ranks) for one in (tree, TREE))
                 for variant, result in new.items():
                     found = difference(old[variant], result) if variant in old else "new here"
                     num_different += bool(found)
@@ -350,7 +350,7 @@ def compare(base, names):
                     )
                 for variant in old.keys() - new.keys():
                     num_different += 1
-                    print(f"{variant:32} is not played here")
+                    print(f"{variant:32} is not run here")
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=TREE, check=True)
     return num_different
@@ -363,10 +363,10 @@ def is_equal(old, new):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", nargs="?", help="a commit")
-    parser.add_argument("--play-into", metavar="OUT")
+    parser.add_argument("--run-into", metavar="OUT")
     args, names = parser.parse_known_args()
-    if args.play_into:
-        run(args.play_into, [args.base, *names] if args.base else names)
+    if args.run_into:
+        run(args.run_into, [args.base, *names] if args.base else names)
     elif not args.base:
         parser.error("which commit? For example: python -m tests.referee main")
     else:

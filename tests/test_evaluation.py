@@ -18,13 +18,13 @@ from agent_r1_trl.evaluation import (
 )
 from agent_r1_trl.evaluation.result import example_sums, to_json, trajectory_sums
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
-from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits
+from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv
 
 
-def played(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **info) -> Trajectory:
+def rolled_out(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **info) -> Trajectory:
     """A trajectory without tokens: metrics read turns, results, reward, stop reason and info."""
     calls = [ToolResult(call=ToolCall(name="f", arguments={}), content="", error=error) for error in results]
     items = [Turn(start=0, end=0, message={"role": "assistant"}) for _ in range(turns)]
@@ -55,9 +55,9 @@ def result_of(values, name="exact_match", **settings) -> EvaluationResult:
 
 def test_metrics_of_three_trajectories_by_hand():
     trajectories = [
-        played(turns=3, results=[None, ToolErrorKind.TIMEOUT], reward=1.0, em=1.0, f1=1.0, valid_answer=1.0),
-        played(turns=1, reward=-1.0, em=0.0, f1=0.5, valid_answer=0.0, reason=StopReason.MAX_TURNS),
-        played(turns=2, results=[None, None], reward=-1.0, em=0.0, f1=0.0, valid_answer=1.0, score=7, solved=True),
+        rolled_out(turns=3, results=[None, ToolErrorKind.TIMEOUT], reward=1.0, em=1.0, f1=1.0, valid_answer=1.0),
+        rolled_out(turns=1, reward=-1.0, em=0.0, f1=0.5, valid_answer=0.0, reason=StopReason.MAX_TURNS),
+        rolled_out(turns=2, results=[None, None], reward=-1.0, em=0.0, f1=0.0, valid_answer=1.0, score=7, solved=True),
     ]
     rows = [example_sums([item]) for item in trajectories]
     metrics = EvaluationResult.from_rows(rows, example_ids=["a", "b", "c"]).metrics
@@ -81,34 +81,36 @@ def test_metrics_of_three_trajectories_by_hand():
 
 
 def test_what_is_no_finite_number_in_info_is_no_metric():
-    sums = trajectory_sums(played(em=1.0, prediction="Oslo", gold=["Oslo"], nan=math.nan, none=None, huge=-(10**400)))
+    sums = trajectory_sums(
+        rolled_out(em=1.0, prediction="Oslo", gold=["Oslo"], nan=math.nan, none=None, huge=-(10**400))
+    )
     assert "exact_match" in sums and not {"prediction", "gold", "nan", "none", "huge"} & set(sums)
 
 
 def test_an_info_key_cannot_hide_a_metric():
-    sums = trajectory_sums(played(turns=2, reward=0.0, **{"tool_calls": 99}))
+    sums = trajectory_sums(rolled_out(turns=2, reward=0.0, **{"tool_calls": 99}))
     assert sums["tool_calls"] == (0.0, 1.0) and sums["info_tool_calls"] == (99.0, 1.0)
 
 
 def test_a_failed_trajectory_counts_as_a_failure_and_nowhere_else():
-    failed = played(turns=0, reason=StopReason.ENVIRONMENT_ERROR)
-    rows = [example_sums([played(em=1.0)]), example_sums([failed])]
+    failed = rolled_out(turns=0, reason=StopReason.ENVIRONMENT_ERROR)
+    rows = [example_sums([rolled_out(em=1.0)]), example_sums([failed])]
     metrics = EvaluationResult.from_rows(rows, example_ids=["a", "b"]).metrics
     assert metrics["exact_match"] == 1.0 and metrics["turns"] == 1.0
     assert metrics["infrastructure_failure_rate"] == 0.5
 
 
 def test_a_trajectory_that_nothing_scored_counts_everywhere_but_in_the_reward():
-    unscored = played(reward=0.0)
+    unscored = rolled_out(reward=0.0)
     unscored.is_scored = False
-    rows = [example_sums([played(reward=4.0)]), example_sums([unscored])]
+    rows = [example_sums([rolled_out(reward=4.0)]), example_sums([unscored])]
     result = EvaluationResult.from_rows(rows, example_ids=["a", "b"])
     assert result.metrics["reward"] == 4.0
     assert [row["turns"][1] for row in rows] == [1.0, 1.0]
 
 
 def test_without_a_tool_call_there_is_no_error_rate():
-    result = EvaluationResult.from_rows([example_sums([played()])], example_ids=["a"])
+    result = EvaluationResult.from_rows([example_sums([rolled_out()])], example_ids=["a"])
     assert math.isnan(result.metrics["tool_error_rate"])
     assert json.loads(to_json(result.to_dict()))["tool_error_rate"] is None
 
@@ -222,7 +224,7 @@ def scripted(tokenizer, chat) -> ScriptedGenerator:
     return ScriptedGenerator([call, ids("3")], stop_token_ids=chat.stop_token_ids)
 
 
-def test_every_example_is_played_greedily_as_often_as_asked(tokenizer, chat):
+def test_every_example_is_rolled_out_greedily_as_often_as_asked(tokenizer, chat):
     seen = []
     generator = scripted(tokenizer, chat)
     result = evaluate(generator, Adder, chat, ROWS, num_generations=2, seed=5, on_trajectory=seen.append)
@@ -249,7 +251,9 @@ def test_when_every_environment_fails_each_cause_is_said_with_its_count(tokenize
         def reset(self, example):
             raise OSError("lost" if example["id"] == "q2" else "the server is down")
 
-    with pytest.raises(NothingPlayedError, match=r"All 4 trajectories failed: 3 x .*is down \(.*'q0'\); 1 x .*lost"):
+    with pytest.raises(
+        NothingRolledOutError, match=r"All 4 trajectories failed: 3 x .*is down \(.*'q0'\); 1 x .*lost"
+    ):
         evaluate(scripted(tokenizer, chat), Broken, chat, ROWS)
 
 

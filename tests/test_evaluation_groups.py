@@ -9,7 +9,7 @@ from agent_r1_trl.evaluation.comparison import compare, read_examples, write_exa
 from agent_r1_trl.evaluation.result import attempts_of, example_sums, pass_at_k, token_counts
 from agent_r1_trl.evaluation.table import split_by, tags_of
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
-from tests.test_evaluation import played, result_of
+from tests.test_evaluation import result_of, rolled_out
 
 
 @pytest.mark.parametrize("num_solved", range(6))
@@ -20,18 +20,23 @@ def test_pass_at_k_is_the_share_of_draws_with_a_solved_attempt(num_solved, k):
     assert pass_at_k(5, num_solved, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
-def test_groups_are_counted_over_what_was_played():
-    group = [played(em=1.0), played(em=0.0), played(success=True), played(reason=StopReason.ENVIRONMENT_ERROR)]
+def test_groups_are_counted_over_what_was_rolled_out():
+    group = [
+        rolled_out(em=1.0),
+        rolled_out(em=0.0),
+        rolled_out(success=True),
+        rolled_out(reason=StopReason.ENVIRONMENT_ERROR),
+    ]
     sums = example_sums(group)
     assert sums["pass@1"] == (pytest.approx(2 / 3), 1.0) and sums["pass@2"] == (1.0, 1.0) and "pass@4" not in sums
     assert sums["solved_always"] == sums["solved_never"] == (0.0, 1.0)
-    assert "pass@1" not in example_sums([played(em=1.0)]) and attempts_of(8) == [1, 2, 4, 8]
+    assert "pass@1" not in example_sums([rolled_out(em=1.0)]) and attempts_of(8) == [1, 2, 4, 8]
 
 
 def test_without_a_score_an_outcome_above_zero_is_solved():
-    sums = example_sums([played(reward=1.0), played(reward=0.5)])
+    sums = example_sums([rolled_out(reward=1.0), rolled_out(reward=0.5)])
     assert sums["solved_always"] == (1.0, 1.0)
-    assert example_sums([played(reward=-1.0), played(reward=0.0)])["solved_never"] == (1.0, 1.0)
+    assert example_sums([rolled_out(reward=-1.0), rolled_out(reward=0.0)])["solved_never"] == (1.0, 1.0)
 
 
 def test_a_tag_has_the_figures_of_its_own_examples():
@@ -89,7 +94,10 @@ def test_the_order_of_the_examples_does_not_matter_and_other_examples_are_refuse
 
 
 def test_examples_survive_the_file(tmp_path):
-    groups = [[played(em=1.0, f1=1.0), played(em=0.0, f1=0.5)], [played(em=0.0, f1=0.0), played(em=0.0, f1=0.1)]]
+    groups = [
+        [rolled_out(em=1.0, f1=1.0), rolled_out(em=0.0, f1=0.5)],
+        [rolled_out(em=0.0, f1=0.0), rolled_out(em=0.0, f1=0.1)],
+    ]
     result = EvaluationResult.from_rows(
         list(map(example_sums, groups)),
         example_ids=["a", "b"],

@@ -1,7 +1,7 @@
 """A new user's path, with the commands: quickstart, eval, chat, serve, merge, push, and back from the Hub.
 
 The quickstart is shortened to two steps. Every later step has to repeat what `eval` recorded of the trained agent,
-which is played greedily: the same tokens in a chat, the same calls and answer through vLLM and the client of OpenAI,
+which is sampled greedily: the same tokens in a chat, the same calls and answer through vLLM and the client of OpenAI,
 the same log-probabilities from the merged model, the same rows from the data set on the Hub.
 """
 
@@ -48,7 +48,7 @@ def agent(tmp_path_factory):
 
 
 @pytest.fixture
-def played(agent, monkeypatch):
+def rolled_out(agent, monkeypatch):
     """A trajectory of the evaluation with a search and an answer."""
     monkeypatch.chdir(ROOT)
     found = [item for item in read_trajectories(agent / "test" / "model") if len(item.turns) > 1]
@@ -87,28 +87,28 @@ def test_the_evaluation_has_the_quickstarts_figures_beside_the_baselines(agent):
     assert rows["base"]["tool_calls"] > 1 and rows["closed_book"]["num_examples"] == NUM_EXAMPLES
 
 
-def test_a_chat_says_what_the_evaluation_said(agent, played, monkeypatch, capsys, tmp_path):
-    lines = [played.prompt_messages[-1]["content"], f"/save {tmp_path / 'said.jsonl'}", "/quit"]
+def test_a_chat_says_what_the_evaluation_said(agent, rolled_out, monkeypatch, capsys, tmp_path):
+    lines = [rolled_out.prompt_messages[-1]["content"], f"/save {tmp_path / 'said.jsonl'}", "/quit"]
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
     assert main(["chat", str(agent), "--config", str(agent / "recipe.yaml")]) == 0
     out = capsys.readouterr().out
-    assert out.count("→ search(query=") == len(played.tool_results) and played.final_text in out
+    assert out.count("→ search(query=") == len(rolled_out.tool_results) and rolled_out.final_text in out
     (said,) = read_trajectories(tmp_path / "said.jsonl")
-    assert (said.prompt_ids, said.completion_ids) == (played.prompt_ids, played.completion_ids)
-    assert said.action_mask == played.action_mask
+    assert (said.prompt_ids, said.completion_ids) == (rolled_out.prompt_ids, rolled_out.completion_ids)
+    assert said.action_mask == rolled_out.action_mask
 
 
 @pytest.mark.vllm
-def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(agent, played, tmp_path):
+def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(agent, rolled_out, tmp_path):
     openai = pytest.importorskip("openai")
     env = SearchQAEnv(**yaml.safe_load((agent / "recipe.yaml").read_text())["env_kwargs"])
     (search,) = map(as_tool, env.tools)
-    env.reset({"question": played.prompt_messages[-1]["content"], "answers": ["?"]})
-    messages = [dict(message) for message in played.prompt_messages]
+    env.reset({"question": rolled_out.prompt_messages[-1]["content"], "answers": ["?"]})
+    messages = [dict(message) for message in rolled_out.prompt_messages]
     with merged_and_served(agent, tmp_path, "quick", 512) as url:
         client = openai.OpenAI(base_url=url, api_key="none")
         made = []
-        for _ in played.turns:
+        for _ in rolled_out.turns:
             answer = client.chat.completions.create(
                 model="quick", messages=messages, tools=[search.schema], temperature=0, max_tokens=48
             )
@@ -118,25 +118,25 @@ def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(ag
                 made.append((asked.function.name, json.loads(asked.function.arguments)))
                 found = search(**made[-1][1])
                 messages.append({"role": "tool", "tool_call_id": asked.id, "content": found})
-    asked = [call["function"] for message in played.messages for call in message.get("tool_calls") or ()]
+    asked = [call["function"] for message in rolled_out.messages for call in message.get("tool_calls") or ()]
     assert made == [(function["name"], function["arguments"]) for function in asked] and made
-    assert choice.finish_reason == "stop" and choice.message.content == played.final_text
+    assert choice.finish_reason == "stop" and choice.message.content == rolled_out.final_text
 
 
-def test_the_merged_model_has_the_log_probabilities_of_the_rollout(agent, played, tmp_path):
+def test_the_merged_model_has_the_log_probabilities_of_the_rollout(agent, rolled_out, tmp_path):
     assert main(["merge", str(agent), "--output_dir", str(tmp_path / "plain")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
-    ids = torch.tensor([played.prompt_ids + played.completion_ids])
+    ids = torch.tensor([rolled_out.prompt_ids + rolled_out.completion_ids])
     with torch.no_grad():
         scores = model(ids).logits[0, :-1].log_softmax(-1)
-    found = scores.gather(1, ids[0, 1:, None])[-len(played.completion_ids) :, 0]
-    mask = torch.tensor(played.action_mask, dtype=torch.bool)
-    assert mask.sum() > 10 and (found - torch.tensor(played.logprobs))[mask].abs().max() < 1e-4
+    found = scores.gather(1, ids[0, 1:, None])[-len(rolled_out.completion_ids) :, 0]
+    mask = torch.tensor(rolled_out.action_mask, dtype=torch.bool)
+    assert mask.sum() > 10 and (found - torch.tensor(rolled_out.logprobs))[mask].abs().max() < 1e-4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "plain")
     assert tokenizer.chat_template == (agent / "chat_template.jinja").read_text()
 
 
-def test_what_was_pushed_comes_back_from_the_hub_and_starts_with_the_lines_of_the_card(agent, played, tmp_path):
+def test_what_was_pushed_comes_back_from_the_hub_and_starts_with_the_lines_of_the_card(agent, rolled_out, tmp_path):
     with running_hub() as hub:
         env = os.environ | path()
         env |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
@@ -151,13 +151,13 @@ def test_what_was_pushed_comes_back_from_the_hub_and_starts_with_the_lines_of_th
         shell(f"agent-r1-trl push {agent} --repo_id ada/runs --trajectories")
         card = ModelCard(hub.files("ada/quick")["README.md"].decode())
         install, chat = re.search(r"```bash\n(.*)\n(.*)\n```", card.text).groups()
-        question = played.prompt_messages[-1]["content"]
+        question = rolled_out.prompt_messages[-1]["content"]
         out = shell(chat, f"{question}\n/save {tmp_path / 'said.jsonl'}\n")
         load = "from datasets import load_dataset; load_dataset('ada/runs').save_to_disk('{}')"
         shell(f'{sys.executable} -c "{load.format(tmp_path / "rows")}"')
-    assert install == "pip install agent-r1-trl" and played.final_text in out
+    assert install == "pip install agent-r1-trl" and rolled_out.final_text in out
     (said,) = read_trajectories(tmp_path / "said.jsonl")
-    assert (said.prompt_ids, said.completion_ids) == (played.prompt_ids, played.completion_ids)
+    assert (said.prompt_ids, said.completion_ids) == (rolled_out.prompt_ids, rolled_out.completion_ids)
     scores = json.loads((agent / "evaluation.json").read_text())["rows"][-1]
     found = {item.metric_type: item.metric_value for item in card.data.eval_results}
     assert found["exact_match"] == scores["exact_match"] and "| naive\\_rag |" in card.text

@@ -90,13 +90,15 @@ def test_the_mask_covers_exactly_the_sampled_tokens(chat, search):
     heard = ["".join(turns) for turns in (*scripts[:3], [CALL] * 5)]
     expected = [chat.tokenizer(text)["input_ids"] for text in heard] + [chat.tokenizer(ENDLESS)["input_ids"][:48]]
     question = {"question": "What is the capital of Norway?", "answers": ["Oslo"]}
-    played = recipe.play(ScriptedModel(chat, scripts), chat, search, [question] * len(scripts), temperature=0)
-    for trajectory, sampled_ids in zip(played, expected, strict=True):
+    rolled_out = recipe.roll_out(ScriptedModel(chat, scripts), chat, search, [question] * len(scripts), temperature=0)
+    for trajectory, sampled_ids in zip(rolled_out, expected, strict=True):
         assert [token for token, mask in zip(trajectory.ids, trajectory.mask, strict=True) if mask] == sampled_ids
         assert [logprob < 0 for logprob in trajectory.logprobs] == [mask == 1 for mask in trajectory.mask]
-    assert [recipe.compute_reward(trajectory) for trajectory in played] == [1, 1, 1, 0, 0]
-    assert [trajectory.num_turns for trajectory in played] == [2, 1, 3, 5, 0]
-    masked = chat.tokenizer.decode([i for i, mask in zip(played[0].ids, played[0].mask, strict=True) if not mask])
+    assert [recipe.compute_reward(trajectory) for trajectory in rolled_out] == [1, 1, 1, 0, 0]
+    assert [trajectory.num_turns for trajectory in rolled_out] == [2, 1, 3, 5, 0]
+    masked = chat.tokenizer.decode(
+        [i for i, mask in zip(rolled_out[0].ids, rolled_out[0].mask, strict=True) if not mask]
+    )
     assert masked == (
         "<|im_start|>system\nTools: search(query)<|im_end|>\n"
         "<|im_start|>user\nWhat is the capital of Norway?<|im_end|>\n<|im_start|>assistant\n"
@@ -105,9 +107,9 @@ def test_the_mask_covers_exactly_the_sampled_tokens(chat, search):
     )
 
 
-def test_it_plays_the_trajectories_that_the_package_plays(model, chat, search):
+def test_it_samples_the_trajectories_that_the_package_samples(model, chat, search):
     questions = recipe.read_questions("test.jsonl")[:24]
-    played = recipe.play(model, chat, search, questions, temperature=0)
+    rolled_out = recipe.roll_out(model, chat, search, questions, temperature=0)
     limits = RolloutLimits(max_turns=5, max_tokens_per_turn=48, max_completion_length=900)
     generator = TransformersGenerator(
         model, pad_token_id=chat.tokenizer.pad_token_id, stop_token_ids=chat.stop_token_ids
@@ -116,20 +118,23 @@ def test_it_plays_the_trajectories_that_the_package_plays(model, chat, search):
     runner = RolloutRunner(env, generator, chat, limits, SamplingParams(temperature=0))
     theirs = runner.run([RolloutRequest(example=question, example_id=question["id"]) for question in questions])
     runner.close()
-    for own, other in zip(played, theirs, strict=True):
+    for own, other in zip(rolled_out, theirs, strict=True):
         assert own.ids == other.prompt_ids + other.completion_ids
         assert own.mask == [0] * len(other.prompt_ids) + other.action_mask
         assert own.num_turns == len(other.turns)
         assert recipe.compute_reward(own) == other.info["em"]
-    assert 0 < sum(map(recipe.compute_reward, played)) < len(played) and max(own.num_turns for own in played) > 2
+    assert (
+        0 < sum(map(recipe.compute_reward, rolled_out)) < len(rolled_out)
+        and max(own.num_turns for own in rolled_out) > 2
+    )
 
 
 def test_the_log_probabilities_of_sampling_are_those_of_one_pass_over_the_batch(model, chat, search):
     torch.manual_seed(0)
-    played = recipe.play(model, chat, search, recipe.read_questions("train.jsonl")[:6])
-    ids, mask, sampled = recipe.make_batch(played)
+    rolled_out = recipe.roll_out(model, chat, search, recipe.read_questions("train.jsonl")[:6])
+    ids, mask, sampled = recipe.make_batch(rolled_out)
     logprobs = recipe.compute_logprobs(model, ids)
-    assert len({len(trajectory.ids) for trajectory in played}) > 1  # rows with padding are among them
+    assert len({len(trajectory.ids) for trajectory in rolled_out}) > 1  # rows with padding are among them
     torch.testing.assert_close(logprobs * mask, sampled, atol=1e-4, rtol=0)
 
 

@@ -26,7 +26,7 @@ FAILURES = {
 """What is wrong -> searches and final text. Asked for is the internet code of the country with that lowest point."""
 
 
-def play(searches, text, **settings):
+def roll_out(searches, text, **settings):
     """What a trajectory earns in the recipe's environment."""
     env = SearchQAEnv(**RECIPE["env_kwargs"] | settings)
     evidence = ["nepal/lowest-point", "nepal/internet-code"]
@@ -46,12 +46,12 @@ def at_the_root(monkeypatch):
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_every_way_to_fail_earns_the_same(failure):
-    assert play(*FAILURES[failure]) == -1
+    assert roll_out(*FAILURES[failure]) == -1
 
 
 def test_a_group_whose_answers_are_all_wrong_teaches_none_of_them():
     def advantages(**settings):
-        returns = torch.tensor([play(*failure, **settings) for failure in FAILURES.values()])
+        returns = torch.tensor([roll_out(*failure, **settings) for failure in FAILURES.values()])
         return compute_group_advantages(returns, torch.zeros(len(returns), dtype=torch.long))
 
     assert advantages().eq(0).all()
@@ -62,7 +62,7 @@ def test_a_group_whose_answers_are_all_wrong_teaches_none_of_them():
 
 def test_a_right_answer_earns_more_than_any_failure():
     searches = ["lowest point Kanchan Kalan", "internet code Nepal"]
-    assert play(searches, "<answer> .np</answer>") == 1
+    assert roll_out(searches, "<answer> .np</answer>") == 1
 
 
 @pytest.mark.parametrize("seed", range(5))

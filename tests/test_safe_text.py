@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent_r1_trl import safe_text
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, run_command
-from agent_r1_trl.rollout.failures import check_some_played
+from agent_r1_trl.rollout.failures import check_some_rolled_out
 from agent_r1_trl.rollout.requests import rollout_requests
 from agent_r1_trl.safe_text import SecretRules, SecretSettings, markdown, mask, shown, visible
 from tests.effort import examples
@@ -76,7 +76,7 @@ def test_the_cause_of_a_failure_controls_no_terminal_and_tells_no_secret(monkeyp
     failed = empty()
     failed.error = f"401 for {KEY}\x1b[31m"
     with pytest.raises(RuntimeError, match=re.escape("401 for [secret: SEARCH_API_KEY]␛[31m")) as caught:
-        check_some_played([failed])
+        check_some_rolled_out([failed])
     assert KEY not in str(caught.value)
 
 

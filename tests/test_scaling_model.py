@@ -55,7 +55,7 @@ def test_parts_of_a_step_by_hand(model):
     assert found["longest"] == "transfer"
 
 
-def test_rows_that_the_cache_cannot_hold_are_played_in_waves(model):
+def test_rows_that_the_cache_cannot_hold_are_rolled_out_in_waves(model):
     few = model.Cluster(sampling_gpus=8)
     found = model.rollout_s(model.QWEN_32B, model.Batch(), few)
     room = model.Cluster(sampling_gpus=8, hardware=model.Hardware(hbm_bytes=800e9))

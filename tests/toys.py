@@ -1,4 +1,4 @@
-"""What many tests play with: two tools, the environments that offer them, and what a policy says in them."""
+"""What many tests use: two tools, the environments that offer them, and what a policy says in them."""
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.rollout import RolloutLimits

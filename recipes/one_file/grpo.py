@@ -72,10 +72,10 @@ class Trajectory:
 
 
 @torch.no_grad()
-def play(
+def roll_out(
     model: Any, chat: ChatFormat, search: Tool, questions: list[dict[str, Any]], temperature: float = 1.0
 ) -> list[Trajectory]:
-    """Play one trajectory per question, all of them at the same time. Temperature 0 is greedy.
+    """Sample one trajectory per question, all of them at the same time. Temperature 0 is greedy.
 
     Each pass through the loop feeds one token of every trajectory to the model. Where the next token is already known
     (it belongs to the prompt or to an observation), the trajectory only reads. Where it is not, the next token is
@@ -200,7 +200,7 @@ def train(args: argparse.Namespace) -> list[float]:
     """Train, and return the mean reward of every step."""
     random.seed(args.seed)
     torch.manual_seed(args.seed)
-    # eval(): with dropout, the model that is trained would not be the model that played.
+    # eval(): with dropout, the model that is trained would not be the model that sampled.
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     chat = ChatFormat(AutoTokenizer.from_pretrained(args.model))
     search = make_search_tool(SearchIndex(TASK / "data" / "corpus.jsonl"), top_k=1)
@@ -210,7 +210,7 @@ def train(args: argparse.Namespace) -> list[float]:
     for step in range(args.steps):
         began = time.perf_counter()
         drawn = random.sample(questions, args.questions)
-        trajectories = play(model, chat, search, [question for question in drawn for _ in range(args.group_size)])
+        trajectories = roll_out(model, chat, search, [question for question in drawn for _ in range(args.group_size)])
         rewards = torch.tensor([compute_reward(trajectory) for trajectory in trajectories])  # (N,)
         advantages = compute_advantages(rewards, args.group_size)  # (N,)
         ids, mask, old_logprobs = make_batch(trajectories)  # (N, T)
@@ -226,7 +226,7 @@ def train(args: argparse.Namespace) -> list[float]:
         seconds = time.perf_counter() - began
         print(f"step {step + 1:3d}  reward {history[-1]:.3f}  turns {turns:.2f}  {seconds:.1f} s", flush=True)
     if args.evaluate:
-        heldout = play(model, chat, search, read_questions("test.jsonl"), temperature=0.0)
+        heldout = roll_out(model, chat, search, read_questions("test.jsonl"), temperature=0.0)
         print(
             f"{len(heldout)} held-out questions, greedy: {sum(map(compute_reward, heldout)) / len(heldout):.3f} right"
         )
@@ -242,7 +242,7 @@ def read_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group_size", type=int, default=8, help="trajectories per question, at least 2")
     parser.add_argument("--updates", type=int, default=1, help="optimizer steps per rollout")
     parser.add_argument("--learning_rate", type=float, default=5e-4)
-    parser.add_argument("--evaluate", action="store_true", help="play the held-out questions at the end, greedily")
+    parser.add_argument("--evaluate", action="store_true", help="answer the held-out questions at the end, greedily")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 

@@ -3,7 +3,7 @@
     python recipes/quickstart/run.py                      # or: make quickstart
     python recipes/quickstart/run.py --learning_rate 0    # the control: nothing is learned
 
-Each part is the command that is printed, as a user would type it. Both evaluations play the same held-out questions,
+Each part is the command that is printed, as a user would type it. Both evaluations take the same held-out questions,
 greedily and within the same limits.
 """
 

@@ -110,7 +110,7 @@ def test_masked_tokens_without_any_turn_are_one_turn():
 GROUPS, MEMBERS, MAX_TURNS, GO_ON = 4000, 4, 6, 0.5
 
 
-def play_with_null_turns():
+def roll_out_null_turns():
     """Trajectories whose first turn earns 0 or 1 by luck, and whose further turns do and earn nothing.
 
     Returns:
@@ -134,7 +134,7 @@ def z_of_going_on(advantages, score):
 
 
 def test_turns_that_do_nothing_are_neither_rewarded_nor_punished():
-    rewards, turns, score = play_with_null_turns()
+    rewards, turns, score = roll_out_null_turns()
     groups = torch.arange(GROUPS * MEMBERS) // MEMBERS
     found = compute_turn_group_advantages(
         rewards, torch.zeros(len(groups)), turns, groups, gamma_turn=1.0, process_weight=1.0
@@ -145,7 +145,7 @@ def test_turns_that_do_nothing_are_neither_rewarded_nor_punished():
 
 def test_a_mean_over_turns_would_reward_turns_that_do_nothing():
     """The formula that the package avoids, on the same trajectories: the simulation above can tell."""
-    rewards, turns, score = play_with_null_turns()
+    rewards, turns, score = roll_out_null_turns()
     reached = (turns >= 0).view(GROUPS, -1)
     process = torch.where(reached, rewards.view(GROUPS, -1).double(), 0.0)  # P_k = r_k here: only turn 1 earns
     count = reached.sum(dim=1, keepdim=True)

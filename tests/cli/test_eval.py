@@ -103,14 +103,14 @@ def test_a_seed_repeats_an_evaluation(recipe):
     assert tokens["first"] == tokens["again"] != tokens["other"]
 
 
-def test_without_an_output_directory_the_rows_to_train_on_are_played_and_nothing_is_written(recipe, capsys):
+def test_without_an_output_directory_the_rows_to_train_on_are_rolled_out_and_nothing_is_written(recipe, capsys):
     assert main(["eval", "--config", recipe(output_dir=None, eval_dataset_name=None)]) == 0
     printed = capsys.readouterr().out
     assert "4examples" in "".join(printed.split()) and "evaluation.json" not in printed
     assert not list(Path().rglob("evaluation.json"))
 
 
-def test_where_nothing_can_be_played_every_cause_is_said(recipe, refusal, monkeypatch):
+def test_where_nothing_can_be_rolled_out_every_cause_is_said(recipe, refusal, monkeypatch):
     path = recipe(env="task.py:Down")
     with Path("task.py").open("a") as task:
         task.write("\n\nclass Down(AddEnv):\n    def reset(self, example):\n        raise OSError('it is down')\n")

@@ -116,13 +116,13 @@ def test_bugs_of_the_environment_end_their_rows_alone(flags):
         assert re.search(words, result["failures"]), words
 
 
-def test_a_set_of_which_nothing_can_be_played_leaves_the_figures_of_the_others(flags, capsys):
+def test_a_set_of_which_nothing_can_be_rolled_out_leaves_the_figures_of_the_others(flags, capsys):
     write("test.jsonl", row(0))
     write("bad.jsonl", row(0, id="b0"), row(1, id="b1"))
     flags += ["--env", "task.py:BuggyEnv", "--datasets", "bad.jsonl", "test.jsonl"]
     assert main(flags) == EXIT_INFRASTRUCTURE
     printed = capsys.readouterr()
-    assert "error: nothing could be played of: bad, model." in printed.err
+    assert "error: nothing could be sampled of: bad, model." in printed.err
     assert "bad, model: 100.0% failed" in printed.out and "the game is over (first in example 'b0')" in printed.out
     bad, good = read_result()["rows"]
     assert "exact_match" not in bad and good["exact_match"] == 0.0

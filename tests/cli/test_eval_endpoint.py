@@ -115,7 +115,7 @@ def test_an_endpoint_that_will_not_answer_ends_the_evaluation_at_once(recipe, re
         assert main(["eval", *flags, "--endpoint", url]) == 0  # the same command goes on
 
 
-def test_what_failed_is_said_and_the_same_command_plays_it_again_and_nothing_else(recipe, refusal, capsys):
+def test_what_failed_is_said_and_the_same_command_rolls_it_out_again_and_nothing_else(recipe, refusal, capsys):
     rows = [{"id": f"q{i}", "prompt": f"What is {i}?"} for i in range(3)]
     flags = ["--config", recipe(), "--model", "gpt", "--endpoint_concurrency", "1", "--output_dir", "scores"]
     Path("test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,7 +123,7 @@ def test_what_failed_is_said_and_the_same_command_plays_it_again_and_nothing_els
         flags += ["--endpoint", url]
         assert main(["eval", *flags]) == 0
         printed = capsys.readouterr().out
-        assert "1 of 3 trajectories failed for no fault of the model. The same command plays those again" in printed
+        assert "1 of 3 trajectories failed for no fault of the model. The same command samples those again" in printed
         assert read_table()[0]["infrastructure_failure_rate"] == pytest.approx(1 / 3)
         assert "endpoint_options was" in refusal("eval", *flags, "--endpoint_options", "{seed: 1}")
         seen.bodies.clear()
@@ -140,7 +140,7 @@ def test_what_failed_is_said_and_the_same_command_plays_it_again_and_nothing_els
         assert main(["eval", *flags]) == 0
 
 
-def test_of_several_hosted_models_it_is_not_known_which_plays_a_baseline(search_recipe, refusal):
+def test_of_several_hosted_models_it_is_not_known_which_rolls_out_a_baseline(search_recipe, refusal):
     with hosted([answer]) as (url, seen, server):
         server.models.append("org/small")
         flags = ["eval", "--config", search_recipe, "--endpoint", url, "--models", "gpt", "org/small"]

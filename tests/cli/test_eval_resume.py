@@ -1,4 +1,4 @@
-"""An evaluation that was killed goes on without playing anything twice; evaluation during training agrees with it."""
+"""An evaluation that was killed goes on without sampling anything twice; evaluation during training agrees with it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def resets() -> list[str]:
     return sorted(Path("resets").read_text().split())
 
 
-def test_only_what_had_not_ended_is_played_again_and_a_later_start_begins_anew(killed):
+def test_only_what_had_not_ended_is_sampled_again_and_a_later_start_begins_anew(killed):
     assert main(killed) == 0
     assert resets() == ["more0", "more1", "test0"]
     rows = json.loads(Path("scores/evaluation.json").read_text())["rows"]
@@ -86,7 +86,7 @@ def test_a_model_that_was_written_anew_is_another_one(killed, refusal, model_fol
         (1.0, 2, "(sampled at temperature 1, top_p 0.9, 2 attempts per"),
     ],
 )
-def test_evaluation_in_training_plays_the_same_trajectories(recipe, capsys, temperature, num_attempts, words):
+def test_evaluation_in_training_rolls_out_the_same_trajectories(recipe, capsys, temperature, num_attempts, words):
     path = recipe(
         learning_rate=0.0, max_steps=1, eval_strategy="steps", eval_steps=1, top_p=0.9, save_strategy="no",
         eval_temperature=temperature, num_generations_eval=num_attempts, per_device_eval_batch_size=2,

@@ -1,6 +1,6 @@
 """`agent-r1-trl eval` as a table: several data sets, baselines, files, and what is refused.
 
-Covered: which rows there are, who plays them, what is written. Not covered: baselines (tests/test_baselines.py).
+Covered: which rows there are, who samples them, what is written. Not covered: baselines (tests/test_baselines.py).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def test_an_interrupted_training_closes_its_environments(interrupted, signum):
     assert not list(Path().glob("open-*"))
 
 
-def test_a_training_in_which_nothing_can_be_played_ends_with_the_code_of_the_infrastructure(
+def test_a_training_in_which_nothing_can_be_rolled_out_ends_with_the_code_of_the_infrastructure(
     recipe, refusal, monkeypatch
 ):
     path = recipe(eval_dataset_name=None)

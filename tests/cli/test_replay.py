@@ -14,7 +14,7 @@ from agent_r1_trl import ToolEnv
 
 class AddEnv(ToolEnv):
     def reset(self, example):
-        raise RuntimeError("no environment is played")
+        raise RuntimeError("no environment is used")
 
 
 def length_reward(completions, **kwargs):
@@ -64,7 +64,7 @@ def test_an_evaluation_is_replayed_without_its_model(recipe, refusal, capsys, mo
         "max_invalid_calls": 0, "context": "strip_thinking",
     }.items(),
 )  # fmt: skip
-def test_an_evaluation_that_was_played_within_other_limits_is_refused(scores, refusal, name, value):
+def test_an_evaluation_that_was_rolled_out_within_other_limits_is_refused(scores, refusal, name, value):
     path, replay = scores
     message = refusal("eval", "--config", path, *replay, f"--{name}", str(value))
     limit, now = ("context.policy", value) if name == "context" else (name, value)

@@ -1,4 +1,4 @@
-"""One rank of a run that ends early: `play(folder, rank, ending)` in a process of its own, which needs no launcher.
+"""One rank of a run that ends early: `run_rank(folder, rank, ending)` in its own process, which needs no launcher.
 
 Environments leave `open-*` files and turn them into `closed-*` files; every rank's messages are in `log-*.txt`.
 """
@@ -17,12 +17,12 @@ HANG_S = 300
 SENT = {"kill": signal.SIGKILL, "signal": signal.SIGTERM, "stop": signal.SIGSTOP}
 
 
-def play(folder, rank, ending, num_ranks=NUM_RANKS, port=0):
+def run_rank(folder, rank, ending, num_ranks=NUM_RANKS, port=0):
     """Train until `ending`; the exit code is that of the command line.
 
-    Endings: `signal`: rank 1 sends SIGTERM to itself while both ranks play; `environment`: an environment of rank 1
+    Endings: `signal`: rank 1 sends SIGTERM to itself while both ranks sample; `environment`: an environment of rank 1
     breaks the protocol while those of rank 0 hang; `reward`: a reward function raises on rank 1 alone; `kill`: rank 1
-    kills itself while rank 0 plays; `stop`: it stops itself (SIGSTOP); `hang`: nothing happens.
+    kills itself while rank 0 samples; `stop`: it stops itself (SIGSTOP); `hang`: nothing happens.
     """
     if num_ranks > 1:
         os.environ |= {
@@ -94,11 +94,11 @@ def gloo_timeout():
     return str(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
-def play_under_a_launcher(folder, rank, ending):
+def run_under_a_launcher(folder, rank, ending):
     """A process that has started one rank and waits for it."""
     pid = os.fork()
     if pid == 0:
-        play(folder, rank, ending, num_ranks=1)
+        run_rank(folder, rank, ending, num_ranks=1)
     (folder / "pid").write_text(str(pid))
     os.waitpid(pid, 0)
 

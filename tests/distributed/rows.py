@@ -136,11 +136,11 @@ def _train(output_dir, cut, **options):
     catcher.trainer = trainer
     if is_ppo:
         fill(trainer.model)
-    play, prepare, step = trainer.rollouts.play, trainer._prepare_inputs, trainer.training_step
+    roll_out, prepare, step = trainer.rollouts.generate, trainer._prepare_inputs, trainer.training_step
     record = trainer._record
 
-    def played(*args, **kwargs):
-        batch = play(*args, **kwargs)
+    def rolled_out(*args, **kwargs):
+        batch = roll_out(*args, **kwargs)
         batch.trajectories = [cut(item) for item in batch.trajectories]
         return batch
 
@@ -161,7 +161,7 @@ def _train(output_dir, cut, **options):
             trajectories.append((key, len(item.rows), is_lost, credit[: len(item.completion_ids)]))
         record(batch, output)
 
-    trainer.rollouts.play, trainer._prepare_inputs, trainer.training_step = played, prepared, stepped
+    trainer.rollouts.generate, trainer._prepare_inputs, trainer.training_step = rolled_out, prepared, stepped
     trainer._record = recorded
     with mock.patch.object(multi_turn, "training_order", _alternate):
         trainer.train()

@@ -40,9 +40,9 @@ def processes(monkeypatch):
 def end(processes, tmp_path):
     """`end(ending)`: exit codes and messages of two ranks, and the seconds until the second one had ended, too."""
 
-    def play(ending, num_ended=2):
+    def run(ending, num_ended=2):
         port = free_port()
-        ranks = [processes(endings.play, tmp_path, rank, ending, 2, port) for rank in range(2)]
+        ranks = [processes(endings.run_rank, tmp_path, rank, ending, 2, port) for rank in range(2)]
         deadline = time.monotonic() + TIMEOUT_S
         ended = {}
         while len(ended) < num_ended and time.monotonic() < deadline:
@@ -55,7 +55,7 @@ def end(processes, tmp_path):
         apart = max(ended.values()) - min(ended.values())
         return [process.exitcode for process in ranks], logs, apart
 
-    return play
+    return run
 
 
 def still_open(folder, rank="*"):
@@ -119,7 +119,7 @@ def test_a_second_signal_ends_at_once(processes, tmp_path):
 
 
 def test_a_worker_whose_launcher_was_killed_saves_and_ends(processes, tmp_path):
-    launcher = processes(endings.play_under_a_launcher, tmp_path, 0, "hang")
+    launcher = processes(endings.run_under_a_launcher, tmp_path, 0, "hang")
     deadline = time.monotonic() + TIMEOUT_S
     while len(list(tmp_path.glob("open-*"))) < 4 or not (tmp_path / "run").exists():
         assert time.monotonic() < deadline and launcher.is_alive()

@@ -30,7 +30,7 @@ def test_an_outage_ends_the_run_on_both_ranks_with_the_same_reason(found):
     first, second = (rank["outage"] for rank in found)
     assert first == second
     assert first.startswith(
-        "NothingPlayedError: All 8 trajectories failed: 8 x environment_error: Outage.reset raised"
+        "NothingRolledOutError: All 8 trajectories failed: 8 x environment_error: Outage.reset raised"
     )
 
 
@@ -67,7 +67,7 @@ def test_a_group_on_two_ranks_of_which_one_member_is_left_counts_nowhere(found):
     assert [rank["lone_member"] for rank in found] == [[[False, False], [1.0]]] * 2
 
 
-def test_failures_that_are_played_again_on_one_rank_count_on_both(found):
+def test_failures_that_are_sampled_again_on_one_rank_count_on_both(found):
     assert [rank["replaced"] for rank in found] == [[[0.5, 0.0]] * failures.NUM_STEPS] * 2
 
 

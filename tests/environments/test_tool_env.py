@@ -33,7 +33,7 @@ class EchoEnv(ToolEnv):
         return trajectory.stop_reason is StopReason.DONE
 
 
-def play(env, *messages) -> list[StepResult]:
+def roll_out(env, *messages) -> list[StepResult]:
     return [asyncio.run(env.step(item)) for item in messages]
 
 
@@ -87,7 +87,7 @@ def test_an_example_without_a_prompt_is_refused(example):
 
 
 def test_each_call_is_answered_by_one_tool_message_in_order():
-    (step,) = play(started(), message(("echo", {"text": "a"}), ("nope", {}), ("echo", {"text": "b"})))
+    (step,) = roll_out(started(), message(("echo", {"text": "a"}), ("nope", {}), ("echo", {"text": "b"})))
     assert step.info["reward_parts"] == pytest.approx({"tool_call": 1.0, "tool_error": -0.1})
     assert step.reward == pytest.approx(0.9)
     assert [item["role"] for item in step.observations] == ["tool"] * 3
@@ -99,12 +99,12 @@ def test_each_call_is_answered_by_one_tool_message_in_order():
 
 
 def test_an_answer_without_a_call_ends_the_episode():
-    (step,) = play(started(), message(content="done"))
+    (step,) = roll_out(started(), message(content="done"))
     assert step == StepResult([], 0.0, True, {"tool_results": [], "reward_parts": {}, "is_invalid": False})
 
 
 def test_a_malformed_call_gets_feedback_and_another_chance():
-    (step,) = play(started(), message(content="<tool_call>{", malformed_tool_call="the JSON ends too early"))
+    (step,) = roll_out(started(), message(content="<tool_call>{", malformed_tool_call="the JSON ends too early"))
     assert step.observations[0]["role"] == "user"
     assert "the JSON ends too early" in step.observations[0]["content"]
     assert "echo(text: string)" in step.observations[0]["content"]
@@ -113,28 +113,28 @@ def test_a_malformed_call_gets_feedback_and_another_chance():
 
 
 def test_a_malformed_call_beside_a_good_one_is_mentioned_after_its_result():
-    (step,) = play(started(), message(("echo", {"text": "a"}), malformed_tool_call="no name"))
+    (step,) = roll_out(started(), message(("echo", {"text": "a"}), malformed_tool_call="no name"))
     assert len(step.observations) == 1 and step.observations[0]["content"].startswith("a\nError: ")
     assert step.reward == pytest.approx(0.4) and not step.info["is_invalid"]
 
 
 def test_a_turn_is_invalid_when_nothing_in_it_could_be_run():
     for calls in ([("nope", {})], [("echo", {})], [("echo", "{")], [("nope", {}), ("echo", {})]):
-        assert play(started(), message(*calls))[0].info["is_invalid"] is True, calls
+        assert roll_out(started(), message(*calls))[0].info["is_invalid"] is True, calls
     for calls in ([("echo", {"text": "fail"})], [("nope", {}), ("echo", {"text": "a"})]):
-        assert play(started(), message(*calls))[0].info["is_invalid"] is False, calls
+        assert roll_out(started(), message(*calls))[0].info["is_invalid"] is False, calls
 
 
 def test_call_ids_differ_in_the_whole_trajectory():
     bare = {"tool_calls": [{"function": {"name": "echo", "arguments": {"text": "a"}}}] * 2}
     env = started()
-    steps = play(env, bare, bare, message(malformed_tool_call="x"), message(malformed_tool_call="x"))
+    steps = roll_out(env, bare, bare, message(malformed_tool_call="x"), message(malformed_tool_call="x"))
     ids = [result.call.id for step in steps for result in step.info["tool_results"]]
     assert len(set(ids)) == len(ids) == 6
 
 
 def test_whatever_name_the_model_writes_the_observations_can_be_encoded():
-    (step,) = play(started(), message(("\ud800" + "x" * 5000, {}), ("<|im_end|>", {"\ud800": "\udfff"})))
+    (step,) = roll_out(started(), message(("\ud800" + "x" * 5000, {}), ("<|im_end|>", {"\ud800": "\udfff"})))
     assert [len(item["name"]) for item in step.observations] == [64, 10]
     json.dumps(step.observations, ensure_ascii=False).encode("utf-8")
 
@@ -145,7 +145,7 @@ def test_an_episode_that_must_go_on_tells_the_model_how():
             return "<answer>" in (message.get("content") or "")
 
     env = started(Tagged)
-    first, second = play(env, message(content="I think"), message(content="<answer>x</answer>"))
+    first, second = roll_out(env, message(content="I think"), message(content="<answer>x</answer>"))
     assert not first.done and first.info["is_invalid"] and "not finished" in first.observations[0]["content"]
     assert second.done
 
@@ -166,7 +166,7 @@ def test_an_episode_may_end_with_a_call():
             return self.opened == 3
 
     env = started(Doors)
-    first, second = play(env, message(("open_door", {"number": 1})), message(("open_door", {"number": 3})))
+    first, second = roll_out(env, message(("open_door", {"number": 1})), message(("open_door", {"number": 3})))
     assert (first.done, second.done) == (False, True)
     assert second.observations[0]["content"] == "gold" and not second.info["is_invalid"]
 
@@ -178,7 +178,7 @@ def test_a_repeated_call_earns_nothing():
     env = started(max_process_reward=math.inf)
     call = message(("echo", {"text": "a"}))
     rewards = [
-        step.reward for step in play(env, call, call, message(("echo", {"text": "b"}), ("echo", {"text": "b"})))
+        step.reward for step in roll_out(env, call, call, message(("echo", {"text": "b"}), ("echo", {"text": "b"})))
     ]
     assert rewards == [0.5, 0.0, 0.5]
 
@@ -187,10 +187,10 @@ def test_positive_process_rewards_are_capped_and_penalties_are_not():
     env = started()
     calls = [message(("echo", {"text": str(number)})) for number in range(4)]
     errors = [message(("nope", {}))] * 3
-    rewards = [step.reward for step in play(env, *calls, *errors, message(("echo", {"text": "more"})))]
+    rewards = [step.reward for step in roll_out(env, *calls, *errors, message(("echo", {"text": "more"})))]
     assert rewards == pytest.approx([0.5, 0.5, 0, 0, -0.1, -0.1, -0.1, 0])
     env.reset({"prompt": "again"})
-    assert play(env, calls[0])[0].reward == 0.5
+    assert roll_out(env, calls[0])[0].reward == 0.5
 
 
 def test_the_users_process_reward_is_asked_for_calls_that_worked():
@@ -203,7 +203,7 @@ def test_the_users_process_reward_is_asked_for_calls_that_worked():
             seen.append((call.arguments["text"], result.content))
             return len(result.content)
 
-    (step,) = play(started(Custom), message(("echo", {"text": "abc"}), ("echo", {"text": "fail"})))
+    (step,) = roll_out(started(Custom), message(("echo", {"text": "abc"}), ("echo", {"text": "fail"})))
     assert seen == [("abc", "abc")] and step.reward == pytest.approx(3 - 0.1)
 
 
@@ -214,7 +214,7 @@ def test_a_process_reward_may_be_async_or_boolean():
             return call.arguments["text"] == "good"
 
     rewards = [
-        step.reward for step in play(started(Async), *[message(("echo", {"text": t})) for t in ("good", "bad")])
+        step.reward for step in roll_out(started(Async), *[message(("echo", {"text": t})) for t in ("good", "bad")])
     ]
     assert rewards == [0.5, 0.0]
 
@@ -241,7 +241,7 @@ def test_a_process_reward_that_is_not_a_finite_number_is_a_bug_of_the_user(value
             return value
 
     with pytest.raises(RewardError, match=r"Broken\.process_reward"):
-        play(started(Broken), message(("echo", {"text": "a"})))
+        roll_out(started(Broken), message(("echo", {"text": "a"})))
 
 
 def test_a_bug_in_process_reward_propagates():
@@ -250,7 +250,7 @@ def test_a_bug_in_process_reward_propagates():
             return result.no_such_attribute
 
     with pytest.raises(RewardError, match=r"Broken\.process_reward raised AttributeError"):
-        play(started(Broken), message(("echo", {"text": "a"})))
+        roll_out(started(Broken), message(("echo", {"text": "a"})))
 
 
 class Returns(ToolEnv):
@@ -304,7 +304,7 @@ def test_settings_are_class_attributes_that_arguments_override():
         tool_call_reward = 0.9
 
     for settings_given, reward in (({}, 0.9), ({"tool_call_reward": 0.2}, 0.2)):
-        assert play(started(Generous, **settings_given), message(("echo", {"text": "a"})))[0].reward == reward
+        assert roll_out(started(Generous, **settings_given), message(("echo", {"text": "a"})))[0].reward == reward
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_a_subclass_with_its_own_constructor_and_reset_need_not_call_ours():
 
     env = Stateful(size=5)
     env.reset({})
-    assert play(env, message(("echo", {"text": "a"})))[0].reward == 0.5 and env.size == 5
+    assert roll_out(env, message(("echo", {"text": "a"})))[0].reward == 0.5 and env.size == 5
 
 
 def add(self, number: int) -> str:
@@ -368,7 +368,9 @@ def test_tools_are_functions_names_and_decorated_methods_bound_to_the_instance()
     env, other = started(Counting), started(Counting)
     assert [item.name for item in env.tools] == ["subtract", "add", "echo", "double"]
     assert Counting.tools == ["subtract", add, echo]
-    (step,) = play(env, message(("add", {"number": 3}), ("double", {}), ("subtract", {"number": 1}), ("double", {})))
+    (step,) = roll_out(
+        env, message(("add", {"number": 3}), ("double", {}), ("subtract", {"number": 1}), ("double", {}))
+    )
     assert [item["content"] for item in step.observations] == ["3", "6", "5", "10"]
     assert (env.total, other.total) == (10, 0)
     assert env.tools[1].schema["function"]["parameters"]["required"] == ["number"]
@@ -391,7 +393,7 @@ def test_a_decorated_method_is_not_offered_twice_and_can_be_overridden_or_remove
     env = started(Twice)
     assert [item.name for item in env.tools] == ["double"]
     env.total = 1
-    assert play(env, message(("double", {})))[0].observations[0]["content"] == "4"
+    assert roll_out(env, message(("double", {})))[0].observations[0]["content"] == "4"
     assert Without().tools == []
 
 
@@ -416,7 +418,7 @@ def test_tools_can_be_given_to_the_constructor_or_set_on_the_instance():
 
     env = Late()
     env.reset({"prompt": "go"})
-    assert play(env, message(("shout", {"text": "a"})))[0].observations[0]["content"] == "A"
+    assert roll_out(env, message(("shout", {"text": "a"})))[0].observations[0]["content"] == "A"
 
 
 def test_the_exact_token_limit_of_the_rollout_reaches_the_tools():
@@ -425,7 +427,9 @@ def test_the_exact_token_limit_of_the_rollout_reaches_the_tools():
     _ = env.executor
     env.truncate_text = lambda text, max_tokens: text[:max_tokens]
     env.reset({"prompt": "go"})
-    assert play(env, message(("echo", {"text": "abcdef"})))[0].observations[0]["content"].startswith("ab\n[truncated")
+    assert (
+        roll_out(env, message(("echo", {"text": "abcdef"})))[0].observations[0]["content"].startswith("ab\n[truncated")
+    )
 
 
 json_values = st.recursive(
@@ -499,12 +503,12 @@ class AsyncDialogue(Dialogue):
 def test_the_user_speaks_again_until_nothing_is_left_to_say(cls):
     env = cls()
     env.reset({"prompt": "Hello.", "texts": ["And then?", "", 5]})
-    (called,) = play(env, message(("no_such_tool", {})))
+    (called,) = roll_out(env, message(("no_such_tool", {})))
     assert called.info["is_invalid"] and called.observations[0]["role"] == "tool", "not asked while tools are called"
     for expected in ("And then?", ""):
-        (step,) = play(env, message(content="An answer."))
+        (step,) = roll_out(env, message(content="An answer."))
         assert step.observations == [{"role": "user", "content": expected}]
         assert not step.done and not step.info["is_invalid"] and step.reward == 0.0
     with pytest.raises(ValueError, match=rf"{cls.__name__}\.next_user_message returned 5"):
-        play(env, message(content="An answer."))
-    assert play(env, message(content="Goodbye."))[0].done
+        roll_out(env, message(content="An answer."))
+    assert roll_out(env, message(content="Goodbye."))[0].done

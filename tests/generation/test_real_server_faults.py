@@ -115,14 +115,14 @@ def test_a_server_killed_in_a_rollout_and_started_again_puts_nothing_wrong_into_
         per_device_train_batch_size=4, num_generations=4,
     )  # fmt: skip
     stops = []
-    real = trainer.rollouts.play
+    real = trainer.rollouts.generate
 
-    def played(*args, **kwargs):
+    def rolled_out(*args, **kwargs):
         batch = real(*args, **kwargs)
         stops.append([item.stop_reason for item in batch.trajectories])
         return batch
 
-    trainer.rollouts.play = played
+    trainer.rollouts.generate = rolled_out
     trainer.train()
     trainer.rollouts.close()
     assert stops == [[StopReason.DONE] * 4] * 3

@@ -1,6 +1,6 @@
 """`vllm_enable_sleep_mode`: the engine gives its memory to the update, and has new weights before it works again.
 
-vLLM's engines sleep on GPUs only, so here one is played, with the states of vLLM's; its methods are vLLM's.
+vLLM's engines sleep on GPUs only, so here one is imitated, with the states of vLLM's; its methods are vLLM's.
 Not covered: how much memory that frees.
 """
 

@@ -148,9 +148,9 @@ def _taught(words, num_reading_steps=150, num_steps=300):
 class Shuffled:
     """A trainer whose rows get the advantages of other rows: all that learning is about is gone."""
 
-    def _advantages(self, output, played):
-        tensors = super()._advantages(output, played)
-        order = torch.randperm(len(played.trajectories), generator=torch.Generator().manual_seed(self._step))
+    def _advantages(self, output, rolled_out):
+        tensors = super()._advantages(output, rolled_out)
+        order = torch.randperm(len(rolled_out.trajectories), generator=torch.Generator().manual_seed(self._step))
         return {**tensors, "advantages": tensors["advantages"][order]}
 
 

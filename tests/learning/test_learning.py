@@ -1,7 +1,7 @@
 """Every algorithm solves small tasks, and none does with the advantages of other rows.
 
 Solved is a success rate of at least 0.9 in two rollouts in a row. Steps are rollouts of 32 trajectories. The first
-seed of some algorithms is played in every run of the suite, the others in `make nightly`.
+seed of some algorithms is trained in every run of the suite, the others in `make nightly`.
 """
 
 import statistics
@@ -40,16 +40,16 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def key_door(tmp_path_factory):
-    """(algorithm, seed) -> the run on the sparse key-door task, played once."""
+    """(algorithm, seed) -> the run on the sparse key-door task, trained once."""
     runs = {}
 
-    def play(algorithm, seed):
+    def run(algorithm, seed):
         if (algorithm, seed) not in runs:
             folder = tmp_path_factory.mktemp(algorithm)
             runs[algorithm, seed] = learn(folder, KeyDoorEnv, seed=seed, **ALGORITHMS[algorithm])
         return runs[algorithm, seed]
 
-    return play
+    return run
 
 
 @pytest.mark.slow

@@ -118,20 +118,20 @@ def sft(tmp_path, run, *arguments):
 
 def test_whole_conversations_above_the_reward_are_written_with_their_tools(tmp_path):
     rewards = {"a": 1.1, "b": 0.6, "c": 0.59}
-    played = [two_turns(example_id=name, outcome_reward=value, reward_parts={}) for name, value in rewards.items()]
+    rolled_out = [two_turns(example_id=name, outcome_reward=value, reward_parts={}) for name, value in rewards.items()]
     left_out = [
         two_turns(outcome_reward=9, reward_parts={}, stop_reason=StopReason.MAX_TURNS),
         two_turns(outcome_reward=9, reward_parts={}, is_scored=False),
         two_turns(outcome_reward=9, reward_parts={}, **REWRITTEN),
     ]
-    for item in [*played, *left_out]:
+    for item in [*rolled_out, *left_out]:
         item.prompt_messages[0]["content"] = item.example_id
     run = tmp_path / "run"
-    TrajectoryStore(run).write(1, [*played, *left_out])
+    TrajectoryStore(run).write(1, [*rolled_out, *left_out])
     TrajectoryStore(run).write(1, [two_turns()], "eval")
     (run / "recipe.yaml").write_text("env: tests.toys.AddEnv\n")
     rows = sft(tmp_path, run, "--min_reward", "0.5")
-    assert [row["messages"] for row in rows] == [item.messages for item in played[:2]]
+    assert [row["messages"] for row in rows] == [item.messages for item in rolled_out[:2]]
     assert all(row["tools"][0]["function"]["name"] == "add" for row in rows)
 
 

@@ -12,7 +12,7 @@ from tests.recording.examples import two_turns
 RETURNS = [1.0, 0.0, 0.0, 0.0, 3.0, 1.0, 2.0, 2.0]
 
 
-def played(advantages, returns=RETURNS, estimator="grpo", scale="group"):
+def rolled_out(advantages, returns=RETURNS, estimator="grpo", scale="group"):
     """Records of groups of four with these returns and one advantage each."""
     return [
         Record(
@@ -33,10 +33,12 @@ def explain(records, index):
 
 
 def test_the_returns_of_the_group_and_the_estimator_are_named():
-    records = played([1.5, -0.5, -0.5, -0.5] * 2)
+    records = rolled_out([1.5, -0.5, -0.5, -0.5] * 2)
     lines = "group of 4: +1.000 (this), +0.000, +0.000, +0.000; grpo, scale_rewards group"
     assert explain(records, 0) == f"advantage +1.500\n{lines}"
-    assert explain(played([0.3], [1.0], None, None), 0) == "advantage +0.300\nreturn +1.000; estimator not recorded"
+    assert (
+        explain(rolled_out([0.3], [1.0], None, None), 0) == "advantage +0.300\nreturn +1.000; estimator not recorded"
+    )
     records[0].trajectory.advantages[0] = 1.0
     assert explain(records, 0).startswith("advantages +1.000 to +1.500\n")
     records[1].trajectory.stop_reason = StopReason.TOOL_FAILURE
@@ -54,21 +56,21 @@ ZEROS = {
 
 @pytest.mark.parametrize(("changes", "reason"), ZEROS.values(), ids=ZEROS)
 def test_a_zero_has_its_reason(changes, reason):
-    records = played([0.0] * 4, [1.0] * 4)
+    records = rolled_out([0.0] * 4, [1.0] * 4)
     for name, value in changes.items():
         setattr(records[0].trajectory, name, value)
     assert explain(records, 0).startswith(f"advantage 0: {reason}")
 
 
 def test_an_example_that_was_drawn_twice_has_two_groups():
-    records = played([0.0] * 8, [1.0] * 4 + [2.0] * 4)
+    records = rolled_out([0.0] * 8, [1.0] * 4 + [2.0] * 4)
     for record in records:
         record.trajectory.example_id = "same"
     assert [[item.total_reward for item in group] for group in groups_of(records)] == [[1.0] * 4] * 4 + [[2.0] * 4] * 4
 
 
 def test_evaluations_and_untrained_trajectories_are_not_explained():
-    records = played([0.0] * 4, [1.0] * 4)
+    records = rolled_out([0.0] * 4, [1.0] * 4)
     records[0].split, records[1].trajectory.advantages = "eval", None
     assert explain(records, 0) == explain(records, 1) == ""
     bare = records[2].trajectory

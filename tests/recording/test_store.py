@@ -91,7 +91,7 @@ def test_processes_and_splits_never_share_a_file(tmp_path):
     assert [t.generation for t in read_trajectories(tmp_path, split="eval")] == [100, 101, 112]
 
 
-def test_a_step_played_again_replaces_the_old_one_which_is_kept_aside(tmp_path):
+def test_a_step_sampled_again_replaces_the_old_one_which_is_kept_aside(tmp_path):
     first = TrajectoryStore(tmp_path)
     first.write(1, [two_turns(generation=1)])
     first.write(2, [two_turns(generation=2)])

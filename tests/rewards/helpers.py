@@ -37,7 +37,7 @@ def turn(message, observed=None, *, is_error=False, is_invalid=False, num_tokens
     )
 
 
-def played(*turns, prompt="What is the capital?", num_observation_tokens=0):
+def rolled_out(*turns, prompt="What is the capital?", num_observation_tokens=0):
     """A trajectory of these turns (messages are turns without observation)."""
     turns = [item if isinstance(item, Turn) else turn(item) for item in turns]
     mask, turn_ids = [], []

@@ -16,7 +16,7 @@ from agent_r1_trl.rewards import (
 )
 from agent_r1_trl.rewards.words import words_of
 from tests.effort import examples
-from tests.rewards.helpers import played, searches, thinks, turn
+from tests.rewards.helpers import rolled_out, searches, thinks, turn
 
 FACT = "Oslo is the capital of Norway and has 700,000 inhabitants."
 PAGE = (
@@ -70,38 +70,40 @@ def say(text):
     ],
 )
 def test_a_turn_thinks_once_and_says_something_before_it_acts(message, value):
-    assert thinking_format([played(message)]) == [value]
-    assert thinking_format_penalty([played(message)]) == [[0.0 if value else -0.1]]
+    assert thinking_format([rolled_out(message)]) == [value]
+    assert thinking_format_penalty([rolled_out(message)]) == [[0.0 if value else -0.1]]
 
 
 def test_the_form_is_a_share_of_turns_so_that_further_turns_earn_no_more():
     good, bad = searches(thought="I should look it up."), searches()
-    assert thinking_format([played(good), played(good, good, good), played(good, bad, bad, bad), played()]) == [
+    assert thinking_format(
+        [rolled_out(good), rolled_out(good, good, good), rolled_out(good, bad, bad, bad), rolled_out()]
+    ) == [
         1.0,
         1.0,
         0.25,
         0.0,
     ]
-    assert thinking_format_penalty([played(good, bad, good)]) == [[0.0, -0.1, 0.0]]
+    assert thinking_format_penalty([rolled_out(good, bad, good)]) == [[0.0, -0.1, 0.0]]
 
 
 def test_tags_in_prompts_tool_results_and_arguments_are_no_thoughts():
     tagged = "<think>Two facts agree here.</think><answer>yes</answer>"
-    trajectory = played(turn(searches(tagged), tagged), say("yes"), prompt=tagged)
+    trajectory = rolled_out(turn(searches(tagged), tagged), say("yes"), prompt=tagged)
     assert thinking_format([trajectory]) == [0.0]
     assert thinking_format(completions=[[say("yes"), {"role": "tool", "content": tagged}]]) == [0.0]
 
 
 def test_a_template_that_opens_the_thought_is_named_by_an_option_and_not_guessed():
     closed = say("Two facts agree here.</think><answer>yes</answer>")
-    assert thinking_format([played(closed)]) == [0.0]
-    assert thinking_format.with_options(opened_by_template=True)([played(closed)]) == [1.0]
+    assert thinking_format([rolled_out(closed)]) == [0.0]
+    assert thinking_format.with_options(opened_by_template=True)([rolled_out(closed)]) == [1.0]
 
 
 def test_tags_can_be_chosen_and_the_answer_need_not_have_any():
     message = say("<plan>Two facts agree here.</plan>yes")
-    assert thinking_format.with_options(tag="plan", answer_tag=None)([played(message)]) == [1.0]
-    assert thinking_format.with_options(tag="plan")([played(message)]) == [0.0]
+    assert thinking_format.with_options(tag="plan", answer_tag=None)([rolled_out(message)]) == [1.0]
+    assert thinking_format.with_options(tag="plan")([rolled_out(message)]) == [0.0]
 
 
 # -------------------------------------------------------------------- what a thought says
@@ -117,14 +119,16 @@ def test_a_thought_that_takes_up_three_new_words_earns_the_whole():
         "the capital seems right, matching my guess": 0.0,
         "": 0.0,
     }.items():
-        assert grounded_thinking([played(search, thinks(thought))]) == [[None, pytest.approx(value)]], thought
+        assert grounded_thinking([rolled_out(search, thinks(thought))]) == [[None, pytest.approx(value)]], thought
 
 
 def test_what_is_known_from_the_prompt_from_the_own_words_or_from_before_is_not_new():
     good = thinks("Oslo, Norway and 700,000 seem plausible after checking")
-    assert grounded_thinking([played(turn(searches("capital"), FACT), good, prompt=FACT)]) == [[None, None]]
-    assert grounded_thinking([played(turn(searches(FACT), FACT), good)]) == [[None, None]]
-    twice = played(turn(searches("capital"), FACT), turn(searches("again", thought=good["content"][7:70]), FACT), good)
+    assert grounded_thinking([rolled_out(turn(searches("capital"), FACT), good, prompt=FACT)]) == [[None, None]]
+    assert grounded_thinking([rolled_out(turn(searches(FACT), FACT), good)]) == [[None, None]]
+    twice = rolled_out(
+        turn(searches("capital"), FACT), turn(searches("again", thought=good["content"][7:70]), FACT), good
+    )
     assert grounded_thinking([twice])[0][2] is None
 
 
@@ -142,12 +146,12 @@ def test_what_is_known_from_the_prompt_from_the_own_words_or_from_before_is_not_
 )
 def test_a_pasted_observation_and_filler_words_earn_nothing(thought):
     observed = FACT if thought == FACT else PAGE
-    assert grounded_thinking([played(turn(searches("museum"), observed), thinks(thought))]) == [[None, 0.0]]
+    assert grounded_thinking([rolled_out(turn(searches("museum"), observed), thinks(thought))]) == [[None, 0.0]]
 
 
 def test_a_list_of_likely_words_is_read_up_to_a_limit():
     names = " ".join(f"guess{number}" for number in range(300)) + " Oslo Norway 700,000"
-    trajectory = played(turn(searches("capital"), FACT), thinks(names))
+    trajectory = rolled_out(turn(searches("capital"), FACT), thinks(names))
     assert grounded_thinking([trajectory]) == [[None, 0.0]]
     assert grounded_thinking.with_options(max_words=400)([trajectory]) == [[None, 1.0]]
 
@@ -157,8 +161,8 @@ def test_what_a_trajectory_earns_by_grounded_thinking_is_capped():
     for number in range(4):
         thought = f"city{number - 1} river{number - 1} lake{number - 1} matter for my conclusion regarding geography"
         turns.append(turn(searches(f"query{number}", thought=thought), f"city{number} river{number} lake{number}"))
-    assert grounded_thinking([played(*turns)]) == [[None, 1.0, 0.0, 0.0]]
-    assert grounded_thinking.with_options(max_total=2.5)([played(*turns)]) == [[None, 1.0, 1.0, 0.5]]
+    assert grounded_thinking([rolled_out(*turns)]) == [[None, 1.0, 0.0, 0.0]]
+    assert grounded_thinking.with_options(max_total=2.5)([rolled_out(*turns)]) == [[None, 1.0, 1.0, 0.5]]
 
 
 def test_scripts_without_spaces_are_compared_by_pairs_of_characters():
@@ -166,14 +170,14 @@ def test_scripts_without_spaces_are_compared_by_pairs_of_characters():
     search = turn(searches("首都"), "奥斯陆是挪威的首都")
     thoughts = {"奥斯陆属于挪威,因此我选择它": True, "我不知道,只好随便猜一个": False}
     for thought, is_grounded in thoughts.items():
-        (scores,) = grounded_thinking([played(search, thinks(thought))])
+        (scores,) = grounded_thinking([rolled_out(search, thinks(thought))])
         assert (scores[1] > 0) is is_grounded
 
 
 def test_only_sampled_tokens_make_a_trajectory_overlong():
     penalty = overlong_penalty.with_options(max_tokens=20, buffer=10)
     for num_tokens, value in {1: 0.0, 10: 0.0, 15: -0.5, 20: -1.0, 30: -1.0}.items():
-        trajectory = played(turn(say("x"), "seen", num_tokens=num_tokens), num_observation_tokens=100)
+        trajectory = rolled_out(turn(say("x"), "seen", num_tokens=num_tokens), num_observation_tokens=100)
         assert penalty([trajectory]) == [value]
 
 
@@ -200,8 +204,8 @@ messages = st.builds(thinks, texts, texts) | st.builds(say, texts) | st.builds(s
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(messages, texts, texts), min_size=1, max_size=4), texts)
 def test_what_observations_and_prompts_say_changes_no_form_or_length(turns, prompt):
-    one = played(*(turn(message, seen, num_tokens=9) for message, seen, _ in turns), num_observation_tokens=3)
-    other = played(
+    one = rolled_out(*(turn(message, seen, num_tokens=9) for message, seen, _ in turns), num_observation_tokens=3)
+    other = rolled_out(
         *(turn(message, more, num_tokens=9) for message, _, more in turns), prompt=prompt, num_observation_tokens=50
     )
     for function in READ_NO_OBSERVATION:
@@ -211,14 +215,14 @@ def test_what_observations_and_prompts_say_changes_no_form_or_length(turns, prom
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(messages, texts), min_size=1, max_size=4))
 def test_observations_alone_are_never_taken_for_thoughts(turns):
-    silent = played(*(turn({**message, "content": "", "reasoning_content": ""}, seen) for message, seen in turns))
+    silent = rolled_out(*(turn({**message, "content": "", "reasoning_content": ""}, seen) for message, seen in turns))
     assert not any(score for score in grounded_thinking([silent])[0])
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(messages, texts), max_size=4))
 def test_every_value_is_in_its_range(turns):
-    trajectory = played(*(turn(message, seen, num_tokens=200) for message, seen in turns))
+    trajectory = rolled_out(*(turn(message, seen, num_tokens=200) for message, seen in turns))
     for function in ALL:
         (value,) = function([trajectory])
         values = [item for item in value if item is not None] if isinstance(value, list) else [value]
@@ -246,7 +250,7 @@ MEGABYTE = 1_000_000
 def test_time_grows_no_faster_than_the_text(function, text):
     """A megabyte takes up to 0.5 s on an idle core; half of one, on a busy core, stands for it."""
     quarter = text[: len(text) // 4]
-    trajectory = played(turn(searches("x"), quarter), say(quarter))
+    trajectory = rolled_out(turn(searches("x"), quarter), say(quarter))
     start = time.process_time()
     function([trajectory])
     assert time.process_time() - start < 0.5
@@ -254,7 +258,9 @@ def test_time_grows_no_faster_than_the_text(function, text):
 
 def test_columns_of_the_data_set_never_change_an_option():
     message = thinks("Two facts agree here.")
-    assert thinking_format(trajectory=[played(message)], answer_tag=["final"], min_words=[99], prompts=[1]) == [1.0]
+    assert thinking_format(trajectory=[rolled_out(message)], answer_tag=["final"], min_words=[99], prompts=[1]) == [
+        1.0
+    ]
 
 
 def test_completions_of_trl_are_read_where_no_trajectory_is_given():
@@ -288,4 +294,4 @@ def test_a_reward_with_options_keeps_its_name_and_can_be_pickled():
     copy = pickle.loads(pickle.dumps(changed))
     assert isinstance(copy, RewardFunction)
     assert (copy.__name__, copy.options) == ("thinking_format", {"min_words": 2, "answer_tag": None})
-    assert copy([played(thinks("one two three"))]) == [1.0]
+    assert copy([rolled_out(thinks("one two three"))]) == [1.0]

@@ -39,7 +39,7 @@ class Script:
         return turn
 
 
-def play(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, limits=None, **options):
+def roll_out(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, limits=None, **options):
     """Roll out; returns the trajectories (or the only one) and the script."""
     chat = chat or chat_of(family)
     script = turns if isinstance(turns, Script) else Script(chat, turns)
@@ -92,7 +92,7 @@ class Recorder:
         return [logprob for generation in self.handed for logprob in generation.logprobs]
 
 
-def play_recorded(turns, *, chat, env=AddEchoEnv, prompt=PROMPT, **limits):
+def roll_out_recorded(turns, *, chat, env=AddEchoEnv, prompt=PROMPT, **limits):
     """One trajectory of these turns, messages or ids, and the recorder of its requests."""
     script = [chat.encode_reply(turn) if isinstance(turn, dict) else turn for turn in turns]
     said = ScriptedGenerator(lambda request: script[request.index % len(script)], stop_token_ids=chat.stop_token_ids)

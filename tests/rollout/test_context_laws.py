@@ -20,7 +20,7 @@ from agent_r1_trl.environments import StepResult
 from agent_r1_trl.trajectory import Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
-from tests.rollout.helpers import check_rows, play_recorded
+from tests.rollout.helpers import check_rows, roll_out_recorded
 from tests.tokenizers import make_tokenizer, read_template
 from tests.toys import add, call, say
 
@@ -144,12 +144,12 @@ class Request(NamedTuple):
     max_tokens: int
 
 
-def play(family, conversation):
+def roll_out(family, conversation):
     """The trajectory and the sampler's log."""
     anything.seed, anything.returned = conversation.seed, []
     chat, env = chat_for(family, conversation.limits), environment(conversation)
     limits = {"max_invalid_calls": LONG, **conversation.limits}
-    trajectory, recorder = play_recorded(conversation.turns, chat=chat, env=env, **limits)
+    trajectory, recorder = roll_out_recorded(conversation.turns, chat=chat, env=env, **limits)
     return trajectory, [
         Request(context, sampled, max_tokens)
         for (context, sampled), max_tokens in zip(recorder.log, recorder.max_tokens, strict=True)
@@ -281,7 +281,7 @@ def test_rows_rewards_limits_and_what_stands_in_a_context(family):
     @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(conversations(family))
     def laws(conversation):
-        trajectory, log = play(family, conversation)
+        trajectory, log = roll_out(family, conversation)
         chat, limits = chat_for(family, conversation.limits), conversation.limits
         deltas = answered(trajectory, chat)
         assert len(trajectory.turns) == len(log)

@@ -4,13 +4,13 @@ import pytest
 
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import chat_of, play_recorded
+from tests.rollout.helpers import chat_of, roll_out_recorded
 from tests.toys import AddEchoEnv, call, say
 
 
-def play(turns, *, env=AddEchoEnv, **limits):
+def roll_out(turns, *, env=AddEchoEnv, **limits):
     """One trajectory of these turns, messages or ids, and (context, sampled ids) of each as the generator saw them."""
-    trajectory, recorder = play_recorded(turns, chat=chat_of(), env=env, **limits)
+    trajectory, recorder = roll_out_recorded(turns, chat=chat_of(), env=env, **limits)
     return trajectory, recorder.log
 
 
@@ -22,7 +22,7 @@ ECHOES = [call("echo", text=f"word{number}, and others that need some room in a 
 
 
 def test_a_window_holds_the_prompt_and_the_last_turns():
-    trajectory, log = play([*ECHOES, say("done")], context={"policy": "window", "turns": 2})
+    trajectory, log = roll_out([*ECHOES, say("done")], context={"policy": "window", "turns": 2})
     assert len(trajectory.turns) == 6 and trajectory.stop_reason is StopReason.DONE
     prompt = text_of(trajectory.prompt_ids)
     for turn, (context, _) in enumerate(log):
@@ -37,8 +37,8 @@ def test_a_window_holds_the_prompt_and_the_last_turns():
 
 def test_a_window_that_nothing_leaves_changes_no_bit():
     turns = [*ECHOES, say("done")]
-    kept, asked = play(turns)
-    windowed, asked_in_window = play(turns, context={"policy": "window", "turns": 9})
+    kept, asked = roll_out(turns)
+    windowed, asked_in_window = roll_out(turns, context={"policy": "window", "turns": 9})
     times = {"duration_s": 0.0}
     records = [{**item.to_dict(), **times} for item in (kept, windowed)]
     for record in records:
@@ -50,7 +50,7 @@ def test_a_window_that_nothing_leaves_changes_no_bit():
 
 
 def test_old_observations_become_notes_of_their_length():
-    trajectory, log = play([*ECHOES, say("done")], context={"policy": "drop_observations", "turns": 1})
+    trajectory, log = roll_out([*ECHOES, say("done")], context={"policy": "drop_observations", "turns": 1})
     last = text_of(log[-1][0])
     assert last.count("[50 characters of echo left out]") == 4
     assert all(f'"text": "word{number},' in last for number in range(5)), "what the policy said stays"
@@ -61,37 +61,37 @@ def test_old_observations_become_notes_of_their_length():
 @pytest.mark.parametrize("policy", ("window", "drop_observations"))
 def test_a_context_is_rewritten_only_where_it_would_be_longer_than_context_tokens(policy):
     turns = [*ECHOES, say("done")]
-    _, whole = play(turns)
+    _, whole = roll_out(turns)
     lengths = [len(context) for context, _ in whole]
     options = {"context.policy": policy, "context.turns": 1}
-    trajectory, log = play(turns, context={"tokens": lengths[3]}, **options)
+    trajectory, log = roll_out(turns, context={"tokens": lengths[3]}, **options)
     assert [context for context, _ in log[:4]] == [context for context, _ in whole[:4]]
     assert len(log[4][0]) < lengths[4] and len(trajectory.rows) >= 2
-    trajectory, log = play(turns, context={"tokens": lengths[-1]}, **options)
+    trajectory, log = roll_out(turns, context={"tokens": lengths[-1]}, **options)
     assert len(trajectory.rows) == 1 and log == whole
 
 
 def test_the_models_limit_counts_in_a_context_and_the_completions_in_a_trajectory():
     turns = [*ECHOES, say("done")]
-    trajectory, log = play(turns)
+    trajectory, log = roll_out(turns)
     longest = len(log[2][0]) + len(log[2][1])
-    kept, _ = play(turns, max_model_length=longest)
+    kept, _ = roll_out(turns, max_model_length=longest)
     assert kept.stop_reason is StopReason.MAX_COMPLETION_LENGTH
-    windowed, _ = play(turns, max_model_length=longest, context={"policy": "window", "turns": 1})
+    windowed, _ = roll_out(turns, max_model_length=longest, context={"policy": "window", "turns": 1})
     assert windowed.stop_reason is StopReason.DONE and len(windowed.turns) == 6
     # What the turns sampled and what answered them is the same in any context.
     spent = len(trajectory.completion_ids)
     for policy in ({}, {"context.policy": "window", "context.turns": 1}):
-        fits, _ = play(turns, max_completion_length=spent, **policy)
-        short, _ = play(turns, max_completion_length=spent - len(log[-1][1]), **policy)
+        fits, _ = roll_out(turns, max_completion_length=spent, **policy)
+        short, _ = roll_out(turns, max_completion_length=spent - len(log[-1][1]), **policy)
         assert fits.stop_reason is StopReason.DONE
         assert short.stop_reason is StopReason.MAX_COMPLETION_LENGTH and len(short.turns) == 5
 
 
 def test_a_context_without_room_ends_the_trajectory():
     turns = [call("echo", text="word " * 40), say("done")]
-    prompt = len(play(turns)[1][0][0])
-    trajectory, _ = play(turns, max_model_length=prompt + 130, context={"policy": "window", "turns": 1})
+    prompt = len(roll_out(turns)[1][0][0])
+    trajectory, _ = roll_out(turns, max_model_length=prompt + 130, context={"policy": "window", "turns": 1})
     assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     assert len(trajectory.turns) == 1 and trajectory.turns[0].observations == []
 
@@ -129,7 +129,7 @@ def with_an_image(view):
 
 def test_a_policy_of_ones_own_may_write_messages():
     path = f"{__name__}.reminder"
-    trajectory, log = play([*ECHOES[:2], say("done")], context={"policy": path})
+    trajectory, log = roll_out([*ECHOES[:2], say("done")], context={"policy": path})
     for turn in (1, 2):
         text = text_of(log[turn][0])
         assert f"(turn {turn}, " in text and f"word{turn - 1}" in text
@@ -144,7 +144,7 @@ def test_a_turn_that_a_policy_keeps_keeps_its_ids_whatever_stands_before_it():
     letters = [chat.encoder.encode(letter)[0] for letter in "capital"]
     assert chat.encoder.encode("capital") != letters, "as no tokenizer would write it"
     turn = [*letters, *chat.encode_reply(say())[-1:]]
-    _, log = play([turn, turn, say("done")], context={"policy": f"{__name__}.reminder"})
+    _, log = roll_out([turn, turn, say("done")], context={"policy": f"{__name__}.reminder"})
     for context, _ in log[1:]:
         assert text_of(context).count("capital") == 1
         place = next(place for place in range(len(context)) if context[place : place + len(turn)] == turn)
@@ -162,7 +162,7 @@ def test_a_turn_that_a_policy_keeps_keeps_its_ids_whatever_stands_before_it():
     ],
 )
 def test_a_policy_that_fails_ends_its_trajectory_alone(name, said):
-    trajectory, _ = play([*ECHOES[:1], say("done")], context={"policy": f"{__name__}.{name}"})
+    trajectory, _ = roll_out([*ECHOES[:1], say("done")], context={"policy": f"{__name__}.{name}"})
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 1
     assert f"{__name__}.{name}" in trajectory.error and said in trajectory.error
 
@@ -186,7 +186,7 @@ def test_a_policy_that_fails_ends_its_trajectory_alone(name, said):
 )
 def test_what_makes_no_policy_is_refused(name, options):
     with pytest.raises(ValueError, match=name):
-        play([*ECHOES[:1], say("done")], **options)
+        roll_out([*ECHOES[:1], say("done")], **options)
 
 
 class Reminder:
@@ -199,13 +199,13 @@ class Reminder:
 @pytest.mark.parametrize(
     "given", [reminder, Reminder(), Reminder, f"{__name__}:Reminder"], ids=["function", "object", "class", "path"]
 )
-def test_an_object_a_class_and_a_path_play_alike(given):
-    expected, _ = play([*ECHOES[:2], say("done")], context={"policy": f"{__name__}.reminder"})
-    trajectory, _ = play([*ECHOES[:2], say("done")], context={"policy": given})
+def test_an_object_a_class_and_a_path_roll_out_alike(given):
+    expected, _ = roll_out([*ECHOES[:2], say("done")], context={"policy": f"{__name__}.reminder"})
+    trajectory, _ = roll_out([*ECHOES[:2], say("done")], context={"policy": given})
     assert [row.completion_ids for row in trajectory.rows] == [row.completion_ids for row in expected.rows]
 
 
-def test_a_policy_with_other_arguments_is_refused_before_anything_is_played():
+def test_a_policy_with_other_arguments_is_refused_before_anything_is_rolled_out():
     with pytest.raises(ValueError, match=r"context.policy='.*:two' takes \(view, more\): missing .*ContextView"):
         RolloutLimits(context={"policy": f"{__name__}:two"})
 

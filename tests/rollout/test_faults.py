@@ -1,7 +1,7 @@
 """Nothing that a model, a tool or an environment does stops a rollout or reaches another trajectory in it.
 
 Every rollout here holds a trajectory that misbehaves between two that do not; those must come out exactly as when
-they are played alone. What an environment's author or a reward function got wrong is no fault: it is raised by name.
+they are sampled alone. What an environment's author or a reward function got wrong is no fault: it is raised by name.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, e
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
 from tests.effort import examples
-from tests.rollout.helpers import PROMPT, chat_of, play, sampled_ids
+from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
 from tests.toys import AddEchoEnv, call, echo, say
 
 GOOD, BAD = "good", "bad"
@@ -42,11 +42,11 @@ class GoodEnv(AddEchoEnv):
 
 @functools.cache
 def good_alone(family="qwen3"):
-    (trajectory,) = roll_out([GoodEnv], [], family=family)
+    (trajectory,) = roll_out_each([GoodEnv], [], family=family)
     return trajectory
 
 
-def roll_out(envs, bad_turns, *, family="qwen3", **limits):
+def roll_out_each(envs, bad_turns, *, family="qwen3", **limits):
     """One trajectory per environment class; the good ones call and answer, the bad ones say `bad_turns`."""
     chat = chat_of(family)
     good_turns = [chat.encode_reply(call()), chat.encode_reply(say("five"))]
@@ -70,7 +70,7 @@ def roll_out(envs, bad_turns, *, family="qwen3", **limits):
 
 def bad_among_good(env, bad_turns, *, family="qwen3", **limits):
     """The trajectory of `env`, after checking that its neighbours were not touched."""
-    before, trajectory, after = roll_out([GoodEnv, env, GoodEnv], bad_turns, family=family, **limits)
+    before, trajectory, after = roll_out_each([GoodEnv, env, GoodEnv], bad_turns, family=family, **limits)
     for neighbour in (before, after):
         assert_same(neighbour, good_alone(family))
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
@@ -437,7 +437,7 @@ def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, named):
     good_alone()  # loads the tokenizer
     began = time.monotonic()
     with pytest.raises((ValueError, RuntimeError), match=named):
-        roll_out(envs, [call(), say("ok")], max_concurrency=3, rollout_timeout=10)
+        roll_out_each(envs, [call(), say("ok")], max_concurrency=3, rollout_timeout=10)
     assert Endless.closed == 2
     assert time.monotonic() - began < 15, "the others were stopped"
 
@@ -482,7 +482,7 @@ def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed
         def close(self):
             closed.set()
 
-    trajectory, _ = play([say()], env=Late, limits={"rollout_timeout": 0.1})
+    trajectory, _ = roll_out([say()], env=Late, limits={"rollout_timeout": 0.1})
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and not closed.is_set()
     release.set()
     assert closed.wait(10)

@@ -15,7 +15,7 @@ from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
 from tests.hosted import MESSAGE_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS, called, error, hosted, said, whole
-from tests.rollout.helpers import PROMPT, play, scene
+from tests.rollout.helpers import PROMPT, roll_out, scene
 from tests.toys import AddEchoEnv, calls, limits_of, say
 
 ADD = ("add", {"a": 2, "b": 3})
@@ -27,7 +27,7 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_RETRIES", 3)
 
 
-def play_hosted(turns, *, env=AddEchoEnv, limits=None, params=None, examples=1, faults=(), **options):
+def roll_out_hosted(turns, *, env=AddEchoEnv, limits=None, params=None, examples=1, faults=(), **options):
     """The trajectories (or the only one), and the bodies of the requests."""
     with hosted(turns, faults) as (url, seen, _):
         runner = HostedRunner(env, Endpoint(url, "gpt"), limits_of(**(limits or {})), params, **options)
@@ -62,8 +62,8 @@ def without_ids(messages):
 )
 def test_the_same_words_are_the_same_trajectory_as_with_token_ids(turns):
     limits = {"max_turns": 4, "max_completion_length": 4000}
-    expected, _ = play([say(turn) if isinstance(turn, str) else calls(*turn) for turn in turns], limits=limits)
-    trajectory, bodies = play_hosted(
+    expected, _ = roll_out([say(turn) if isinstance(turn, str) else calls(*turn) for turn in turns], limits=limits)
+    trajectory, bodies = roll_out_hosted(
         [said(turn) if isinstance(turn, str) else called(*turn) for turn in turns], limits=limits
     )
     assert without_ids(trajectory.messages) == without_ids(expected.messages)
@@ -79,7 +79,7 @@ def test_the_same_words_are_the_same_trajectory_as_with_token_ids(turns):
 def test_the_request_holds_the_conversation_the_tools_and_what_may_be_sampled():
     params = SamplingParams(temperature=0.5, top_p=0.9)
     limits = {"max_completion_length": 60, "max_tokens_per_turn": 25}
-    _, (first, second) = play_hosted([called(ADD), said("5")], limits=limits, params=params)
+    _, (first, second) = roll_out_hosted([called(ADD), said("5")], limits=limits, params=params)
     assert first["messages"] == PROMPT and (first["temperature"], first["top_p"]) == (0.5, 0.9)
     assert [item["function"]["name"] for item in first["tools"]] == ["add", "echo"]
     assert set(first["tools"][0]["function"]) == {"name", "description", "parameters"}
@@ -88,21 +88,21 @@ def test_the_request_holds_the_conversation_the_tools_and_what_may_be_sampled():
         {"role": "tool", "tool_call_id": "id0", "content": "5"},
     ]
     assert 0 <= first["seed"] < 2**31 and first["seed"] != second["seed"]
-    _, (greedy,) = play_hosted([said("5")], env=scene(ends_at=0))
+    _, (greedy,) = roll_out_hosted([said("5")], env=scene(ends_at=0))
     assert (greedy["temperature"], set(greedy) & {"seed", "top_p"}) == (1.0, {"seed", "top_p"})
-    _, (greedy,) = play_hosted([said("5")], params=SamplingParams(temperature=0.0))
+    _, (greedy,) = roll_out_hosted([said("5")], params=SamplingParams(temperature=0.0))
     assert greedy["temperature"] == 0.0 and not set(greedy) & {"seed", "top_p"}
 
 
 def test_tokens_are_those_that_the_server_counts():
-    trajectory, _ = play_hosted([called(ADD), said("5")])
+    trajectory, _ = roll_out_hosted([called(ADD), said("5")])
     read = [PROMPT_TOKENS, PROMPT_TOKENS + 2 * MESSAGE_TOKENS]
     assert token_counts(trajectory) == {
         "completion_tokens": read[1] - read[0] + SAMPLED_TOKENS,
         "input_tokens": sum(read),
         "sampled_tokens": 2 * SAMPLED_TOKENS,
     }
-    uncounted, _ = play_hosted([lambda body: whole(said("5"), usage=False)])
+    uncounted, _ = roll_out_hosted([lambda body: whole(said("5"), usage=False)])
     assert token_counts(uncounted) == {}
 
 
@@ -119,7 +119,7 @@ def test_tokens_are_those_that_the_server_counts():
     ],
 )  # fmt: skip
 def test_limits_end_a_trajectory(turns, limits, reason, num_turns):
-    trajectory, _ = play_hosted(turns, limits=limits)
+    trajectory, _ = roll_out_hosted(turns, limits=limits)
     assert (trajectory.stop_reason, len(trajectory.turns)) == (reason, num_turns)
 
 
@@ -129,7 +129,7 @@ def test_a_turn_that_was_cut_is_neither_call_nor_answer_and_the_model_is_told():
         lambda body: whole(said("w"), finish="length"),
         said("5"),
     ]
-    trajectory, bodies = play_hosted(turns, limits={"max_tokens_per_turn": 7})
+    trajectory, bodies = roll_out_hosted(turns, limits={"max_tokens_per_turn": 7})
     assert [turn.is_truncated for turn in trajectory.turns] == [True, True, False]
     assert [result.error for result in trajectory.tool_results] == [ToolErrorKind.MALFORMED]
     assert "cut off after 7 tokens" in bodies[1]["messages"][-1]["content"]
@@ -140,24 +140,24 @@ LONG = error(400, "maximum context length is 8192 tokens", code="context_length_
 
 
 def test_a_full_context_ends_a_trajectory_and_what_was_said_counts():
-    first, _ = play_hosted([lambda body: LONG])
+    first, _ = roll_out_hosted([lambda body: LONG])
     assert first.stop_reason is StopReason.PROMPT_TOO_LONG and "8192" in first.error
-    later, _ = play_hosted([called(ADD), lambda body: LONG])
+    later, _ = roll_out_hosted([called(ADD), lambda body: LONG])
     assert later.stop_reason is StopReason.MAX_COMPLETION_LENGTH and later.error is None
     assert later.total_reward == 1.5  # the call, and an answer of 0 characters
 
 
 def test_a_server_that_fails_ends_one_trajectory_and_is_named():
     faults = [error(400, "flagged by a filter")]
-    trajectories, _ = play_hosted([said("5")], examples=3, faults=faults, limits={"max_concurrency": 1})
+    trajectories, _ = roll_out_hosted([said("5")], examples=3, faults=faults, limits={"max_concurrency": 1})
     assert [item.stop_reason.value for item in trajectories] == ["generation_error", "done", "done"]
     assert "HTTP 400: flagged by a filter" in trajectories[0].error
-    first, _ = play_hosted([said("5")], faults=[error(500)] * 4, retry_failed=1)
+    first, _ = roll_out_hosted([said("5")], faults=[error(500)] * 4, retry_failed=1)
     assert first.stop_reason is StopReason.DONE and len(first.failed_tries) == 1
 
 
 def test_an_answer_in_another_form_ends_one_trajectory():
-    trajectories, _ = play_hosted([said("5")], examples=2, faults=[(200, {"choices": [{"text": "5"}]})])
+    trajectories, _ = roll_out_hosted([said("5")], examples=2, faults=[(200, {"choices": [{"text": "5"}]})])
     assert sorted(item.stop_reason.value for item in trajectories) == ["done", "generation_error"]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
 from tests.effort import examples
-from tests.rollout.helpers import Script, chat_of, play, sampled_ids, scene
+from tests.rollout.helpers import Script, chat_of, roll_out, sampled_ids, scene
 from tests.toys import AddEchoEnv, call, calls, say
 
 
@@ -46,7 +46,7 @@ def test_a_turn_of_just_its_limit_is_not_cut(spare):
     chat = chat_of()
     script = Script(chat, [say("a longer answer"), say("ok")])
     length = len(script.turns[0])
-    trajectory, script = play(script, chat=chat, limits={"max_tokens_per_turn": length + spare})
+    trajectory, script = roll_out(script, chat=chat, limits={"max_tokens_per_turn": length + spare})
     first = trajectory.turns[0]
     assert first.is_truncated == (spare < 0)
     assert first.end - first.start == length + min(0, spare)
@@ -55,19 +55,19 @@ def test_a_turn_of_just_its_limit_is_not_cut(spare):
     assert {request.max_tokens for request in script.generator.requests} == {length + spare}
 
 
-def played_to_the_end():
+def rolled_out_to_the_end():
     """A call and an answer without limits: (chat, ids of the call, ids between, ids of the answer)."""
     chat = chat_of()
-    trajectory, script = play([call(), say("12345678")], chat=chat)
+    trajectory, script = roll_out([call(), say("12345678")], chat=chat)
     first, second = trajectory.turns
     return chat, script.turns[0], trajectory.completion_ids[first.end : second.start], script.turns[1]
 
 
 @pytest.mark.parametrize("spare", [0, 1])
 def test_an_observation_must_leave_room_for_a_token(spare):
-    chat, first, between, _ = played_to_the_end()
+    chat, first, between, _ = rolled_out_to_the_end()
     budget = len(first) + len(between) + spare
-    trajectory, script = play([call(), say("12345678")], chat=chat, limits={"max_completion_length": budget})
+    trajectory, script = roll_out([call(), say("12345678")], chat=chat, limits={"max_completion_length": budget})
     assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     assert len(script.generator.requests) == 1 + spare
     assert len(trajectory.completion_ids) == (budget if spare else len(first))
@@ -76,8 +76,8 @@ def test_an_observation_must_leave_room_for_a_token(spare):
 
 @pytest.mark.parametrize("spare", [0, 1])
 def test_a_call_that_ends_with_the_budget_still_runs_and_is_paid(spare):
-    chat, first, _, _ = played_to_the_end()
-    trajectory, _ = play([call(), say()], chat=chat, limits={"max_completion_length": len(first) + spare - 1})
+    chat, first, _, _ = rolled_out_to_the_end()
+    trajectory, _ = roll_out([call(), say()], chat=chat, limits={"max_completion_length": len(first) + spare - 1})
     assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     assert trajectory.process_reward == (0.5 if spare else 0.0)
     assert len(trajectory.tool_results) == spare
@@ -87,9 +87,9 @@ def test_a_call_that_ends_with_the_budget_still_runs_and_is_paid(spare):
 @pytest.mark.parametrize("family", ["qwen3", "gptoss"])
 def test_no_budget_is_ever_exceeded(family):
     chat = chat_of(family)
-    whole, _ = play([call(), call(), say("12345678")], chat=chat)
+    whole, _ = roll_out([call(), call(), say("12345678")], chat=chat)
     for budget in range(1, len(whole.completion_ids) + 2, 3):
-        trajectory, script = play(
+        trajectory, script = roll_out(
             [call(), call(), say("12345678")], chat=chat, limits={"max_completion_length": budget}
         )
         assert len(trajectory.completion_ids) <= budget
@@ -101,9 +101,9 @@ def test_no_budget_is_ever_exceeded(family):
 @pytest.mark.parametrize("spare", [0, 1, 2])
 def test_prompt_and_completion_share_the_models_length(spare):
     chat = chat_of()
-    whole, _ = play([say("12345678")], chat=chat)
+    whole, _ = roll_out([say("12345678")], chat=chat)
     length = len(whole.prompt_ids) + spare
-    trajectory, script = play([say("12345678")], chat=chat, limits={"max_model_length": length})
+    trajectory, script = roll_out([say("12345678")], chat=chat, limits={"max_model_length": length})
     assert trajectory.completion_ids == whole.completion_ids[:spare]
     if spare:
         assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
@@ -118,7 +118,9 @@ def test_prompt_and_completion_share_the_models_length(spare):
 def observed(text, limit, chat=None):
     chat = chat or chat_of()
     turns = [call("echo", text=text), say("ok")]
-    trajectory, _ = play(turns, chat=chat, limits={"max_observation_tokens": limit, "max_completion_length": 10_000})
+    trajectory, _ = roll_out(
+        turns, chat=chat, limits={"max_observation_tokens": limit, "max_completion_length": 10_000}
+    )
     return trajectory, trajectory.turns[0].observations[0]["content"]
 
 
@@ -153,7 +155,7 @@ def test_parallel_results_share_the_limit_and_one_note(limit):
     texts = [f"{name} is a fact about {name} that goes on. " * 20 for name in ("one", "two", "six", "ten") * 2]
     turn = calls(*(("echo", {"text": text}) for text in texts))
     limits = {"max_observation_tokens": limit, "max_completion_length": 100_000}
-    trajectory, _ = play([turn, say("ok")], chat=chat, limits=limits)
+    trajectory, _ = roll_out([turn, say("ok")], chat=chat, limits=limits)
     shown = [message["content"] for message in trajectory.turns[0].observations]
     kept = [text.partition("\n[truncated")[0] for text in shown]
     assert all(text.startswith(part) for text, part in zip(texts, kept, strict=True))
@@ -169,10 +171,10 @@ def test_parallel_results_share_the_limit_and_one_note(limit):
 @pytest.mark.parametrize("limit", [0, 1, 3])
 @pytest.mark.parametrize("bad", [call("nope", x=1), call("add", a="two"), "<tool_call>\n{oops\n</tool_call>"])
 def test_one_unusable_turn_more_than_allowed_ends_it(limit, bad):
-    allowed, _ = play([bad] * limit + [say()], limits={"max_invalid_calls": limit})
+    allowed, _ = roll_out([bad] * limit + [say()], limits={"max_invalid_calls": limit})
     assert allowed.stop_reason is StopReason.DONE
     assert len(allowed.turns) == limit + 1
-    ended, _ = play([bad] * (limit + 1) + [say()], limits={"max_invalid_calls": limit})
+    ended, _ = roll_out([bad] * (limit + 1) + [say()], limits={"max_invalid_calls": limit})
     assert ended.stop_reason is StopReason.INVALID_CALLS
     assert not ended.stop_reason.is_truncated
     assert len(ended.turns) == limit + 1
@@ -195,7 +197,7 @@ def test_a_tool_that_fails_was_called_rightly():
 
             super().__init__(tools=[broken])
 
-    trajectory, _ = play([call("broken")] * 3 + [say()], env=Broken, limits={"max_invalid_calls": 0})
+    trajectory, _ = roll_out([call("broken")] * 3 + [say()], env=Broken, limits={"max_invalid_calls": 0})
     assert trajectory.stop_reason is StopReason.DONE
     assert {result.error for result in trajectory.tool_results} == {ToolErrorKind.EXCEPTION}
 
@@ -207,7 +209,7 @@ def test_a_tool_that_fails_was_called_rightly():
 def test_time_that_runs_out_ends_the_trajectory_where_it_is(hangs_at):
     env = scene(rewards=[0.25, 0.5], outcome=2.0, hangs_at=hangs_at)
     began = time.perf_counter()
-    trajectory, script = play([call(), say()], env=env, limits={"rollout_timeout": 0.3})
+    trajectory, script = roll_out([call(), say()], env=env, limits={"rollout_timeout": 0.3})
     assert 0.3 <= time.perf_counter() - began < 5
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.stop_reason.is_truncated
@@ -218,7 +220,7 @@ def test_time_that_runs_out_ends_the_trajectory_where_it_is(hangs_at):
 
 def test_the_samplers_time_counts_too():
     chat = chat_of()
-    trajectory, _ = play(Script(chat, [say()], delay_s=30), chat=chat, limits={"rollout_timeout": 0.2})
+    trajectory, _ = roll_out(Script(chat, [say()], delay_s=30), chat=chat, limits={"rollout_timeout": 0.2})
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.completion_ids == []
     assert trajectory.turns == []

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from agent_r1_trl.chat.format import PREFIX_TOKENS
-from agent_r1_trl.features.journal import players
-from agent_r1_trl.features.journal.players import JournaledGenerator, TrajectoryLog
+from agent_r1_trl.features.journal import recorders
+from agent_r1_trl.features.journal.recorders import JournaledGenerator, TrajectoryLog
 from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.generation import Generation, Generator
 from agent_r1_trl.generation.base import GenerationError
@@ -19,7 +19,7 @@ from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 from tests.generation.helpers import SAMPLED
-from tests.rollout.helpers import chat_of, play
+from tests.rollout.helpers import chat_of, roll_out
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 
@@ -63,7 +63,7 @@ def test_the_parser_is_handed_the_end_of_the_context_and_reads_what_it_read_from
 
     monkeypatch.setattr(chat, "parse", noted)
     turns = [call("echo", text=f"number {index} " * 20) for index in range(12)]
-    trajectory, script = play([*turns, say()], chat=chat, limits={"max_turns": 13, "max_completion_length": 10**6})
+    trajectory, script = roll_out([*turns, say()], chat=chat, limits={"max_turns": 13, "max_completion_length": 10**6})
     assert len(trajectory.turns) == 13 and len(trajectory.completion_ids) > 20 * PREFIX_TOKENS
     for (ids, end, message), request in zip(read, script.generator.requests, strict=True):
         assert len(end) == PREFIX_TOKENS
@@ -83,10 +83,10 @@ def test_what_two_contexts_have_in_common_is_put_together_once(policy, num_turns
     monkeypatch.setattr(Contexts, "_delta", counted)
     limits = {"context.policy": policy, "context.turns": num_turns, "max_turns": 41, "max_completion_length": 10**6}
     turns = [*(call("echo", text=f"number {index} " * 20) for index in range(40)), say()]
-    trajectory, _ = play(turns, limits=limits)
+    trajectory, _ = roll_out(turns, limits=limits)
     assert len(trajectory.turns) == 41 and len(told) <= 40 * (num_turns + 1)
     monkeypatch.setattr(Contexts, "_num_kept", lambda self, messages: 0)
-    again, _ = play(turns, limits=limits)
+    again, _ = roll_out(turns, limits=limits)
     assert [row.prompt_ids for row in again.rows] == [row.prompt_ids for row in trajectory.rows]
     assert again.completion_ids == trajectory.completion_ids and again.authors == trajectory.authors
 
@@ -114,7 +114,7 @@ def test_the_journal_adds_up_what_is_new_of_a_context_and_starts_again_where_it_
         read.append(list(ids))
         return checksum_ids(ids, before)
 
-    monkeypatch.setattr(players, "checksum_ids", noted)
+    monkeypatch.setattr(recorders, "checksum_ids", noted)
     log = TrajectoryLog(lambda record: None, [])
     generator = JournaledGenerator(Silent(), log=log, draft=Draft(request=RolloutRequest(example={})))
     for context in CONTEXTS:

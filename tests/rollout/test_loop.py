@@ -9,13 +9,13 @@ from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.base import RequestTooLongError
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import PROMPT, Script, chat_of, play, sampled_ids
+from tests.rollout.helpers import PROMPT, Script, chat_of, roll_out, sampled_ids
 from tests.toys import AddEchoEnv, call, calls, say
 
 
 def test_a_call_and_an_answer_are_appended_token_by_token():
     chat = chat_of()
-    trajectory, script = play([call(), say("5")], chat=chat)
+    trajectory, script = roll_out([call(), say("5")], chat=chat)
     first, second = script.turns
     observation = {"role": "tool", "name": "add", "content": "5"}
     delta, _ = chat.encode_observations(call(), [observation], [AddEchoEnv.tools[0].schema])
@@ -33,7 +33,7 @@ def test_a_call_and_an_answer_are_appended_token_by_token():
 
 def test_the_conversation_is_what_the_template_would_render():
     chat = chat_of()
-    trajectory, _ = play([call(), say("5")], chat=chat)
+    trajectory, _ = roll_out([call(), say("5")], chat=chat)
     tools = [item.schema for item in AddEchoEnv.tools]
     text = chat.tokenizer.decode(trajectory.prompt_ids + trajectory.completion_ids)
     rendered = chat.tokenizer.apply_chat_template(
@@ -43,7 +43,9 @@ def test_the_conversation_is_what_the_template_would_render():
 
 
 def test_several_calls_in_a_turn_are_answered_in_their_order():
-    trajectory, _ = play([calls(("add", {"a": 1, "b": 1}), ("echo", {"text": "x"}), ("add", {"a": 2, "b": 2})), say()])
+    trajectory, _ = roll_out(
+        [calls(("add", {"a": 1, "b": 1}), ("echo", {"text": "x"}), ("add", {"a": 2, "b": 2})), say()]
+    )
     assert [message["content"] for message in trajectory.turns[0].observations] == ["2", "x", "4"]
     assert [result.content for result in trajectory.tool_results] == ["2", "x", "4"]
     assert trajectory.turns[0].reward == 1.0, "three calls of 0.5, capped at 1"
@@ -53,7 +55,7 @@ def test_several_calls_in_a_turn_are_answered_in_their_order():
 
 
 def test_the_turn_limit_still_runs_and_rewards_the_last_calls():
-    trajectory, _ = play([call()] * 9, limits={"max_turns": 2})
+    trajectory, _ = roll_out([call()] * 9, limits={"max_turns": 2})
     assert trajectory.stop_reason is StopReason.MAX_TURNS
     assert len(trajectory.turns) == 2
     assert [result.content for result in trajectory.tool_results] == ["5", "5"]
@@ -66,7 +68,7 @@ def test_the_turn_limit_still_runs_and_rewards_the_last_calls():
 def test_a_turn_cut_by_its_own_limit_is_closed_and_the_model_is_told():
     chat = chat_of()
     long_call = call("echo", text="x" * 60)
-    trajectory, script = play([long_call, say("ok")], chat=chat, limits={"max_tokens_per_turn": 12})
+    trajectory, script = roll_out([long_call, say("ok")], chat=chat, limits={"max_tokens_per_turn": 12})
     first = trajectory.turns[0]
     assert first.is_truncated
     assert first.is_invalid
@@ -81,7 +83,7 @@ def test_a_turn_cut_by_its_own_limit_is_closed_and_the_model_is_told():
 
 
 def test_text_cut_by_the_turn_limit_is_no_malformed_call():
-    trajectory, _ = play([say("thinking aloud " * 20), say("ok")], limits={"max_tokens_per_turn": 12})
+    trajectory, _ = roll_out([say("thinking aloud " * 20), say("ok")], limits={"max_tokens_per_turn": 12})
     first = trajectory.turns[0]
     assert first.is_truncated
     assert "malformed_tool_call" not in first.message
@@ -97,7 +99,7 @@ def test_text_cut_by_the_turn_limit_is_no_malformed_call():
 
 def test_a_usable_call_resets_the_count_of_unusable_ones():
     bad = call("nope", x=1)
-    trajectory, _ = play([bad, bad, call(), bad, bad, say()], limits={"max_invalid_calls": 2})
+    trajectory, _ = roll_out([bad, bad, call(), bad, bad, say()], limits={"max_invalid_calls": 2})
     assert trajectory.stop_reason is StopReason.DONE
     assert len(trajectory.turns) == 6
 
@@ -139,7 +141,7 @@ def recorder(fail_in=""):
 
 def test_a_plain_tuple_will_do_and_close_is_called_once():
     env = recorder()
-    trajectory, _ = play([say("a")] * 3, env=env, limits={"max_turns": 2})
+    trajectory, _ = roll_out([say("a")] * 3, env=env, limits={"max_turns": 2})
     assert env.log == ["reset", "step", "step", "outcome", "close"]
     assert trajectory.process_reward == 0.5
     assert trajectory.outcome_reward == 1.0
@@ -152,7 +154,7 @@ def test_a_bug_in_the_outcome_reward_is_named_with_its_line_and_example_after_cl
         match=r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)\. Correct the method\. "
         r"It was in example .*, generation 0\.$",
     ):
-        play([say("a")] * 3, env=env, limits={"max_turns": 1})
+        roll_out([say("a")] * 3, env=env, limits={"max_turns": 1})
     assert env.log[-1] == "close"
 
 
@@ -167,7 +169,7 @@ def test_a_request_of_the_environment_that_is_too_long_is_not_the_policys():
 
 def test_a_bug_in_the_outcome_reward_ends_its_trajectory_alone_where_that_is_asked():
     env = recorder("outcome")
-    trajectory, _ = play([say("a")] * 3, env=env, limits={"max_turns": 1}, keep_going=True)
+    trajectory, _ = roll_out([say("a")] * 3, env=env, limits={"max_turns": 1}, keep_going=True)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.outcome_reward == 0.0
     assert re.search(r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)", trajectory.error)
     assert env.log[-1] == "close" and trajectory.completion_ids
@@ -180,7 +182,7 @@ def test_seeds_reach_an_environment_that_wants_them():
         def seed(self, reset_seed, dynamics_seed):
             seen.append((reset_seed, dynamics_seed))
 
-    play([say()], env=Seeded, examples=3)
+    roll_out([say()], env=Seeded, examples=3)
     assert sorted(seen) == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -193,7 +195,7 @@ def test_a_failing_sampler_keeps_what_was_sampled():
     script.generator = ScriptedGenerator(
         [script.turns[0], RuntimeError("engine gone")], stop_token_ids=chat.stop_token_ids
     )
-    trajectory, _ = play(script, chat=chat)
+    trajectory, _ = roll_out(script, chat=chat)
     assert trajectory.stop_reason is StopReason.GENERATION_ERROR
     assert "engine gone" in trajectory.error
     assert sampled_ids(trajectory) == script.turns[0]

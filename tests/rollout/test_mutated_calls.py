@@ -1,6 +1,6 @@
 """Real calls of every model family, mutated, as a policy's turns: parsed, answered and recorded, whatever they spell.
 
-`make fuzz FUZZ_FACTOR=200 PYTEST_ARGS="-k mutated"` plays 100,000 turns; the process must not grow with them.
+`make fuzz FUZZ_FACTOR=200 PYTEST_ARGS="-k mutated"` samples 100,000 turns; the process must not grow with them.
 """
 
 import functools
@@ -112,7 +112,7 @@ def check_laws(trajectory, said):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("family", mostly_nightly(FAMILIES, "qwen3", "llama3_1", "gemma4", "gpt_oss", "deepseek_v3_1"))
-def test_mutated_calls_are_played_and_every_law_holds(family):
+def test_mutated_calls_are_rolled_out_and_every_law_holds(family):
     chat = chat_of(family)
     controls = [*chat.encoder.control_ids.values()]
     vocabulary = [*controls * 20, *range(0, len(chat.tokenizer), 7)]

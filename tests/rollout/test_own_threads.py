@@ -13,7 +13,7 @@ from agent_r1_trl.environments import ToolEnv, TRLEnvAdapter
 from agent_r1_trl.rollout import EnvSession, RolloutRequest
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import play
+from tests.rollout.helpers import roll_out
 from tests.toys import call, calls, say
 
 
@@ -93,7 +93,7 @@ NOTES = [calls(("write", {"text": "a"}), ("write", {"text": "b"})), call("write"
     "env", [functools.partial(TRLEnvAdapter, NotesOfTRL), Notes], ids=["environment_factory", "ToolEnv"]
 )
 def test_a_database_that_was_opened_at_the_start_serves_all_calls_of_its_environment(env):
-    trajectories, _ = play(NOTES, env=env, examples=12)
+    trajectories, _ = roll_out(NOTES, env=env, examples=12)
     for trajectory in trajectories:
         assert trajectory.stop_reason is StopReason.DONE, trajectory.error
         assert [result.is_error for turn in trajectory.turns for result in turn.tool_results] == [False] * 3
@@ -118,7 +118,7 @@ def test_environments_run_beside_each_other_each_on_a_thread_of_its_own():
             together.wait()
             return Notes.write.fn(self, text)
 
-    trajectories, _ = play([call("write", text="a"), say("done")], env=Meeting, examples=4)
+    trajectories, _ = roll_out([call("write", text="a"), say("done")], env=Meeting, examples=4)
     assert [item.outcome_reward for item in trajectories] == [1.0] * 4
     methods = {"__init__", "reset", "write", "process_reward", "is_done", "outcome_reward", "close"}
     assert [(set(env.threads), len(set(env.threads.values()))) for env in made] == [(methods, 1)] * 4
@@ -139,7 +139,7 @@ def wait_until_gone(before):
 
 def test_the_threads_end_with_their_environments_also_if_one_was_never_closed():
     before = threads_of_environments()
-    play(NOTES, env=Notes, examples=8)
+    roll_out(NOTES, env=Notes, examples=8)
     assert wait_until_gone(before)
     session = EnvSession(Notes, truncate=lambda text, limit: text)
     asyncio.run(session.reset(RolloutRequest(example={"prompt": "hi"})))
@@ -167,7 +167,7 @@ def test_after_a_call_that_was_given_up_the_environment_goes_on_with_a_fresh_thr
             return f"thread {threading.get_ident()}"
 
     turns = [calls((name, {})) for name in ("name", "hang", "name", "name")] + [say("done")]
-    trajectory, _ = play(turns, env=Hanging)
+    trajectory, _ = roll_out(turns, env=Hanging)
     named, hung, *later = [turn.tool_results[0] for turn in trajectory.turns if turn.tool_results]
     assert hung.error.value == "timeout"
     assert later[0].content == later[1].content != named.content
@@ -190,5 +190,5 @@ def test_a_call_out_of_a_call_of_the_same_environment_does_not_wait_for_itself()
         def process_reward(self, call, result):
             return 0.0
 
-    trajectory, _ = play([calls(("add", {})), say("done")], env=Nested)
+    trajectory, _ = roll_out([calls(("add", {})), say("done")], env=Nested)
     assert trajectory.turns[0].tool_results[0].content == "added"

@@ -103,7 +103,7 @@ def conversations(draw, family, reason, min_turns=1):
         case StopReason.MAX_TURNS:
             limits["max_turns"] = len(turns)
         case StopReason.MAX_COMPLETION_LENGTH:
-            free = play(family, Conversation(turns, scene(**acts), limits | {"max_turns": len(turns)})).trajectory
+            free = roll_out(family, Conversation(turns, scene(**acts), limits | {"max_turns": len(turns)})).trajectory
             limits["max_completion_length"] = draw(st.integers(1, max(1, len(free.completion_ids) - 1)))
         case StopReason.INVALID_CALLS:
             limits["max_invalid_calls"] = draw(st.integers(0, 2))
@@ -125,21 +125,21 @@ def conversations(draw, family, reason, min_turns=1):
     return Conversation(turns, scene(**acts), limits)
 
 
-class Played(NamedTuple):
+class RolledOut(NamedTuple):
     """What came of a conversation, and what the sampler handed out on the way."""
 
     trajectory: Trajectory
     sampler: Recorder
 
 
-def play(family, conversation):
+def roll_out(family, conversation):
     chat = chat_of(family)
     script = [turn if isinstance(turn, Exception) else _numbered(index, turn) for index, turn in _padded(conversation)]
     sampler = Recorder(ScriptedGenerator(lambda request: script[request.turn], stop_token_ids=chat.stop_token_ids))
     runner = RolloutRunner(conversation.env, sampler, chat, limits_of(**conversation.limits))
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
     runner.close()
-    return Played(trajectory, sampler)
+    return RolledOut(trajectory, sampler)
 
 
 def _padded(conversation):
@@ -206,7 +206,7 @@ def test_tokens_rewards_authors_and_json_of_every_trajectory(family, reason):
     @settings(max_examples=examples(few), deadline=None, suppress_health_check=SLOW)
     @given(conversations(family, reason))
     def law(conversation):
-        trajectory, sampler = play(family, conversation)
+        trajectory, sampler = roll_out(family, conversation)
         assert trajectory.stop_reason is reason
         check_tokens(trajectory, sampler)
         check_rewards(trajectory)
@@ -223,7 +223,7 @@ def test_the_environments_words_are_the_environments_tokens(family):
     chat = chat_of(family)
     text = f"{WORD} Zürich {WORD} 42"
     turns = [chat.encode_reply(call("echo", text=text)), chat.encode_reply(say("ok"))]
-    trajectory, _ = play(family, Conversation(turns, scene(ends_at=1), {}))
+    trajectory, _ = roll_out(family, Conversation(turns, scene(ends_at=1), {}))
 
     def words_of(author):
         ids = [t for t, a in zip(trajectory.completion_ids, trajectory.authors, strict=True) if a is author]
@@ -240,7 +240,9 @@ def test_the_environments_words_are_the_environments_tokens(family):
 def trainer_of(family, folder):
     sizes = {"per_device_train_batch_size": len(StopReason), "num_generations": 3}
     trainer = make_trainer(folder, family=family, script=None, env=scene(), **sizes)
-    trainer.rollouts.play = lambda rows, model, position: RolloutBatch(rows, trainer.given, None, position=position)
+    trainer.rollouts.generate = lambda rows, model, position: RolloutBatch(
+        rows, trainer.given, None, position=position
+    )
     return trainer
 
 
@@ -267,7 +269,7 @@ def gradient_at_log_probs(trainer, batch):
 @given(data=st.data())
 def test_a_batch_of_all_stop_reasons_has_gradients_only_where_it_was_sampled(family, data, tmp_path_factory):
     trainer = trainer_of(family, tmp_path_factory.getbasetemp() / family)
-    trainer.given = [play(family, data.draw(conversations(family, reason))).trajectory for reason in StopReason]
+    trainer.given = [roll_out(family, data.draw(conversations(family, reason))).trajectory for reason in StopReason]
     batch = scored_batch(trainer)
     longest = batch["completion_ids"].shape[1]
     sampled = pad_tokens(trainer.given, "action_mask", 0, longest).bool()

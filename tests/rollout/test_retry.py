@@ -1,4 +1,4 @@
-"""Trajectories that failed for no fault of the policy are played again, with the row and seeds of the first try."""
+"""Trajectories that failed for no fault of the policy are sampled again, with the row and seeds of the first try."""
 
 import pytest
 
@@ -43,17 +43,17 @@ def flaky(**settings):
     return type("Flaky", (Flaky,), {"made": [], **settings})
 
 
-def play(env, *, retry_failed, script=None, ids="abc", ended=None, **options):
+def roll_out(env, *, retry_failed, script=None, ids="abc", ended=None, **options):
     chat = chat_of()
     turns = script or (lambda request: chat.encode_reply(call() if request.turn == 0 else say("five")))
     generator = ScriptedGenerator(turns, stop_token_ids=chat.stop_token_ids)
     limits = RolloutLimits(max_concurrency=2, **options.pop("limits", {}))
-    player = RolloutRunner(env, generator, chat, limits, retry_failed=retry_failed, on_trajectory=ended)
+    runner = RolloutRunner(env, generator, chat, limits, retry_failed=retry_failed, on_trajectory=ended)
     rows = [{"id": id, "prompt": PROMPT} for id in ids]
     requests = [RolloutRequest(example=row, example_id=row["id"], seed=ord(row["id"]), reset_seed=7) for row in rows]
-    trajectories = player.run(requests)
-    player.close()
-    return trajectories, player, generator
+    trajectories = runner.run(requests)
+    runner.close()
+    return trajectories, runner, generator
 
 
 def reasons(trajectories):
@@ -61,9 +61,9 @@ def reasons(trajectories):
 
 
 def test_a_failure_that_passes_leaves_the_trajectory_that_there_would_have_been(caplog):
-    whole, _, _ = play(flaky(failures=0), retry_failed=0)
+    whole, _, _ = roll_out(flaky(failures=0), retry_failed=0)
     env, ended = flaky(failures=2), []
-    trajectories, player, _ = play(env, retry_failed=2, ended=ended.append)
+    trajectories, runner, _ = roll_out(env, retry_failed=2, ended=ended.append)
     for item, expected in zip(trajectories, whole, strict=True):
         assert (item.completion_ids, item.seed, item.example_id) == (
             expected.completion_ids, expected.seed, expected.example_id,
@@ -73,12 +73,12 @@ def test_a_failure_that_passes_leaves_the_trajectory_that_there_would_have_been(
     assert len(ended) == 3, "tries that are replaced have not ended"
     assert [made.closed for made in env.made] == [1] * 5
     assert {made.seeds for made in env.made if made.id == "b"} == {(7, ord("b"))}
-    assert [made.id for made in player.environments] == ["a", "b", "c"]
+    assert [made.id for made in runner.environments] == ["a", "b", "c"]
     assert caplog.text.count("is tried again (retry_failed=2): 1 x environment_error: Flaky.reset raised") == 1
 
 
 def test_what_still_fails_is_a_failure_with_all_its_tries():
-    trajectories, _, _ = play(flaky(failures=9), retry_failed=2)
+    trajectories, _, _ = roll_out(flaky(failures=9), retry_failed=2)
     assert reasons(trajectories) == ["done", "environment_error", "done"]
     assert len(trajectories[1].failed_tries) == 2
 
@@ -92,7 +92,7 @@ def test_a_sampler_that_fails_in_the_second_turn_begins_the_trajectory_again():
             return GenerationError("the server went away")
         return chat.encode_reply(call() if request.turn == 0 else say("five"))
 
-    trajectories, _, generator = play(AddEchoEnv, retry_failed=1, script=script, ids="a")
+    trajectories, _, generator = roll_out(AddEchoEnv, retry_failed=1, script=script, ids="a")
     assert reasons(trajectories) == ["done"] and len(trajectories[0].turns) == 2
     assert trajectories[0].failed_tries == ["generation_error: GenerationError: the server went away"]
     seeds = [request.seed for request in generator.requests]
@@ -101,5 +101,5 @@ def test_a_sampler_that_fails_in_the_second_turn_begins_the_trajectory_again():
 
 def test_a_prompt_without_room_is_not_tried_again():
     env = flaky()
-    trajectories, _, _ = play(env, retry_failed=3, ids="a", limits={"max_model_length": 4})
+    trajectories, _, _ = roll_out(env, retry_failed=3, ids="a", limits={"max_model_length": 4})
     assert reasons(trajectories) == ["prompt_too_long"] and len(env.made) == 1

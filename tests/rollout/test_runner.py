@@ -353,7 +353,7 @@ def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
     assert caplog.messages == []
 
 
-def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_is_played():
+def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_is_rolled_out():
     frozen, inner = [], []
 
     class Looking(AddEchoEnv):
@@ -361,23 +361,23 @@ def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_
             frozen.append(gc.get_freeze_count() > 1000)
             return super().step(message)
 
-    def play(env):
+    def roll_out(env):
         runner = make_runner([chat_of().encode_reply(say())], env=env)
         runner.run(requests_for(1))
         runner.close()
 
     class Nested(Looking):
         def step(self, message):
-            play(Looking)
+            roll_out(Looking)
             inner.append(gc.get_freeze_count() > 1000)
             return super().step(message)
 
-    play(Nested)
+    roll_out(Nested)
     assert frozen == [True, True] and inner == [True], "one that ends leaves the other as it is"
     assert gc.get_freeze_count() == 0
     gc.freeze()
     try:
-        play(Looking)
+        roll_out(Looking)
         assert gc.get_freeze_count() > 1000, "what the program has frozen itself stays so"
     finally:
         gc.unfreeze()

@@ -4,7 +4,7 @@ import pytest
 
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.rollout.helpers import PROMPT, chat_of
-from tests.rollout.test_contexts import ECHOES, play, text_of
+from tests.rollout.test_contexts import ECHOES, roll_out, text_of
 from tests.toys import AddEchoEnv, say
 
 STEP = {"context.policy": "step"}
@@ -32,14 +32,14 @@ def board(turn):
 def test_without_a_word_from_the_environment_a_turn_reads_the_prompt_and_the_last_turns():
     turns = [*ECHOES, say("done")]
     for options in ({}, {"context.turns": 2}):
-        trajectory, log = play(turns, **STEP, **options)
-        assert log == play(turns, context={"policy": "window"}, **{"context.turns": 1, **options})[1]
+        trajectory, log = roll_out(turns, **STEP, **options)
+        assert log == roll_out(turns, context={"policy": "window"}, **{"context.turns": 1, **options})[1]
         assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[turn] for turn in range(6)]
-    assert len(play(turns, context={"policy": "window", "turns": 1})[0].rows) == 5, "two turns share its first row"
+    assert len(roll_out(turns, context={"policy": "window", "turns": 1})[0].rows) == 5, "two turns share its first row"
 
 
 def test_the_environment_gives_the_next_context_and_it_is_recorded():
-    trajectory, log = play([*ECHOES[:3], say("done")], env=giving(board), **STEP)
+    trajectory, log = roll_out([*ECHOES[:3], say("done")], env=giving(board), **STEP)
     assert trajectory.stop_reason is StopReason.DONE
     for turn, (context, _) in enumerate(log[1:], start=1):
         text = text_of(context)
@@ -65,18 +65,18 @@ def test_a_given_context_that_goes_on_from_the_last_one_opens_a_row_all_the_same
             return observations, reward, done, {**info, "next_context": self.messages}
 
     turns = [*ECHOES[:2], say("done")]
-    trajectory, log = play(turns, env=Growing, **STEP)
-    assert log == play(turns)[1]
+    trajectory, log = roll_out(turns, env=Growing, **STEP)
+    assert log == roll_out(turns)[1]
     assert [len(row.prompt_ids) for row in trajectory.rows] == [len(context) for context, _ in log]
     assert len(trajectory.turns[0].next_context) < len(trajectory.turns[1].next_context), "a copy"
 
 
 def test_only_a_policy_reads_what_the_environment_gives():
     turns = [*ECHOES[:2], say("done")]
-    trajectory, log = play(turns, env=giving(board))
-    assert log == play(turns)[1] and {turn.next_context for turn in trajectory.turns} == {None}
+    trajectory, log = roll_out(turns, env=giving(board))
+    assert log == roll_out(turns)[1] and {turn.next_context for turn in trajectory.turns} == {None}
     path = f"{__name__}.given_once"
-    trajectory, log = play(turns, env=giving(board), context={"policy": path})
+    trajectory, log = roll_out(turns, env=giving(board), context={"policy": path})
     assert "the board after turn 1 " in text_of(log[1][0]) and len(trajectory.rows) == 3
 
 
@@ -86,7 +86,9 @@ def given_once(view):
 
 @pytest.mark.parametrize("given", ["a text", [], [{"content": "no role"}], [None], 7, {"role": "user"}], ids=repr)
 def test_what_is_no_context_is_an_error_of_the_environment(given):
-    trajectory, _ = play([*ECHOES[:2], say("done")], env=giving(lambda turn: board(1) if turn == 1 else given), **STEP)
+    trajectory, _ = roll_out(
+        [*ECHOES[:2], say("done")], env=giving(lambda turn: board(1) if turn == 1 else given), **STEP
+    )
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 2
     assert "next_context" in trajectory.error and repr(given)[:20] in trajectory.error
 

@@ -16,7 +16,7 @@ from agent_r1_trl.trajectory import StopReason
 from tests.chat.test_family_calls import TOOLS
 from tests.effort import examples
 from tests.families import FAMILIES
-from tests.rollout.helpers import check_rows, mostly_nightly, play_recorded
+from tests.rollout.helpers import check_rows, mostly_nightly, roll_out_recorded
 from tests.tokenizers import make_tokenizer
 
 # In the style of R1 and its many distillations: no `reasoning_content`, thoughts of answers are cut out of `content`.
@@ -76,10 +76,10 @@ class Talk:
         pass
 
 
-def play(chat, turns, *, env=Talk, **limits):
+def roll_out(chat, turns, *, env=Talk, **limits):
     """One trajectory of these turns, messages or ids, and (context, sampled ids) of each as the generator saw them."""
     options = {"max_completion_length": 10_000, "max_invalid_calls": 99, "context.policy": "strip_thinking"}
-    trajectory, recorder = play_recorded(turns, chat=chat, env=env, prompt=PROMPT, **(options | limits))
+    trajectory, recorder = roll_out_recorded(turns, chat=chat, env=env, prompt=PROMPT, **(options | limits))
     return trajectory, recorder.log
 
 
@@ -135,7 +135,7 @@ def published(family, messages, chat=None):
 def test_every_context_is_what_the_published_template_shows(family):
     chat = chat_of(family)
     assert chat.chat_template == MAKERS[family]().chat_template
-    trajectory, log = play(chat, said_in(family, chat))
+    trajectory, log = roll_out(chat, said_in(family, chat))
     assert trajectory.stop_reason is StopReason.MAX_TURNS and len(log) == len(CONVERSATION), trajectory.error
     check_contexts(family, trajectory, log)
     rows = [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows]
@@ -170,7 +170,9 @@ def texts_of(chat, log):
 def test_a_template_that_forces_thoughts_drops_them_all():
     chat = ChatFormat(MAKERS["deepseek_v3_1"](), thinking="strip", chat_template_kwargs={"thinking": True})
     end = "<｜end▁of▁sentence｜>"
-    trajectory, log = play(chat, spoken(chat, f"one</think>A.{end}", f"two</think>B.{end}", f"three</think>C.{end}"))
+    trajectory, log = roll_out(
+        chat, spoken(chat, f"one</think>A.{end}", f"two</think>B.{end}", f"three</think>C.{end}")
+    )
     check_contexts("deepseek_v3_1", trajectory, log, chat)
     first, second = f"</think>A.{end}<｜User｜>And now, 1?<｜Assistant｜>", f"</think>B.{end}<｜User｜>And now, 2?"
     assert texts_of(chat, log)[2].endswith(f"<｜Assistant｜>{first}{second}<｜Assistant｜><think>")
@@ -181,7 +183,7 @@ def test_what_a_template_drops_of_answers_alone_is_dropped():
     end = "<|END_OF_TURN_TOKEN|>"
     chat = ChatFormat(MAKERS["command_r7b"](), thinking="strip", chat_template_kwargs={"enable_thinking": True})
     answer = "<|START_THINKING|>secret<|END_THINKING|><|START_RESPONSE|>A.<|END_RESPONSE|>" + end
-    trajectory, log = play(chat, [said_in("command_r7b", chat)[0], *spoken(chat, answer, answer)])
+    trajectory, log = roll_out(chat, [said_in("command_r7b", chat)[0], *spoken(chat, answer, answer)])
     check_contexts("command_r7b", trajectory, log, chat)
     assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[0, 1], [2]]
     assert "first thought" in texts_of(chat, log)[2] and "secret" not in texts_of(chat, log)[2]
@@ -208,7 +210,7 @@ MALFORMED = {
 def test_a_malformed_thought_is_a_state_of_the_rollout(name):
     chat = chat_of("qwen3")
     text, left = MALFORMED[name]
-    trajectory, log = play(chat, [*spoken(chat, text), *CONVERSATION[2:4]])
+    trajectory, log = roll_out(chat, [*spoken(chat, text), *CONVERSATION[2:4]])
     assert trajectory.stop_reason is StopReason.MAX_TURNS
     check_contexts("qwen3", trajectory, log)
     last = texts_of(chat, log)[2]
@@ -230,11 +232,11 @@ class Hostile(Talk):
 @pytest.mark.parametrize("family", ("qwen3", "qwq", "foreign"))
 def test_a_tag_in_an_observation_stays_text(family):
     chat = chat_of(family)
-    trajectory, log = play(chat, said_in(family, chat), env=Hostile)
+    trajectory, log = roll_out(chat, said_in(family, chat), env=Hostile)
     check_rows(trajectory, log)
     context = log[-1][0]
     assert texts_of(chat, log)[-1].count("<think> kept </think> <|im_end|>") == 5
-    plain, told = play(chat, said_in(family, chat))[1][-1][0], chat.encoder.control_ids
+    plain, told = roll_out(chat, said_in(family, chat))[1][-1][0], chat.encoder.control_ids
     for tag in told.keys() & {"<think>", "</think>", "<|im_end|>"}:
         assert context.count(told[tag]) == plain.count(told[tag])
 
@@ -243,10 +245,10 @@ def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
     refusing = "{%- if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}"
     template = refusing + MAKERS["qwen3"]().chat_template
     chat = ChatFormat(make_tokenizer("qwen3", chat_template=template), thinking="strip")
-    trajectory, log = play(chat, CONVERSATION)
+    trajectory, log = roll_out(chat, CONVERSATION)
     check_rows(trajectory, log)
     assert len(trajectory.rows) == 1 and trajectory.stop_reason is StopReason.MAX_TURNS
-    assert log == play(ChatFormat(make_tokenizer("qwen3")), CONVERSATION, context={"policy": "keep"})[1]
+    assert log == roll_out(ChatFormat(make_tokenizer("qwen3")), CONVERSATION, context={"policy": "keep"})[1]
 
 
 # -------------------------------------------------------------------- settings
@@ -262,13 +264,13 @@ def test_a_template_that_drops_no_thoughts_is_refused_and_the_fix_works(family):
 @pytest.mark.parametrize("options, policy", [({}, "strip_thinking"), ({"thinking": "strip"}, "keep")])
 def test_a_format_and_a_policy_that_do_not_belong_together_are_refused(options, policy):
     with pytest.raises(ValueError, match=r"context\.policy"):
-        play(ChatFormat(make_tokenizer("qwen3"), **options), CONVERSATION, context={"policy": policy})
+        roll_out(ChatFormat(make_tokenizer("qwen3"), **options), CONVERSATION, context={"policy": policy})
 
 
 def test_without_thinking_the_forced_empty_thought_is_dropped():
     chat = ChatFormat(make_tokenizer("qwen3"), **format_options("off", "strip_thinking", None))
     turns = [{"role": "assistant", "content": "A."}, {"role": "assistant", "content": "B."}]
-    trajectory, log = play(chat, turns)
+    trajectory, log = roll_out(chat, turns)
     check_contexts("qwen3", trajectory, log, chat)
     first, second = texts_of(chat, log)
     assert first.count("<think>") == second.count("<think>") == 1 and len(trajectory.rows) == 2
@@ -294,7 +296,7 @@ def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(fa
     @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(message | odd, min_size=1, max_size=12), limits)
     def law(turns, limits):
-        trajectory, log = play(chat, turns, **limits)
+        trajectory, log = roll_out(chat, turns, **limits)
         assert trajectory.stop_reason is StopReason.MAX_TURNS, trajectory.error
         check_rows(trajectory, log)
         history = chat.history(TOOLS)
@@ -341,6 +343,6 @@ def test_a_rule_that_the_end_of_a_conversation_does_not_show_is_noticed():
     chat = ChatFormat(make_tokenizer("qwen3", chat_template=source), thinking="strip")
     assert not chat.thought_rule.is_local and chat_of("foreign").thought_rule.is_local
     turns = [thinks("", f"<think>\nthought {number}\n</think>\n\nIt is.") for number in range(8)]
-    _, log = play(chat, turns)
+    _, log = roll_out(chat, turns)
     shown = texts_of(chat, log)[-1]
     assert [number for number in range(8) if f"thought {number}" in shown] == [3, 4, 5, 6]

@@ -46,7 +46,7 @@ class Log:
         return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop=stop)
 
 
-def play(turns, summaries, *, chat=None, env=AddEchoEnv, asked=QUESTION, **limits):
+def roll_out(turns, summaries, *, chat=None, env=AddEchoEnv, asked=QUESTION, **limits):
     """One trajectory of these turns and summaries, and what the generator was asked."""
     chat = chat or chat_of()
     generator = Log(chat, turns, summaries, asked)
@@ -66,7 +66,7 @@ NOTES = [say("note one"), say("note two"), say("note three")]
 
 
 def test_a_summary_is_trained_where_it_was_written_and_opens_the_next_row():
-    trajectory, requests = play(TURNS, NOTES)
+    trajectory, requests = roll_out(TURNS, NOTES)
     check_rows(trajectory, requests)
     assert trajectory.stop_reason is StopReason.DONE
     assert [turn.is_summary for turn in trajectory.turns] == [False, True] * 3 + [False]
@@ -88,7 +88,7 @@ def test_a_summary_is_trained_where_it_was_written_and_opens_the_next_row():
 
 
 def test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others():
-    _, requests = play(TURNS, NOTES, max_tokens_per_turn=40)
+    _, requests = roll_out(TURNS, NOTES, max_tokens_per_turn=40)
     expected = []
     for turn in range(4):
         expected += [(derive_seed(3, turn), 40)] + [(derive_seed(3, turn, "summary"), 60)] * (turn < 3)
@@ -96,22 +96,22 @@ def test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others():
 
 
 def test_a_summary_is_written_where_the_context_gets_longer_than_context_tokens():
-    _, whole = play(
+    _, whole = roll_out(
         TURNS, [], context={"policy": "keep", "turns": None, "summary_tokens": None, "summary_prompt": None}
     )
     third = len(whole[2][0])
-    trajectory, requests = play(TURNS, NOTES, context={"turns": None, "tokens": third})
+    trajectory, requests = roll_out(TURNS, NOTES, context={"turns": None, "tokens": third})
     assert [turn.is_summary for turn in trajectory.turns] == [False, False, False, True, False]
     assert [request[0] for request in requests[:3]] == [request[0] for request in whole[:3]]
     check_rows(trajectory, requests)
-    trajectory, _ = play(TURNS, NOTES, context={"turns": None, "tokens": third - 1})
+    trajectory, _ = roll_out(TURNS, NOTES, context={"turns": None, "tokens": third - 1})
     assert trajectory.turns[2].is_summary
 
 
 def test_the_last_turn_is_left_out_where_the_context_would_be_too_long_with_it():
     turns = [call("echo", text="word " * 60), say("done")]
     (_, _, whole), (_, _, short) = (
-        [text_of(request[0]) for request in play(turns, NOTES, context={"tokens": tokens, "turns": 1})[1]]
+        [text_of(request[0]) for request in roll_out(turns, NOTES, context={"tokens": tokens, "turns": 1})[1]]
         for tokens in (900, 240)
     )
     assert whole.count("word") == 120 and short.count("word") == 0
@@ -129,7 +129,7 @@ def test_turns_limits_and_the_environment_do_not_count_summaries():
             trajectory.info["steps"] = self.count
             return 1.0
 
-    trajectory, _ = play(TURNS[:3], NOTES, env=Counting)
+    trajectory, _ = roll_out(TURNS[:3], NOTES, env=Counting)
     assert trajectory.stop_reason is StopReason.MAX_TURNS and trajectory.info["steps"] == 3
     assert [turn.is_summary for turn in trajectory.turns] == [False, True, False, True, False], "none after the last"
     assert [turn.reward for turn in trajectory.turns] == [0.5, 0.0, 0.5, 0.0, 0.0]
@@ -141,7 +141,7 @@ def test_turns_limits_and_the_environment_do_not_count_summaries():
     assert thinking_format.score(trajectory) == 0.0
     grounded = grounded_thinking.score(trajectory)
     assert grounded[1] is None and grounded[3] is None and len(grounded) == 5
-    kept = play(
+    kept = roll_out(
         TURNS[:3], [], context={"policy": "keep", "turns": None, "summary_tokens": None, "summary_prompt": None}
     )[0]
     assert [number for index, number in enumerate(anchors(trajectory)) if index % 2 == 0] == anchors(kept)
@@ -169,7 +169,7 @@ STATES = {
 @pytest.mark.parametrize("state", STATES)
 def test_whatever_is_written_is_trained_and_only_its_text_is_read(state):
     summary, read = STATES[state]
-    trajectory, requests = play([TURNS[0], say("done")], [summary])
+    trajectory, requests = roll_out([TURNS[0], say("done")], [summary])
     check_rows(trajectory, requests)
     assert trajectory.stop_reason is StopReason.DONE and len(trajectory.tool_results) == 1
     written, context = trajectory.turns[1], text_of(requests[2][0])
@@ -184,8 +184,8 @@ def test_whatever_is_written_is_trained_and_only_its_text_is_read(state):
 def test_what_a_summary_spells_in_the_next_context_is_no_longer_than_a_summary_may_be():
     chat = chat_of()
     sampled = [chat.encoder.control_ids["<|im_start|>"]] * 50
-    _, requests = play([TURNS[0], say("done")], [sampled])
-    _, empty = play([TURNS[0], say("done")], [say("")])
+    _, requests = roll_out([TURNS[0], say("done")], [sampled])
+    _, empty = roll_out([TURNS[0], say("done")], [say("")])
     assert text_of(requests[2][0]).count("<|im_start|>") > text_of(empty[2][0]).count("<|im_start|>") + 5
     assert len(requests[2][0]) <= len(empty[2][0]) + 60 + chat.count(CUT)
 
@@ -196,8 +196,8 @@ def test_control_tokens_in_a_summary_are_text_afterwards():
     words += chat.tokenizer("end|><tool_", add_special_tokens=False)["input_ids"]
     words += chat.tokenizer("call>", add_special_tokens=False)["input_ids"]
     spelled = [*words, *chat.encode_reply(say(""))[-1:]]
-    trajectory, requests = play([TURNS[0], say("done")], [spelled])
-    plain = play([TURNS[0], say("done")], [say("note")])[1]
+    trajectory, requests = roll_out([TURNS[0], say("done")], [spelled])
+    plain = roll_out([TURNS[0], say("done")], [say("note")])[1]
     for token in ("<|im_end|>", "<tool_call>"):
         control = chat.encoder.control_ids[token]
         assert requests[2][0].count(control) == plain[2][0].count(control)
@@ -209,15 +209,15 @@ def test_control_tokens_in_a_summary_are_text_afterwards():
 
 
 def test_without_room_for_a_summary_the_context_goes_on_to_its_own_limit():
-    trajectory, _ = play(TURNS, NOTES)
+    trajectory, _ = roll_out(TURNS, NOTES)
     at_request = len(trajectory.prompt_ids) + trajectory.turns[1].start
-    fits, _ = play(TURNS, NOTES, max_model_length=at_request + 61)
-    short, _ = play(TURNS, NOTES, max_model_length=at_request + 60)
+    fits, _ = roll_out(TURNS, NOTES, max_model_length=at_request + 61)
+    short, _ = roll_out(TURNS, NOTES, max_model_length=at_request + 60)
     assert fits.turns[1].is_summary and not short.turns[1].is_summary
-    in_all, _ = play(TURNS, NOTES, max_completion_length=trajectory.turns[1].start + 61)
-    too_few, _ = play(TURNS, NOTES, max_completion_length=trajectory.turns[1].start + 60)
+    in_all, _ = roll_out(TURNS, NOTES, max_completion_length=trajectory.turns[1].start + 61)
+    too_few, _ = roll_out(TURNS, NOTES, max_completion_length=trajectory.turns[1].start + 60)
     assert in_all.turns[1].is_summary and not too_few.turns[1].is_summary
-    huge, _ = play([call("echo", text="word " * 60), say()], NOTES, max_model_length=400)
+    huge, _ = roll_out([call("echo", text="word " * 60), say()], NOTES, max_model_length=400)
     assert huge.stop_reason is StopReason.MAX_COMPLETION_LENGTH and len(huge.turns) == 1
 
 
@@ -236,10 +236,10 @@ class Mute:
 def test_a_summary_after_which_no_context_has_room_ends_the_trajectory():
     said = [say("a"), say("b"), say("c")], [say("word " * 200)] * 2
     options = {"env": Mute, "context.summary_prompt": "??", "asked": "??"}
-    trajectory, _ = play(*said, **options)
+    trajectory, _ = roll_out(*said, **options)
     assert trajectory.stop_reason is StopReason.DONE
     shortest = len(trajectory.prompt_ids) + trajectory.turns[1].start + 60 + 1
-    trajectory, requests = play(*said, **options, max_model_length=shortest)
+    trajectory, requests = roll_out(*said, **options, max_model_length=shortest)
     assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     assert [turn.is_summary for turn in trajectory.turns] == [False, True] and trajectory.final_text == "a"
     assert trajectory.answered_messages == [trajectory.turns[0].message]
@@ -291,7 +291,7 @@ def test_a_request_that_no_full_context_could_hold_is_refused():
 @pytest.mark.parametrize("family", mostly_nightly(FAMILIES, "qwen3", "mistral_nemo", "gpt_oss", "command_r7b"))
 def test_every_family_is_given_what_its_template_renders(family):
     chat = ChatFormat(FAMILIES[family]())
-    trajectory, requests = play(TURNS, NOTES, chat=chat, max_completion_length=9000)
+    trajectory, requests = roll_out(TURNS, NOTES, chat=chat, max_completion_length=9000)
     check_rows(trajectory, requests)
     assert trajectory.stop_reason is StopReason.DONE and len(trajectory.rows) == 4
     tools = [tool.schema for tool in AddEchoEnv.tools]
@@ -332,7 +332,7 @@ def test_every_sampled_id_is_in_one_row_whatever_is_said(family):
     @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(turn, min_size=1, max_size=6), st.lists(summary, min_size=6, max_size=6), limits)
     def law(turns, summaries, limits):
-        trajectory, requests = play([*turns, say()], summaries, chat=chat, **limits)
+        trajectory, requests = roll_out([*turns, say()], summaries, chat=chat, **limits)
         check_rows(trajectory, requests)
         assert len(trajectory.completion_ids) <= limits["max_completion_length"]
         length = limits["max_model_length"] or 10**9

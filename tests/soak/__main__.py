@@ -1,4 +1,4 @@
-"""`python -m tests.soak --runs 20 --seed 0`: play the runs and report each."""
+"""`python -m tests.soak --runs 20 --seed 0`: make the runs and report each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -signal.SIGKILL}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Play the runs; returns 1 if one of them hung, lost something, or trained on something else."""
+    """Make the runs; returns 1 if one of them hung, lost something, or trained on something else."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="Of the first run; the others have the next ones.")
@@ -58,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         shared = [plan for plan in plans if plan.sampler not in ("server", "engine")]
         alone = [plan for plan in plans if plan.sampler in ("server", "engine")]
         with ThreadPoolExecutor(options.workers) as pool, ThreadPoolExecutor(1) as one_by_one:
-            results = [pool.submit(_play, context, plan, base, servers) for plan in shared]
-            results += [one_by_one.submit(_play, context, plan, base, servers) for plan in alone]
+            results = [pool.submit(_roll_out, context, plan, base, servers) for plan in shared]
+            results += [one_by_one.submit(_roll_out, context, plan, base, servers) for plan in alone]
             for future in as_completed(results):
                 plan, problems, seconds, story = future.result()
                 outcomes["bad" if problems else "good"] += 1
@@ -137,7 +137,9 @@ class RestartableServer:
 # -------------------------------------------------------------------- one run
 
 
-def _play(context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]) -> tuple[Plan, list[str], float, str]:
+def _roll_out(
+    context: Any, plan: Plan, base: Path, servers: tuple[list[Any], str]
+) -> tuple[Plan, list[str], float, str]:
     """Start a run until it has ended by itself; returns what is wrong with it, and its story."""
     folder = base / f"run_{plan.seed}"
     folder.mkdir(parents=True)
@@ -182,7 +184,7 @@ def _differs_from_undisturbed(context: Any, plan: Plan, base: Path, servers: tup
     """The final weights that a killed run has otherwise than the same run without the kill."""
     undisturbed = base / "undisturbed"
     twin = replace(plan, faults=tuple(fault for fault in plan.faults if fault != plan.signal))
-    _, problems, *_ = _play(context, twin, undisturbed, servers)
+    _, problems, *_ = _roll_out(context, twin, undisturbed, servers)
     weights = [load_weights(folder / f"run_{plan.seed}" / "final") for folder in (base, undisturbed)]
     differ = [
         name for name in sorted(weights[0] | weights[1]) if not _is_same(*(of_run.get(name) for of_run in weights))

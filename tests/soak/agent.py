@@ -46,7 +46,7 @@ FIRST_STEP_DONE = "first_step_done"
 
 
 class Faults:
-    """Decides at each place whether a fault happens there: by what is played, not by when."""
+    """Decides at each place whether a fault happens there: by what is sampled, not by when."""
 
     def __init__(self, plan: Plan, folder: Path):
         self.plan, self.folder = plan, folder
@@ -73,7 +73,7 @@ class Faults:
 
 
 def make_env(plan: Plan, folder: Path):
-    """A class of environments that fail as planned: each plays up to three turns, with a tool or without.
+    """A class of environments that fail as planned: each takes up to three turns, with a tool or without.
 
     Its `opened` holds the example of each that was reset and not closed.
     """

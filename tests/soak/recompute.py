@@ -21,7 +21,7 @@ TOLERANCE = 2e-4
 
 
 @dataclass
-class Played:
+class RolledOut:
     """A trajectory as the journal tells it."""
 
     prompt_ids: list[int]
@@ -56,11 +56,11 @@ def wrong_batches(folder: Path, log: str, *, has_critic: bool) -> Iterator[str]:
         for rank, of_rank in rows.items():
             path = folder / "journal" / f"rank{rank}" / f"rollout_{step - 1:09d}.journal"
             rollout = read_rollout(path)
-            played = [_played(item) for item in rollout.trajectories if item.end] if rollout else []
-            _resolve(played, needs_group=not has_critic)
+            rolled_out = [_rolled_out(item) for item in rollout.trajectories if item.end] if rollout else []
+            _resolve(rolled_out, needs_group=not has_critic)
             for index, row in enumerate(of_rank):
                 where = f"step {step}, rank {rank}, row {index}"
-                known = [item for item in played if _is_of(row, item)]
+                known = [item for item in rolled_out if _is_of(row, item)]
                 if not known and any(row["mask"]) and "cannot be written" not in log:
                     yield f"{where}: trained on what the journal does not hold"
                 elif known:
@@ -82,13 +82,13 @@ def read_batches(folder: Path) -> dict[tuple[int, int], list[dict[str, Any]]]:
     return batches
 
 
-def _played(recorded: RecordedTrajectory) -> Played:
+def _rolled_out(recorded: RecordedTrajectory) -> RolledOut:
     end: Any = recorded.end
     stop = StopReason(end["stop_reason"])
     rewards = [turn.step["reward"] if turn.step else 0.0 for turn in recorded.turns]
     if recorded.turns and not stop.is_infrastructure_failure:
         rewards[-1] += len(end["turns"][-1]["message"].get("content") or "") % 3  # `SoakEnv.outcome_reward`
-    return Played(
+    return RolledOut(
         prompt_ids=unpack_ids(end["prompt_ids"]),
         completion_ids=unpack_ids(end["completion_ids"]),
         spans=[(turn["start"], turn["end"]) for turn in end["turns"]],
@@ -99,10 +99,10 @@ def _played(recorded: RecordedTrajectory) -> Played:
     )
 
 
-def _resolve(played: list[Played], *, needs_group: bool) -> None:
+def _resolve(rolled_out: list[RolledOut], *, needs_group: bool) -> None:
     """Say which rows are trained on, and GRPO's advantages: (R - mean) / (std + 1e-4) of the group."""
-    groups: dict[str, list[Played]] = defaultdict(list)
-    for item in played:
+    groups: dict[str, list[RolledOut]] = defaultdict(list)
+    for item in rolled_out:
         item.in_loss = not item.is_failed
         if item.in_loss:
             groups[item.group].append(item)
@@ -115,13 +115,13 @@ def _resolve(played: list[Played], *, needs_group: bool) -> None:
                 item.advantage = (value - statistics.mean(returns)) / (statistics.stdev(returns) + 1e-4)
 
 
-def _is_of(row: dict[str, Any], item: Played) -> bool:
+def _is_of(row: dict[str, Any], item: RolledOut) -> bool:
     ids, known = row["completion"], item.completion_ids
     behind = set(ids[len(known) :])
     return row["prompt"] == item.prompt_ids and ids[: len(known)] == known[: len(ids)] and behind <= {row["pad"]}
 
 
-def _differences(row: dict[str, Any], item: Played, *, has_critic: bool) -> list[str]:
+def _differences(row: dict[str, Any], item: RolledOut, *, has_critic: bool) -> list[str]:
     expected = (item.mask + [0] * len(row["mask"]))[: len(row["mask"])]
     if wrong := [place for place, pair in enumerate(zip(row["mask"], expected, strict=True)) if pair[0] != pair[1]]:
         return [f"the mask is wrong at {wrong[:4]}"]

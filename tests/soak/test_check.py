@@ -26,7 +26,7 @@ PLAN = Plan(seed=0, sampler="scripted", trainer="grpo", num_ranks=1, overlap=Fal
 
 @pytest.fixture
 def folder(tmp_path):
-    """What a good run of three steps leaves behind: three of four trajectories played, one failed."""
+    """What a good run of three steps leaves behind: three of four trajectories sampled, one failed."""
     failed = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR, error="down")
     for step in range(1, MAX_STEPS + 1):
         TrajectoryStore(tmp_path).write(step, [two_turns(), two_turns(), two_turns(), failed])
@@ -156,11 +156,11 @@ def test_weights_that_a_kill_has_changed_are_found(tmp_path, monkeypatch):
         (folder / "run_0" / "final").mkdir(parents=True)
         save_file(tensors, folder / "run_0" / "final" / "model.safetensors")
 
-    def play_undisturbed(context, plan, base, servers):
+    def roll_out_undisturbed(context, plan, base, servers):
         write(base, same=torch.ones(2), other=torch.zeros(2))
         return plan, [], 0.0, ""
 
-    monkeypatch.setattr(soak, "_play", play_undisturbed)
+    monkeypatch.setattr(soak, "_roll_out", roll_out_undisturbed)
     write(tmp_path, same=torch.ones(2), other=torch.full((2,), 1e-7), more=torch.ones(1))
     problems = soak._differs_from_undisturbed(None, replace(PLAN, faults=("SIGKILL",)), tmp_path, ([], ""))
     assert problems == [f"model.safetensors: {name} is not what it is without SIGKILL" for name in ("more", "other")]

@@ -1,4 +1,4 @@
-"""A table of packages whose tools people bring, each played in a rollout: calls that fail, state, time, order.
+"""A table of packages whose tools people bring, each used in a rollout: calls that fail, state, time, order.
 
 Calls of one turn to a board, a file system or a game come one after another, since these are objects with state; those
 to the tools of the other packages run at once, unless they are `sequential`. No cell is left out.
@@ -18,7 +18,7 @@ import smolagents
 from fsspec.implementations.memory import MemoryFileSystem
 
 from agent_r1_trl import StopReason, Tool, ToolEnv
-from tests.rollout.helpers import play
+from tests.rollout.helpers import roll_out
 from tests.test_docs import code_blocks
 from tests.toys import calls, say
 
@@ -197,10 +197,10 @@ def rollout(row, *turns, examples=1, **settings):
         return made[-1]
 
     script = [calls(*((row.tool, {row.argument: text}) for text in turn)) for turn in turns]
-    played, _ = play([*script, say()], env=make, examples=examples)
-    played = played if isinstance(played, list) else [played]
-    assert [item.stop_reason for item in played] == [StopReason.DONE] * examples
-    return played, made
+    sampled, _ = roll_out([*script, say()], env=make, examples=examples)
+    sampled = sampled if isinstance(sampled, list) else [sampled]
+    assert [item.stop_reason for item in sampled] == [StopReason.DONE] * examples
+    return sampled, made
 
 
 def told(turn):
@@ -217,17 +217,17 @@ def row(request):
 
 def test_a_call_that_fails_counts_as_failed_and_the_rollout_goes_on(row):
     first, second, _ = row.good
-    (played,), _ = rollout(row, [first, row.bad[0]], [second], sequential=True)
-    good, bad = played.turns[0].tool_results
+    (sampled,), _ = rollout(row, [first, row.bad[0]], [second], sequential=True)
+    good, bad = sampled.turns[0].tool_results
     assert (good.error, bad.error.value) == (None, "exception") and bad.is_error
-    assert row.bad[1] in told(played.turns[0])[1]
-    assert played.turns[0].reward_parts == {"tool_call": 0.5, "tool_error": -0.1}
-    assert row.good[second] in told(played.turns[1])[0] and not played.turns[1].tool_results[0].is_error
+    assert row.bad[1] in told(sampled.turns[0])[1]
+    assert sampled.turns[0].reward_parts == {"tool_call": 0.5, "tool_error": -0.1}
+    assert row.good[second] in told(sampled.turns[1])[0] and not sampled.turns[1].tool_results[0].is_error
 
 
 def test_trajectories_share_no_state_and_calls_on_one_object_do_not_overlap(row):
-    played, made = rollout(row, row.good, examples=4, sequential=True)
-    for item, env in zip(played, made, strict=True):
+    sampled, made = rollout(row, row.good, examples=4, sequential=True)
+    for item, env in zip(sampled, made, strict=True):
         contents = told(item.turns[0])
         assert all(part in text for part, text in zip(row.good.values(), contents, strict=True)), contents
         assert env.watched.most == 1 and not any(result.is_error for result in item.turns[0].tool_results)
@@ -235,16 +235,16 @@ def test_trajectories_share_no_state_and_calls_on_one_object_do_not_overlap(row)
 
 def test_a_call_that_takes_too_long_is_given_up_and_holds_up_no_other_trajectory(row):
     began = time.perf_counter()
-    played, _ = rollout(row, [row.slow], [next(iter(row.good))], examples=12, tool_timeout_s=0.2)
+    sampled, _ = rollout(row, [row.slow], [next(iter(row.good))], examples=12, tool_timeout_s=0.2)
     assert time.perf_counter() - began < 4, "one after another they sleep 6 s"
-    for item in played:
+    for item in sampled:
         assert item.turns[0].tool_results[0].error.value == "timeout" and "took longer" in told(item.turns[0])[0]
         assert item.turns[0].reward == -0.1 and len(item.turns) >= 2
 
 
 def test_the_calls_of_a_turn_are_answered_in_their_order(row):
-    (played,), (env,) = rollout(row, row.good)
-    contents = told(played.turns[0])
+    (sampled,), (env,) = rollout(row, row.good)
+    contents = told(sampled.turns[0])
     if row.tool == "write":  # at once, whichever comes first
         assert env.watched.most == 3 and [text[0] for text in contents] == list(row.good)
     else:
@@ -253,6 +253,6 @@ def test_the_calls_of_a_turn_are_answered_in_their_order(row):
 
 
 def test_a_game_that_is_lost_by_wrong_moves_is_over():
-    (played,), _ = rollout(PACKAGES["textarena"], ["[9]", "[99]", "x", "[5]"])
-    assert [result.is_error for result in played.turns[0].tool_results] == [False, True, True, True]
-    assert len(played.turns) == 1 and 0 < played.outcome_reward < 1
+    (sampled,), _ = rollout(PACKAGES["textarena"], ["[9]", "[99]", "x", "[5]"])
+    assert [result.is_error for result in sampled.turns[0].tool_results] == [False, True, True, True]
+    assert len(sampled.turns) == 1 and 0 < sampled.outcome_reward < 1

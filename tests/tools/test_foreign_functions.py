@@ -399,7 +399,7 @@ class Undescribed:
         """Look around."""
 
 
-def played_with(tools):
+def sampled_with(tools):
     env = type("Env", (ToolEnv,), {"__init__": lambda self: ToolEnv.__init__(self, tools=[Tool(*tools)])})
     session = EnvSession(env, truncate=lambda text, max_tokens: text)
     asyncio.run(session.reset(RolloutRequest(example={"prompt": "?"})))
@@ -412,7 +412,7 @@ def played_with(tools):
         lambda: read_form(resolve_env_factory(tools=[undescribed])),
         lambda: read_form(resolve_env_factory(environment_factory=Undescribed)),
         lambda: read_form(resolve_env_factory(environment_factory={"a": Undescribed})),
-        lambda: played_with([undescribed]),
+        lambda: sampled_with([undescribed]),
     ],
     ids=["class", "functions", "TRL's class", "TRL's classes", "instance"],
 )

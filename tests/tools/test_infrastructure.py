@@ -21,7 +21,7 @@ from agent_r1_trl import InfrastructureError, StopReason, Tool, ToolEnv, tool
 from agent_r1_trl.environments import FunctionToolsEnv, RewardError, TRLEnvAdapter
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, as_tool
 from agent_r1_trl.tools.faults import is_lost_connection
-from tests.rollout.helpers import play
+from tests.rollout.helpers import roll_out
 from tests.toys import AddEnv, calls, say
 
 SCHEMA = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
@@ -254,7 +254,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_such_a_trajectory_leaves_baseline_and_loss_and_names_tool_and_cause(form):
-    trajectory, _ = play([calls(("look", {})), say()], env=FORMS[form])
+    trajectory, _ = roll_out([calls(("look", {})), say()], env=FORMS[form])
     assert trajectory.stop_reason is StopReason.TOOL_FAILURE
     assert not trajectory.in_baseline and trajectory.total_reward == 0.0
     assert ("look" in trajectory.error or form == "step") and len(trajectory.turns) == 1
@@ -267,7 +267,7 @@ def test_a_judge_that_is_down_is_no_bug_of_its_author():
         def outcome_reward(self, trajectory):
             raise InfrastructureError("the judge is down")
 
-    trajectory, _ = play([say()], env=Judged)
+    trajectory, _ = roll_out([say()], env=Judged)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "judge is down" in trajectory.error
 
     class Bug(AddEnv):
@@ -275,4 +275,4 @@ def test_a_judge_that_is_down_is_no_bug_of_its_author():
             raise OSError("a bug")
 
     with pytest.raises(RewardError, match=r"raised OSError: a bug \(.*Correct the method"):
-        play([say()], env=Bug)
+        roll_out([say()], env=Bug)

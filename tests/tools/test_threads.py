@@ -10,7 +10,7 @@ import pytest
 from agent_r1_trl import StopReason, ToolEnv, check_env, tool
 from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor
-from tests.rollout.helpers import play
+from tests.rollout.helpers import roll_out
 from tests.toys import calls, say
 
 CONNECTION = sqlite3.connect(":memory:")  # of the main thread
@@ -59,7 +59,7 @@ def test_a_tool_on_the_wrong_thread_fails_by_the_infrastructure_and_is_not_calle
         count.append(1)
         return fn()
 
-    trajectory, _ = play([calls(("look", {})), say("done")], env=functools.partial(FunctionToolsEnv, [counted]))
+    trajectory, _ = roll_out([calls(("look", {})), say("done")], env=functools.partial(FunctionToolsEnv, [counted]))
     (result,) = trajectory.turns[0].tool_results
     assert result.error is ToolErrorKind.INFRASTRUCTURE and result.is_models_mistake is None
     assert WRONG_THREAD[fn] in result.content and "'look'" in result.content and "main thread" in result.content
@@ -110,7 +110,7 @@ def test_a_reward_on_the_wrong_thread_ends_its_trajectory_not_the_run(method):
 
     env = type("Env", (ToolEnv,), {"tools": (look,), method: reward})
     env = functools.partial(TRLEnvAdapter, OfTRL) if method == "get_reward" else env
-    trajectory, _ = play([calls(("look", {})), say("done")], env=env)
+    trajectory, _ = roll_out([calls(("look", {})), say("done")], env=env)
     assert trajectory.stop_reason.is_infrastructure_failure
     assert "SQLite objects created in a thread" in trajectory.error
     assert ("OfTRL" if method == "get_reward" else f"Env.{method}") in trajectory.error

@@ -177,13 +177,13 @@ def test_without_its_rollout_a_run_goes_on_with_a_new_one(saved_run, tmp_path, n
     options = SAVED | {"resume_without": ["rollout"]} | ({name: OTHER_SETTINGS[name]} if name else {})
     trainer = make_trainer(tmp_path, **options)
     expected = [[row["id"] for row in batch] for batch in trainer.get_train_dataloader()]  # of the first epoch
-    met, play = [], trainer.rollouts.play
+    met, roll_out = [], trainer.rollouts.generate
 
     def watched(rows, model, position):
         met.append((position.micro_step, [row["id"] for row in rows]))
-        return play(rows, model, position)
+        return roll_out(rows, model, position)
 
-    trainer.rollouts.play = watched
+    trainer.rollouts.generate = watched
     trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step == 4
     per_rollout = trainer.args.steps_per_generation * trainer.num_iterations

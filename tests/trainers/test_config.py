@@ -94,7 +94,7 @@ def test_a_plain_grpo_config_keeps_its_groups_in_the_ppo_trainer():
     assert (config.num_generations, config.advantage_estimator, config.lam) == (8, "gae", 0.95)
 
 
-def test_what_trl_accepts_is_checked_only_where_our_rollout_plays():
+def test_what_trl_accepts_is_checked_only_where_our_rollout_runs():
     for flag, options in {
         "max_completion_length": {"max_completion_length": None},
         "top_p": {"use_vllm": True, "top_p": 0.9},

@@ -36,11 +36,11 @@ def test_a_resumed_run_meets_the_rows_that_were_next(tmp_path, save_steps):
         trainer = make_trainer(tmp_path, **options)
         met = seen.setdefault(name, [])
 
-        def play(rows, *args, met=met, play=trainer.rollouts.play):
+        def roll_out(rows, *args, met=met, roll_out=trainer.rollouts.generate):
             met.append([row["id"] for row in rows])
-            return play(rows, *args)
+            return roll_out(rows, *args)
 
-        trainer.rollouts.play = play
+        trainer.rollouts.generate = roll_out
         trainer.train(resume_from_checkpoint=checkpoint)
     assert len(seen["whole"]) == 5
     assert seen["resumed"] == seen["whole"][save_steps:]

@@ -16,7 +16,7 @@ class DealtEnv(PlainEnv):
         return [{"role": "user", "content": f"question {self.reset_seed}"}]
 
 
-def played(tmp_path, num_generations):
+def rolled_out(tmp_path, num_generations):
     tokenizer = make_tokenizer("qwen2_5")
     trainer = MultiTurnPPOTrainer(
         model=make_policy(tokenizer),
@@ -32,13 +32,13 @@ def played(tmp_path, num_generations):
 
 
 def test_rows_of_an_environment_that_owns_its_data_are_different_draws(tmp_path):
-    trajectories = played(tmp_path, num_generations=1)
+    trajectories = rolled_out(tmp_path, num_generations=1)
     assert len({item.seed for item in trajectories}) == len(trajectories) == 8
     assert len({item.prompt_messages[0]["content"] for item in trajectories}) == 8
 
 
 def test_a_group_shares_its_start_and_nothing_else(tmp_path):
-    trajectories = played(tmp_path, num_generations=4)
+    trajectories = rolled_out(tmp_path, num_generations=4)
     questions = [item.prompt_messages[0]["content"] for item in trajectories]
     assert len(set(questions[:4])) == len(set(questions[4:])) == 1 and questions[0] != questions[4]
     assert len({item.seed for item in trajectories}) == 8

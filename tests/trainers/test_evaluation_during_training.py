@@ -1,4 +1,4 @@
-"""Evaluation by the trainer: every row counts once, plays its own episode, and leaves the training alone."""
+"""Evaluation by the trainer: every row counts once, has its own episode, and leaves the training alone."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import evaluation as evaluation_module
 from agent_r1_trl.trainers.evaluation import EvaluationRows
 from agent_r1_trl.trajectory import StopReason
-from tests.test_evaluation import played
+from tests.test_evaluation import rolled_out
 from tests.toys import say
 from tests.trainers.helpers import AddEnv, make_trainer, questions
 from tests.trainers.test_draws import DealtEnv
@@ -94,7 +94,7 @@ def test_a_row_that_nobody_scored_has_no_part_in_the_reward(tmp_path):
 
 def test_rows_that_fill_up_the_last_batch_of_several_processes_do_not_count(monkeypatch):
     """Three rows on two ranks with batches of two: accelerate repeats the first row on the second rank."""
-    rows = [played(reward=1.0), played(reward=2.0), played(reward=6.0), played(reward=100.0)]
+    rows = [rolled_out(reward=1.0), rolled_out(reward=2.0), rolled_out(reward=6.0), rolled_out(reward=100.0)]
     monkeypatch.setattr(
         evaluation_module, "gather_object", lambda own: own if len(own) == 4 else [*recorded(rows[:2]), *own]
     )
@@ -124,7 +124,7 @@ def test_metrics_of_batches_are_weighted_by_rows():
     watched = EvaluationRows(5)
     for size in (4, 1):
         watched.take_rewards(torch.ones(size, 1))
-        watched.take([played()] * size, rank=0)
+        watched.take([rolled_out()] * size, rank=0)
     per_batch = {"entropy": [1.0, 6.0], "kl": [math.nan, 3.0], "time/sync_s": [7.0], "nothing": [math.nan] * 2}
     metrics = watched.metrics(per_batch, names=["f"], group_size=1)
     assert (metrics["entropy"], metrics["kl"], metrics["time/sync_s"]) == ([2.0], [3.0], [7.0])
@@ -136,16 +136,16 @@ def test_metrics_of_batches_are_weighted_by_rows():
 
 def starts_of(trainer):
     """What the trajectories of an evaluation were asked, and their seeds."""
-    seen, play = [], trainer.rollouts.play
+    seen, roll_out = [], trainer.rollouts.generate
 
     def watched(*args):
-        batch = play(*args)
+        batch = roll_out(*args)
         seen.extend((item.prompt_messages[0]["content"], item.seed) for item in batch.trajectories)
         return batch
 
-    trainer.rollouts.play = watched
+    trainer.rollouts.generate = watched
     trainer.evaluate()
-    trainer.rollouts.play = play
+    trainer.rollouts.generate = roll_out
     return seen
 
 
@@ -160,7 +160,7 @@ def equal_rows(count):
     return questions(1).select([0] * count)
 
 
-def test_equal_rows_play_episodes_of_their_own_the_same_in_every_evaluation(tmp_path):
+def test_equal_rows_roll_out_episodes_of_their_own_the_same_in_every_evaluation(tmp_path):
     trainer = dealt(tmp_path, 4, num_generations_eval=1)
     first = starts_of(trainer)
     assert len({start for start, _ in first}) == len({seed for _, seed in first}) == 7
@@ -172,7 +172,7 @@ def test_the_members_of_a_group_start_alike(tmp_path):
     assert starts[::2] == starts[1::2] and len(set(starts)) == 7
 
 
-def test_the_trainer_and_the_evaluator_play_the_same_episodes(tmp_path):
+def test_the_trainer_and_the_evaluator_roll_out_the_same_episodes(tmp_path):
     trainer = dealt(tmp_path, 4, num_generations_eval=2)
     chat = trainer.chat
     generator = ScriptedGenerator([chat.encode_reply(say("5"))], stop_token_ids=chat.stop_token_ids)

@@ -45,7 +45,7 @@ def test_every_trajectory_is_recorded_with_its_advantages(tmp_path):
     assert [item.generation for item in by_group] == [0, 1, 2, 3] * 2
 
 
-def test_evaluation_plays_the_same_rollout_and_changes_nothing(tmp_path):
+def test_evaluation_samples_the_same_rollout_and_changes_nothing(tmp_path):
     trainer = make_trainer(
         tmp_path, eval_dataset=questions(4), per_device_eval_batch_size=4, num_generations_eval=1,
         eval_temperature=0.0, record_trajectories="jsonl",
@@ -107,7 +107,7 @@ def test_lora_trains_the_adapter_and_samples_from_it(tmp_path):
     assert any(value.abs().max() > 0 for name, value in after.items() if "lora_B" in name)
     # The sampler's log-probabilities are the adapted policy's, not the base model's.
     rows = [dict(row) for row in questions(4)] * 2
-    trajectory = trainer.rollouts.play(rows, trainer.model_wrapped, trainer._position()).trajectories[0]
+    trajectory = trainer.rollouts.generate(rows, trainer.model_wrapped, trainer._position()).trajectories[0]
     ids = torch.tensor([trajectory.prompt_ids + trajectory.completion_ids])
     with torch.no_grad():
         adapted = torch.log_softmax(trainer.model.eval()(input_ids=ids).logits[0, :-1].float(), -1)

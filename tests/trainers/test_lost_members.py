@@ -1,9 +1,9 @@
-"""Groups that lose members to failures, and failures that are played again."""
+"""Groups that lose members to failures, and failures that are sampled again."""
 
 import pytest
 import torch
 
-from agent_r1_trl.rollout import NothingPlayedError, runner
+from agent_r1_trl.rollout import NothingRolledOutError, runner
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.rewards import leave_small_groups
 from tests.effort import nightly
@@ -91,7 +91,7 @@ def test_a_group_that_could_never_count_is_refused():
         MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, min_group_size=9)
 
 
-# -------------------------------------------------------------------- played again
+# -------------------------------------------------------------------- sampled again
 
 
 def test_a_replaced_failure_changes_no_bit_of_the_run(tmp_path):
@@ -116,11 +116,11 @@ def test_what_still_fails_after_all_tries_counts_as_failed(tmp_path):
         tmp_path, env=failing(0, 1, 2, 3), train_dataset=questions(2), max_steps=3, retry_failed=1,
         failures={"max_share": 0.4, "window": 2},
     )  # fmt: skip
-    with pytest.raises(NothingPlayedError, match=r"4 of the last 8 trajectories failed.*4 x environment_error"):
+    with pytest.raises(NothingRolledOutError, match=r"4 of the last 8 trajectories failed.*4 x environment_error"):
         trainer.train()
 
 
-def test_failures_of_an_evaluation_are_played_again(tmp_path):
+def test_failures_of_an_evaluation_are_sampled_again(tmp_path):
     trainer = make_trainer(
         tmp_path, env=failing(0, 1, times=1), train_dataset=questions(2), eval_dataset=questions(2), retry_failed=1,
         num_generations_eval=4,

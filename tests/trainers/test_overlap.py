@@ -154,23 +154,23 @@ def test_a_seeded_order_does_not_depend_on_what_was_drawn_before():
 
 
 class HeldEnv(AddEnv):
-    """Knows how many of its kind are playing; none begins while the gate is closed."""
+    """Knows how many of its kind are sampling; none begins while the gate is closed."""
 
-    playing = 0
+    sampling = 0
     gate = threading.Event()
 
     async def reset(self, example):
-        HeldEnv.playing += 1
+        HeldEnv.sampling += 1
         while not HeldEnv.gate.is_set():
             await asyncio.sleep(0.01)
         return super().reset(example)
 
     async def close(self):
-        HeldEnv.playing -= 1
+        HeldEnv.sampling -= 1
 
 
 def held(tmp_path, monkeypatch, update):
-    """A trainer whose next rollout is held from its start to the end of `update(number of trajectories playing)`."""
+    """A trainer whose next rollout is held from its start to the end of `update(number of trajectories sampling)`."""
     trainer, _ = watched(tmp_path, env=HeldEnv, **OVERLAP)
     begin, loss = trainer.rollouts.finish, trainer._compute_loss
     HeldEnv.gate.set()
@@ -180,8 +180,8 @@ def held(tmp_path, monkeypatch, update):
         begin(position)
 
     def compute_loss(*args):
-        wait_until(lambda: HeldEnv.playing == (8 if trainer.rollouts.upcoming else 0))
-        update(HeldEnv.playing)
+        wait_until(lambda: HeldEnv.sampling == (8 if trainer.rollouts.upcoming else 0))
+        update(HeldEnv.sampling)
         HeldEnv.gate.set()
         return loss(*args)
 
@@ -197,21 +197,21 @@ def wait_until(has_happened):
         time.sleep(0.01)
 
 
-def test_trajectories_play_while_the_update_runs(tmp_path, monkeypatch):
-    playing = []
-    held(tmp_path, monkeypatch, playing.append).train()
-    assert playing == [8, 8, 0, 8, 0], "an epoch has three steps"
+def test_trajectories_are_sampled_while_the_update_runs(tmp_path, monkeypatch):
+    sampling = []
+    held(tmp_path, monkeypatch, sampling.append).train()
+    assert sampling == [8, 8, 0, 8, 0], "an epoch has three steps"
 
 
 def test_a_run_that_fails_ends_the_rollout_under_way(tmp_path, monkeypatch):
-    def fail(playing):
+    def fail(sampling):
         raise RuntimeError("out of memory")
 
     trainer = held(tmp_path, monkeypatch, fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         trainer.train()
     assert trainer.rollouts.upcoming is None
-    wait_until(lambda: HeldEnv.playing == 0)
+    wait_until(lambda: HeldEnv.sampling == 0)
 
 
 def test_evaluation_between_two_updates_leaves_the_rollout_under_way_to_its_update(tmp_path):

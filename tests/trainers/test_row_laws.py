@@ -208,7 +208,7 @@ def train_on(trainer, trajectories):
     """Loss, gradients and advantages over time of one optimizer step on these, after the weights have moved."""
     trajectories, credit = copy.deepcopy(trajectories), []
 
-    def play(rows, model, position):
+    def roll_out(rows, model, position):
         return RolloutBatch(list(rows), trajectories, None, position=position)
 
     def note(batch, output):
@@ -216,7 +216,7 @@ def train_on(trainer, trajectories):
         credit.extend(row[: len(item.completion_ids)] for item, row in pairs)
 
     weights = copy.deepcopy(trainer.model.state_dict())
-    trainer.rollouts.play, trainer.rollouts.finish = play, lambda position: None
+    trainer.rollouts.generate, trainer.rollouts.finish = roll_out, lambda position: None
     trainer._record, trainer._buffered_inputs = note, None
     trainer.model.zero_grad()
     rows = [{"id": item.example_id, "prompt": item.prompt_messages} for item in trajectories]

@@ -80,7 +80,7 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, kind):
 
 
 REPLACED = {"sampling.resample_rounds": 3, "per_device_train_batch_size": 8, "journal.keep": 99}
-OVERLAP = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator plays
+OVERLAP = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator samples
 JOURNALED = {
     "resampled": {**REPLACED, "sampling.curriculum": True},
     "overlap": {**OVERLAP, **PPO, **BY_TOKENS},

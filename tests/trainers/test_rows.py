@@ -53,14 +53,14 @@ def at_every_turn(trajectory):
 
 def splitting(trainer, cut):
     """The trainer, whose rollouts are cut into rows."""
-    play = trainer.rollouts.play
+    roll_out = trainer.rollouts.generate
 
-    def played(*args, **kwargs):
-        batch = play(*args, **kwargs)
+    def rolled_out(*args, **kwargs):
+        batch = roll_out(*args, **kwargs)
         batch.trajectories = [cut(item) for item in batch.trajectories]
         return batch
 
-    trainer.rollouts.play = played
+    trainer.rollouts.generate = rolled_out
     return trainer
 
 

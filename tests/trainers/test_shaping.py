@@ -166,15 +166,15 @@ def test_neither_option_is_set_by_default_and_neither_takes_the_rollout_from_trl
     assert not {"prompts_per_rollout", "updates_per_rollout"} & set(asked)
 
 
-def test_the_trainer_plays_and_updates_in_this_shape(tmp_path):
+def test_the_trainer_samples_and_updates_in_this_shape(tmp_path):
     trainer = make_trainer(
         tmp_path, per_device_train_batch_size=4, prompts_per_rollout=4, updates_per_rollout=2, max_steps=4
     )
     batches = []
-    trainer.rollouts.play = mock.Mock(side_effect=trainer.rollouts.play)
+    trainer.rollouts.generate = mock.Mock(side_effect=trainer.rollouts.generate)
     trainer.train()
-    batches = [len(call.args[0]) for call in trainer.rollouts.play.call_args_list]
-    assert batches == [16, 16]  # 4 prompts x 4 responses, played for 2 updates each
+    batches = [len(call.args[0]) for call in trainer.rollouts.generate.call_args_list]
+    assert batches == [16, 16]  # 4 prompts x 4 responses, sampled for 2 updates each
     assert trainer.state.global_step == 4
     assert make_args(tmp_path).rollout_shape.updates_per_rollout == 1
 

@@ -53,7 +53,7 @@ def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_pat
             assert len(item.rows) == 2 and thoughts[0] not in last and item.turns[0].message["content"] in last
 
 
-def test_evaluation_plays_with_the_same_policy():
+def test_evaluation_samples_with_the_same_policy():
     tokenizer = make_tokenizer("qwen3")
     options = {"max_turns": 2, "max_completion_length": 60, "max_tokens_per_turn": 8}
     limits = RolloutLimits(**options, context="strip_thinking")

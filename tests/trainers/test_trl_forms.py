@@ -14,7 +14,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_policy, questions, scored_batch
-from tests.trainers.trl_twin import build_pair, plain_config, play_pair, scripted_rows
+from tests.trainers.trl_twin import build_pair, plain_config, roll_out_pair, scripted_rows
 
 
 def add(a: int, b: int) -> int:
@@ -173,7 +173,7 @@ def metric(trainer, name):
 )  # fmt: skip
 def test_reward_functions_read_the_conversation_that_trl_hands_over(tmp_path, options, script, tool, num_messages):
     recorder = Recorder()
-    pair = play_pair(tmp_path, script, options=options, reward_funcs=[recorder], tools=[tool])
+    pair = roll_out_pair(tmp_path, script, options=options, reward_funcs=[recorder], tools=[tool])
     trl, ours = [roles(arguments) for arguments in recorder.calls]
     assert trl == ours
     assert all(len(completion) == num_messages and completion[-1] == "assistant" for completion in ours)
@@ -182,7 +182,9 @@ def test_reward_functions_read_the_conversation_that_trl_hands_over(tmp_path, op
 
 def test_messages_have_the_contents_and_calls_of_trls(tmp_path):
     recorder = Recorder()
-    play_pair(tmp_path, lambda row, turn: say("done") if turn else call(a=1, b=2), reward_funcs=recorder, tools=[add])
+    roll_out_pair(
+        tmp_path, lambda row, turn: say("done") if turn else call(a=1, b=2), reward_funcs=recorder, tools=[add]
+    )
     trl, ours = [arguments["completions"] for arguments in recorder.calls]
 
     def as_trl_writes(message):  # ours have ids besides
@@ -207,7 +209,7 @@ def test_the_record_keeps_the_observation_that_nobody_answered(tmp_path):
 
 
 def test_the_calls_beyond_trls_limit_are_not_run(tmp_path):
-    pair = play_pair(
+    pair = roll_out_pair(
         tmp_path, lambda row, turn: call(a=1, b=1), options={"max_tool_calling_iterations": 2},
         environment_factory=Totals,
     )  # fmt: skip
@@ -227,7 +229,7 @@ def test_our_own_configuration_keeps_its_limit_of_turns(tmp_path):
 
 @pytest.mark.parametrize("environment", [Picky, AsyncPicky])
 def test_a_reward_of_none_means_not_scored(tmp_path, environment):
-    trl, ours = play_pair(tmp_path, call_then_answer, environment_factory=environment)
+    trl, ours = roll_out_pair(tmp_path, call_then_answer, environment_factory=environment)
     # Totals 1, 2, 3, 4: the first is not scored; of the others the mean is 3 and the standard deviation 1.
     assert row_advantages(ours) == pytest.approx([-0.9999, 0.0, 0.0, 0.9999], abs=1e-4)
     assert row_advantages(ours) == pytest.approx(row_advantages(trl), abs=1e-6)
@@ -239,7 +241,7 @@ def test_a_reward_of_none_means_not_scored(tmp_path, environment):
 
 
 def test_a_row_that_a_function_scores_counts_although_the_environment_does_not(tmp_path):
-    trl, ours = play_pair(tmp_path, call_then_answer, environment_factory=Picky, reward_funcs=ones)
+    trl, ours = roll_out_pair(tmp_path, call_then_answer, environment_factory=Picky, reward_funcs=ones)
     # 1, 3, 4, 5 with mean 3.25 and standard deviation 1.708
     assert row_advantages(ours) == pytest.approx(row_advantages(trl), abs=1e-6)
     assert row_advantages(ours) == pytest.approx([-1.3174, -0.1464, 0.4391, 1.0246], abs=1e-3)
@@ -279,7 +281,7 @@ def test_an_environment_without_get_reward_needs_another_source(tmp_path, factor
 def test_every_class_with_a_reward_has_a_column_after_the_users_functions(tmp_path):
     rows = Dataset.from_list([{"environment": name} for name in ("one", "two", "plain", "picky")])
     factories = {"one": Totals, "two": Totals, "plain": Plain, "picky": Picky}
-    trl, ours = play_pair(
+    trl, ours = roll_out_pair(
         tmp_path, call_then_answer, environment_factory=factories, train_dataset=rows, reward_funcs=ones,
         options={"per_device_train_batch_size": 8, "num_generations": 2, "reward_weights": [0.5]},
     )  # fmt: skip
@@ -347,7 +349,7 @@ def test_a_function_that_lists_trls_arguments_and_no_more_works(tmp_path):
     ):
         return exact(prompts, completions, completion_ids, id, trainer_state, log_extra, log_metric, environments)
 
-    pair = play_pair(tmp_path, call_then_answer, reward_funcs=[exact, exact_async], environment_factory=Totals)
+    pair = roll_out_pair(tmp_path, call_then_answer, reward_funcs=[exact, exact_async], environment_factory=Totals)
     assert pair[0].reward_func_names == pair[1].reward_func_names == ["exact", "exact_async", "Totals"]
     assert seen[0][:2] == seen[1][:2] == seen[2][:2] == seen[3][:2]
     assert all(type(environment) is Totals for environment in seen[3][2])
@@ -381,7 +383,7 @@ def test_functions_see_the_state_and_log_columns_and_metrics(tmp_path):
 
 
 def test_trainer_environments_and_tools_are_those_of_trl(tmp_path):
-    trl, ours = play_pair(tmp_path, call_then_answer, environment_factory=Totals, tools=[async_add])
+    trl, ours = roll_out_pair(tmp_path, call_then_answer, environment_factory=Totals, tools=[async_add])
     assert sorted(item.total for item in trl.environments) == sorted(item.total for item in ours.environments)
     assert sorted(item.total for item in ours.environments) == [1, 2, 3, 4], "nothing has reset them afterwards"
     assert [tool.__name__ for tool in ours.tools] == [tool.__name__ for tool in trl.tools] == ["async_add", "add"]
@@ -404,7 +406,7 @@ def test_a_reward_model_scores_conversations_with_tools(tmp_path):
     model.save_pretrained(tmp_path / "judge")
     tokenizer.save_pretrained(tmp_path / "judge")
     arguments = {"reward_processing_classes": [tokenizer, None], "environment_factory": Totals}
-    trl, ours = play_pair(tmp_path, call_then_answer, reward_funcs=[model, ones], **arguments)
+    trl, ours = roll_out_pair(tmp_path, call_then_answer, reward_funcs=[model, ones], **arguments)
     assert ours.reward_func_names == trl.reward_func_names
     name = f"rewards/{ours.reward_func_names[0]}/mean"
     assert metric(ours, name) == pytest.approx(metric(trl, name), abs=1e-6) and metric(ours, name) != 0.0
@@ -439,7 +441,7 @@ def test_columns_called_environment_reach_functions_as_in_trl(tmp_path):
     rows = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": "q"}], "environment": "x", "environments": "y"}] * 4
     )
-    play_pair(tmp_path, call_then_answer, tools=[add], train_dataset=rows, reward_funcs=look)
+    roll_out_pair(tmp_path, call_then_answer, tools=[add], train_dataset=rows, reward_funcs=look)
     assert seen[0] == seen[1] == (["x"] * 4, ["y"] * 4)
     scored_batch(
         build(
@@ -514,7 +516,7 @@ def test_each_environment_offers_its_own_tools_and_is_reset_with_the_row(tmp_pat
         return say("done") if turn else call("shout", text="hi")
 
     rows = Dataset.from_list([{"environment": name, "note": name} for name in ("add", "shout")])
-    trl, ours = play_pair(
+    trl, ours = roll_out_pair(
         tmp_path, script, environment_factory={"add": Totals, "shout": Shouter}, train_dataset=rows,
         options={"num_generations": 2},
     )  # fmt: skip
@@ -533,7 +535,7 @@ def test_each_environment_offers_its_own_tools_and_is_reset_with_the_row(tmp_pat
 @pytest.mark.parametrize(
     "arguments", [{"tools": [add]}, {"environment_factory": Totals}], ids=["tools", "environment"]
 )
-def test_evaluation_plays_tools_and_environments(tmp_path, arguments):
+def test_evaluation_takes_tools_and_environments(tmp_path, arguments):
     args = plain_config(tmp_path, per_device_eval_batch_size=4, num_generations_eval=2)
     trainer = build(tmp_path, reward_funcs=ones, eval_dataset=questions(4), args=args, **arguments)
     metrics = trainer.evaluate()

@@ -67,7 +67,7 @@ def build_pair(tmp_path, script, *, options=None, **arguments):
     return tuple(pair)
 
 
-def play_pair(tmp_path, script, **arguments):
+def roll_out_pair(tmp_path, script, **arguments):
     """(TRL's, ours): trainers after one generation batch each, which is kept as `trainer.batch`."""
     pair = build_pair(tmp_path, script, **arguments)
     for trainer in pair:

@@ -41,7 +41,7 @@ Schema = dict[str, Any]
 
 PREFIX_TOKENS = 64
 """More tokens than any template writes between a message and the next turn of the policy."""
-# Prompts whose ids are kept; the groups of one rollout are played side by side.
+# Prompts whose ids are kept; the groups of one rollout are sampled side by side.
 _KEPT_PROMPTS = 256
 
 

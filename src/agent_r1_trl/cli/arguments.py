@@ -155,8 +155,8 @@ class TemplateArguments(CommandArguments):
 
 
 @dataclass
-class PlayArguments(RolloutSettings, TemplateArguments):
-    """How a model plays, for `eval`, `chat` and `serve`."""
+class SamplingArguments(RolloutSettings, TemplateArguments):
+    """How a model samples, for `eval`, `chat` and `serve`."""
 
     eval_temperature: NotNegative = setting(0.0, "Temperature; 0 is greedy.", aliases=["--temperature"])
     seed: int = setting(42, "Seed of sampling, environments and bootstrap intervals.")
@@ -173,7 +173,7 @@ class PlayArguments(RolloutSettings, TemplateArguments):
 
 
 @dataclass
-class EvalArguments(PlayArguments, TaskArguments):
+class EvalArguments(SamplingArguments, TaskArguments):
     """Settings of `eval`; the limits of a trajectory are those of training."""
 
     CLASHES = (
@@ -209,13 +209,13 @@ class EvalArguments(PlayArguments, TaskArguments):
     )
     baselines: Annotated[list[str], SomeOf(*BASELINES)] | None = setting(
         None,
-        "What to play beside the model, on the same rows: 'base': the base model in the same environment; "
+        "What to evaluate beside the model, on the same rows: 'base': the base model in the same environment; "
         "'naive_rag': one search with the question, one answer; 'closed_book': no tools, one answer.",
     )
     base_model: str | None = setting(
         None,
         "The model of the baselines. None: the recipe's model, where --model names others; without any, a single "
-        "model plays naive_rag and closed_book itself.",
+        "model itself answers for naive_rag and closed_book.",
     )
     endpoint: str | None = setting(
         None,
@@ -262,7 +262,7 @@ class EvalArguments(PlayArguments, TaskArguments):
 
     @property
     def replay(self) -> str | None:
-        """Whose journal the trajectories are taken from; None where they are played."""
+        """Whose journal the trajectories are taken from; None where they are sampled."""
         found: str | None = plain_value(self, "journal.replay")
         return found
 

@@ -6,8 +6,8 @@ agent-r1-trl eval --config recipe.yaml --endpoint https://api.openai.com/v1 --mo
 agent-r1-trl eval compare scores-before scores-after
 
 An evaluation that was killed goes on: while it runs, its output directory holds the file `unfinished`, and a start
-that finds it plays nothing again that the journals of the rows hold. The file stays if something failed for no fault
-of a model, which the next start plays again. What an evaluation depends on stands in the journals, and a start that
+that finds it samples nothing again that the journals of the rows hold. The file stays if something failed for no fault
+of a model, which the next start samples again. What an evaluation depends on stands in the journals, and a start that
 differs is refused.
 """
 
@@ -40,7 +40,7 @@ from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names, split_
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
-from agent_r1_trl.rollout import NothingPlayedError, RolloutLimits, check_some_played
+from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits, check_some_rolled_out
 from agent_r1_trl.rollout.failures import may_pass
 from agent_r1_trl.safe_text import rules, set_rules
 from agent_r1_trl.settings import refuse
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
             view = f"agent-r1-trl view {shlex.quote(str(place))} --terminal --split eval --step {STEP}"
             console.print(f"{place / RESULT_FILE}; trajectories: {view}")
     if lost := [f"{row.dataset}, {row.method}" for row in table.rows if row.result.is_lost]:
-        raise DependencyError(f"nothing could be played of: {'; '.join(lost)}. The causes stand below the table.")
+        raise DependencyError(f"nothing could be sampled of: {'; '.join(lost)}. The causes stand below the table.")
     return 0
 
 
@@ -110,12 +110,12 @@ def _check_flags(arguments: EvalArguments, flags: set[str]) -> None:
         refuse(problems)
 
 
-# ---------------------------------------------------------------- what is played
+# ---------------------------------------------------------------- what is sampled
 
 
 @dataclass(kw_only=True)
 class PlannedRow:
-    """One row of the table, before it is played."""
+    """One row of the table, before it is evaluated."""
 
     method: str
     dataset: str
@@ -183,17 +183,17 @@ def _check_twice(flag: str, names: Sequence[str]) -> None:
 
 
 def planned_models(arguments: EvalArguments) -> dict[str, str | None]:
-    """Method -> what plays it, baselines first."""
+    """Method -> what answers for it, baselines first."""
     given = arguments.model_name_or_path or []
     _check_twice("model_name_or_path", given)
-    played = {method: _baseline_model(arguments, method, given) for method in arguments.baselines or ()}
+    models = {method: _baseline_model(arguments, method, given) for method in arguments.baselines or ()}
     labels = [MODEL] if len(given) <= 1 else short_names(given, taken=(*BASELINES, MODEL))
     evaluated: list[Any] = given or [None]
-    return played | dict(zip(labels, evaluated, strict=True))
+    return models | dict(zip(labels, evaluated, strict=True))
 
 
 def _baseline_model(arguments: EvalArguments, method: str, given: list[str]) -> str | None:
-    """What plays a baseline; None where nothing is sampled."""
+    """The model of a baseline; None where nothing is sampled."""
     if arguments.replay:
         return None
     base, is_hosted = arguments.base_model, bool(arguments.endpoint) and method != "base"
@@ -204,7 +204,7 @@ def _baseline_model(arguments: EvalArguments, method: str, given: list[str]) -> 
     if base is None:
         which = f"{'which of the hosted models' if is_hosted else 'which model beside'} {', '.join(given)}"
         raise UsageError(
-            f"baselines={method!r}: {which} is to play it? Pass --base_model, the model before training, or --model "
+            f"baselines={method!r}: {which} is to answer? Pass --base_model, the model before training, or --model "
             "together with a recipe that names that model; of hosted models pass one, or remove the baseline."
         )
     return base
@@ -219,16 +219,16 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
     return lambda: OneAnswerEnv(env_factory(), searches=method == "naive_rag", max_passage_tokens=limit)
 
 
-# ---------------------------------------------------------------- playing
+# ---------------------------------------------------------------- evaluation
 
 
 def run_table(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationTable:
-    """Load data, environment and models, and play each row of the table with a progress bar."""
+    """Load data, environment and models, and evaluate each row of the table with a progress bar."""
     set_rules(arguments.secrets.names, arguments.secrets.patterns)
     results: list[EvaluationResult] = []
     if arguments.replay:
         plan = make_plan(arguments, lambda: None)
-        with users_mistakes(NothingPlayedError):
+        with users_mistakes(NothingRolledOutError):
             results += [
                 replay_evaluation(
                     Path(arguments.replay) / row.folder,
@@ -253,8 +253,8 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                 if not row.is_hosted:
                     check_model_folder(str(row.model), flag=flag)
             with _unfinished(arguments, results, console) as goes_on:
-                results += _play_all(arguments, plan, console, description, goes_on)
-                check_some_played([item for result in results for item in result.trajectories])
+                results += _evaluate_all(arguments, plan, console, description, goes_on)
+                check_some_rolled_out([item for result in results for item in result.trajectories])
     table = EvaluationTable()
     for row, result in zip(plan, results, strict=True):
         result.settings = {**result.settings, **row.source}
@@ -264,7 +264,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
     return table
 
 
-def _play_all(
+def _evaluate_all(
     arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str, goes_on: bool
 ) -> list[EvaluationResult]:
     """The results in the order of the plan; each model is loaded once."""
@@ -272,13 +272,13 @@ def _play_all(
         feature("reliability", "eval").signals_raise if has_feature("reliability") else contextlib.nullcontext
     )
     results: dict[int, EvaluationResult] = {}
-    for player in dict.fromkeys((row.model, row.is_hosted) for row in plan):
-        rows = {index: row for index, row in enumerate(plan) if (row.model, row.is_hosted) == player}
-        with loading(player[0]), raising(), _opened(arguments, *player) as agent:
+    for loaded in dict.fromkeys((row.model, row.is_hosted) for row in plan):
+        rows = {index: row for index, row in enumerate(plan) if (row.model, row.is_hosted) == loaded}
+        with loading(loaded[0]), raising(), _opened(arguments, *loaded) as agent:
             for index, row in rows.items():
                 title = f"{row.dataset}, {row.method}" if row.folder else description
                 with contextlib.chdir("."):  # wherever a tool goes, what is read and written next stays here
-                    results[index] = _play(arguments, row, agent, console, title, goes_on)
+                    results[index] = _evaluate_row(arguments, row, agent, console, title, goes_on)
         del agent  # before the next one is loaded
     return [results[index] for index in range(len(plan))]
 
@@ -305,7 +305,7 @@ def _limits(arguments: EvalArguments, is_hosted: bool) -> RolloutLimits:
     return replace(limits, **KEEP_ALL, max_concurrency=arguments.endpoint_concurrency) if is_hosted else limits
 
 
-def _play(
+def _evaluate_row(
     arguments: EvalArguments, row: PlannedRow, agent: Agent, console: Console, title: str, goes_on: bool
 ) -> EvaluationResult:
     journal = None
@@ -353,7 +353,7 @@ def _play(
 
 @contextlib.contextmanager
 def _unfinished(arguments: EvalArguments, results: list[EvaluationResult], console: Console) -> Iterator[bool]:
-    """Marks the output directory while rows are played; yields whether to go on with what is there.
+    """Marks the output directory while rows are evaluated; yields whether to go on with what is there.
 
     The mark stays after an error, and where something failed for no fault of a model: the next start goes on.
     """
@@ -371,7 +371,7 @@ def _unfinished(arguments: EvalArguments, results: list[EvaluationResult], conso
         if failed and arguments.journal:
             console.print(
                 f"{failed} of {len(trajectories)} trajectories failed for no fault of the model. The same command "
-                "plays those again, and only those (--no_resume: all)."
+                "samples those again, and only those (--no_resume: all)."
             )
         elif arguments.journal:
             mark.unlink(missing_ok=True)
@@ -394,8 +394,8 @@ def _fingerprint(model: str | None) -> str | None:
 def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
     if len(table.rows) == 1 and not arguments.by:
         result = table.rows[0].result
-        played = arguments.model_name_or_path[0] if arguments.model_name_or_path else arguments.replay
-        PlainConsole().print(result_table(result, title=f"{played}, {result.num_examples} examples"))
+        model = arguments.model_name_or_path[0] if arguments.model_name_or_path else arguments.replay
+        PlainConsole().print(result_table(result, title=f"{model}, {result.num_examples} examples"))
         return
     table_console().print(new_table("", *table.cells(), num_left=2))
     PlainConsole(soft_wrap=True).print("\n".join(table.notes()))

@@ -12,7 +12,7 @@ from rich.table import Column
 from transformers import TrainerCallback
 
 from agent_r1_trl.cli.console import PlainConsole
-from agent_r1_trl.rollout import describe_play
+from agent_r1_trl.rollout import describe_sampling
 
 HEADLINE = {
     "reward": "reward",
@@ -62,7 +62,7 @@ class TrainingProgress(TrainerCallback):
             how = ""
             if hasattr(args, "sampling_params"):  # not those of another trainer
                 num_attempts = args.num_generations_eval or args.num_generations
-                how = f" ({describe_play(args.sampling_params(is_training=False), num_attempts, args)})"
+                how = f" ({describe_sampling(args.sampling_params(is_training=False), num_attempts, args)})"
             self.console.print(f"step {state.global_step}, evaluation{how}: {headline}")
             return
         self._progress.update(self._training, note=headline)

@@ -70,7 +70,7 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: A
     """
     from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
 
-    async def play(row: Mapping[str, Any]) -> None:
+    async def start(row: Mapping[str, Any]) -> None:
         session = EnvSession(env_factory, truncate=lambda text, max_tokens: text)
         try:
             await session.reset(RolloutRequest(example=dict(row)))
@@ -81,7 +81,7 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: A
     first: Exception | None = None
     for index in range(min(FIRST_ROWS, len(rows))):
         try:
-            asyncio.run(play(rows[index]))
+            asyncio.run(start(rows[index]))
             return
         except EnvironmentFailure as error:
             first = first or error

@@ -110,7 +110,7 @@ def run(argv: Sequence[str]) -> int:
     task = make_task(script_args)
     train_dataset, eval_dataset = load_data(script_args)
     checkpoint = _checkpoint(args)
-    if not plain_value(args, "journal.replay"):  # something is played
+    if not plain_value(args, "journal.replay"):  # something is sampled
         _check_task(script_args, args, model_args, task, train_dataset, eval_dataset)
     _prepare_folder(script_args, args, model_args, checkpoint, console)
     folder = args.output_dir  # as it was given: the trainer makes the path absolute
@@ -156,7 +156,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Any, Any, Any]:
     is_agent = config_class.has_critic or any(getattr(script_args, name) for name in names)
     with users_mistakes():
         refuse(find_clashes(SimpleNamespace(**parser.settings), CLASHES))
-        if is_agent or args.asked_features():  # our rollout plays
+        if is_agent or args.asked_features():  # our rollout runs
             args.check_supported(has_generator=script_args.generator is not None)
     script_args.settings = parser.settings | {name: getattr(script_args, name) for name in OVER_RECIPE[:2]}
     return script_args, args, model_args

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
             check_value(f"--{name}", getattr(arguments, name), Count | None)
         trajectory_files(arguments.run)  # refuses what is no run
         events = read_events(arguments.run) if arguments.events else []
-        records, played = ([], []) if arguments.events else find_records(arguments)
+        records, rolled_out = ([], []) if arguments.events else find_records(arguments)
     if arguments.events:
         text = "".join(f"{describe_event(event)}\n" for event in events)
         sys.stdout.write(visible(text) or "Nothing happened that is recorded here.\n")
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
         for record in shown:
             split = "evaluation, " if record.split == "eval" else ""
             head = visible(f"{split}step {record.step}, index {record.index}, {record.path}\n")
-            note = _why(record, played)
+            note = _why(record, rolled_out)
             text = render_trajectory(record.trajectory, tokenizer, arguments.width, color=color, note=note)
             sys.stdout.write(f"{head}{text}\n")
         if has_ids and tokenizer is None:
@@ -102,11 +102,11 @@ def make_parser() -> PlainParser:
     return parser
 
 
-def _why(record: Record, played: Sequence[Record]) -> str:
-    """Where the advantage comes from, given everything that was played in the step."""
+def _why(record: Record, rolled_out: Sequence[Record]) -> str:
+    """Where the advantage comes from, given everything that was sampled in the step."""
     from agent_r1_trl.recording.reasons import explain_advantage, groups_of
 
-    of_step = [other for other in played if (other.split, other.step) == (record.split, record.step)]
+    of_step = [other for other in rolled_out if (other.split, other.step) == (record.split, record.step)]
     group = next(group for group, other in zip(groups_of(of_step), of_step, strict=True) if other is record)
     return explain_advantage(record, group)
 
@@ -129,13 +129,13 @@ def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Reco
     records: Iterable[Record] = read_records(run, step=step, split=split if is_folder else arguments.split)
     if _is_over_steps(arguments) and files:
         records = _of_example(arguments.example, records, where)
-    played = list(records) if files else []
-    if not played:
+    rolled_out = list(records) if files else []
+    if not rolled_out:
         raise ValueError(
             f"RUN {run}: holds no recorded trajectories{f' of split {split}' if split else ''} "
             "(trajectories/step_*.jsonl). Train with record_trajectories: jsonl, or pass another run."
         )
-    chosen = played if arguments.example is None else _of_example(arguments.example, played, where)
+    chosen = rolled_out if arguments.example is None else _of_example(arguments.example, rolled_out, where)
     for option, value in {"filter": arguments.filter, "index": arguments.index}.items():
         before = len(chosen)
         if option == "filter" and value:
@@ -144,7 +144,7 @@ def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Reco
             chosen = [record for record in chosen if record.index == value]
         if not chosen:
             raise ValueError(f"--{option} {value}: none of {before} trajectories of {where} is. --list shows them.")
-    return chosen, played
+    return chosen, rolled_out
 
 
 def _is_over_steps(arguments: argparse.Namespace) -> bool:

@@ -1,4 +1,4 @@
-"""A model that is ready to play: loaded once, for as many evaluations as there are."""
+"""A model that is ready to sample: loaded once, for as many evaluations as there are."""
 
 from __future__ import annotations
 

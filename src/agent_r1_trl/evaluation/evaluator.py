@@ -27,8 +27,8 @@ from agent_r1_trl.rollout import (
     RolloutLimits,
     RolloutRequest,
     RolloutRunner,
-    check_some_played,
-    describe_play,
+    check_some_rolled_out,
+    describe_sampling,
     rollout_requests,
 )
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
@@ -61,7 +61,7 @@ def evaluate(
     identity: Mapping[str, Any] | None = None,
     keep_going: bool = False,
 ) -> EvaluationResult:
-    """Play every example and score what happened.
+    """Roll out every example and score what happened.
 
     Args:
         generator: samples turns, or is a hosted model.
@@ -72,10 +72,10 @@ def evaluate(
         params: greedy by default.
         num_generations: attempts per example; a metric is averaged over them first.
         seed: for sampling, environments and bootstrap.
-        retry_failed: how often a trajectory that failed for no fault of the policy is played again.
+        retry_failed: how often a trajectory that failed for no fault of the policy is sampled again.
         on_trajectory: called with each trajectory as it ends, from another thread.
         journal: file that keeps every turn, from which `replay_evaluation` evaluates again.
-        resume: go on with that file if there is one: what it holds is not played again, but for trajectories that
+        resume: go on with that file if there is one: what it holds is not sampled again, but for trajectories that
             failed for no fault of the policy.
         identity: JSON data that the trajectories depend on, such as the model's name; it must be that of the journal.
         keep_going: an error of the environment that would be raised (a bug in `outcome_reward`, a result of the wrong
@@ -84,7 +84,7 @@ def evaluate(
     Raises:
         ValueError: no examples, `num_generations` below 1, a negative `retry_failed`, or the journal to go on with is
             of other settings.
-        NothingPlayedError: no trajectory could be played, unless `keep_going`; the message lists the causes.
+        NothingRolledOutError: no trajectory could be sampled, unless `keep_going`; the message lists the causes.
     """
     check_value("retry_failed", retry_failed, CountOrZero)
     requests = _requests(examples, num_generations, seed)
@@ -110,7 +110,7 @@ def evaluate(
         if log is not None:
             log.close()
     settings = {
-        "played": describe_play(params, num_generations, limits),
+        "played": describe_sampling(params, num_generations, limits),
         "temperature": params.temperature,
         "seed": seed,
         "limits": asdict(limits),
@@ -132,10 +132,10 @@ def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> Any:
             f"is now {now.get(name)!r:.300}. Set it back to go on, pass --no_resume to begin anew, or pass another "
             "output_dir."
         )
-    log = journal.RolloutLog(path, header, recorded=recorded, plays_failed=True)
+    log = journal.RolloutLog(path, header, recorded=recorded, repeats_failed=True)
     ends = [StopReason(item.end["stop_reason"]) for item in recorded.trajectories if item.end is not None]
     ended = sum(not reason.is_infrastructure_failure for reason in ends)
-    logger.warning("Going on with %s: %d of %d trajectories have been played.", path, ended, header["size"])
+    logger.warning("Going on with %s: %d of %d trajectories have been sampled.", path, ended, header["size"])
     return log
 
 
@@ -167,7 +167,7 @@ def replay_evaluation(
     wanted = deciding_limits(limits) if limits is not None else {}
     wanted = {name: value for name, value in wanted.items() if value is not None or name != "max_model_length"}
     replayed = feature("journal", f"journal.replay={str(replay)!r}").JournalReplay(replay)
-    trajectories = replayed.play(requests, limits=wanted)
+    trajectories = replayed.replay(requests, limits=wanted)
     settings = {"replay": str(replay), "seed": seed}
     return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
@@ -191,7 +191,7 @@ def _result(
     may_all_fail: bool = False,
 ) -> EvaluationResult:
     if not may_all_fail:
-        check_some_played(trajectories)
+        check_some_rolled_out(trajectories)
     if causes := count_causes(map(failure_of, trajectories)):
         logger.warning(
             "%d of %d trajectories failed and are scored nowhere but in infrastructure_failure_rate: %s.",

@@ -90,7 +90,7 @@ class EvaluationTable:
         return {"rows": [row.to_dict() for row in self.rows]}
 
     def to_markdown(self) -> str:
-        """A Markdown table, and below it how the rows were played."""
+        """A Markdown table, and below it how the rows were sampled."""
         headings, lines = self.cells()
         body = [headings, ["---"] * 2 + ["---:"] * (len(headings) - 2), *lines]
         escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in body]
@@ -111,11 +111,11 @@ class EvaluationTable:
         return places
 
     def notes(self) -> list[str]:
-        """Which model plays each method, and how."""
+        """Which model answers for each method, and how."""
         notes: dict[str, None] = {}
         for row in self.rows:
-            played = row.result.settings.get("played")
-            notes[f"{row.method}: {row.model or 'a loaded model'}{f', {played}' if played else ''}"] = None
+            sampling = row.result.settings.get("played")
+            notes[f"{row.method}: {row.model or 'a loaded model'}{f', {sampling}' if sampling else ''}"] = None
         failed = [
             f"{row.dataset}, {row.method}: {row.result.metrics[FAILED]:.1%} failed for no fault of the model and "
             f"stand in no other figure: {row.result.failures}."

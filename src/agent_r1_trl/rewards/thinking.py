@@ -145,11 +145,11 @@ def grounded_thinking(
     for name, value in {"target": target, "max_run": max_run, "max_words": max_words}.items():
         check_value(name, value, Count)
     check_value("max_total", max_total, NotNegative)
-    played = need_trajectory(trajectory, "grounded_thinking")
-    known = set(words_in(text_of(message.get("content")) for message in played.prompt_messages))
+    checked = need_trajectory(trajectory, "grounded_thinking")
+    known = set(words_in(text_of(message.get("content")) for message in checked.prompt_messages))
     observed: list[str] = []
     scores: list[float | None] = []
-    for turn in played.turns:
+    for turn in checked.turns:
         if turn.is_summary:  # it is no answer to what was observed
             scores.append(None)
             known.update(written_words(turn.message))

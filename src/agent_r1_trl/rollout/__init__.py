@@ -6,8 +6,8 @@ prompt -> [environment reset] -> [rollout (policy <-> tools)] -> [Trajectory] ->
 
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
-from agent_r1_trl.rollout.failures import NothingPlayedError, check_some_played
-from agent_r1_trl.rollout.limits import RolloutLimits, context_length, describe_play
+from agent_r1_trl.rollout.failures import NothingRolledOutError, check_some_rolled_out
+from agent_r1_trl.rollout.limits import RolloutLimits, context_length, describe_sampling
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, example_key, rollout_requests
 from agent_r1_trl.rollout.runner import RolloutRunner
@@ -18,14 +18,14 @@ __all__ = [
     "EnvSession",
     "EnvironmentFailure",
     "LoopLostError",
-    "NothingPlayedError",
+    "NothingRolledOutError",
     "RolloutLimits",
     "RolloutRequest",
     "RolloutRunner",
-    "check_some_played",
+    "check_some_rolled_out",
     "context_length",
     "derive_seed",
-    "describe_play",
+    "describe_sampling",
     "example_key",
     "rollout_requests",
     "run_trajectory",

@@ -15,7 +15,7 @@ MAX_TEXT, MAX_CAUSES = 500, 5
 DOCTOR = "Run `agent-r1-trl doctor` on this environment and data set."
 
 
-class NothingPlayedError(RunError):
+class NothingRolledOutError(RunError):
     """Nothing could be rolled out, or less than `failures.max_share` asks for."""
 
 
@@ -74,12 +74,14 @@ def describe_causes(causes: Sequence[FailureCause]) -> str:
     return "; ".join(parts)
 
 
-def check_some_played(trajectories: Sequence[Trajectory]) -> None:
+def check_some_rolled_out(trajectories: Sequence[Trajectory]) -> None:
     """Refuse a rollout in which every trajectory ended in an infrastructure failure.
 
     Raises:
-        NothingPlayedError: lists the causes and names the fix.
+        NothingRolledOutError: lists the causes and names the fix.
     """
     causes = count_causes(map(failure_of, trajectories))
     if sum(cause.count for cause in causes) == len(trajectories):
-        raise NothingPlayedError(f"All {len(trajectories)} trajectories failed: {describe_causes(causes)}. {DOCTOR}")
+        raise NothingRolledOutError(
+            f"All {len(trajectories)} trajectories failed: {describe_causes(causes)}. {DOCTOR}"
+        )

@@ -223,10 +223,10 @@ def deciding_limits(limits: RolloutLimits) -> dict[str, Any]:
     return {name: plain_value(limits, name) for name in names}
 
 
-def describe_play(params: SamplingParams, num_attempts: int, limits: RolloutSettings) -> str:
+def describe_sampling(params: SamplingParams, num_attempts: int, limits: RolloutSettings) -> str:
     """How an evaluation sampled, in words: the settings without which its figures cannot be compared.
 
-    >>> describe_play(SamplingParams(temperature=0.0), 1, RolloutSettings(max_turns=4, max_completion_length=320))
+    >>> describe_sampling(SamplingParams(temperature=0.0), 1, RolloutSettings(max_turns=4, max_completion_length=320))
     'greedy, 1 attempt per example, at most 4 turns and 320 tokens'
     """
     how = [f"sampled at temperature {params.temperature:g}" if params.temperature else "greedy"]

@@ -43,7 +43,7 @@ from agent_r1_trl.settings import (
     setting,
 )
 from agent_r1_trl.trainers.config_checks import (
-    PLAYED_FIELDS,
+    ROLLOUT_FIELDS,
     RolloutShape,
     check_config,
     check_fields,
@@ -136,12 +136,12 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     retry_failed: CountOrZero = setting(
         0,
-        "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is played again in its "
+        "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is sampled again in its "
         "rollout, with the same seeds.",
     )
     min_group_size: Count | None = setting(
         None,
-        "A prompt's trajectories count only if at least this many of them were played and scored. None: 2 where the "
+        "A prompt's trajectories count only if at least this many of them were sampled and scored. None: 2 where the "
         "estimator compares them, else 1.",
     )
 
@@ -420,8 +420,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         return cls.__dataclass_fields__[name].default
 
     def check_supported(self, *, has_generator: bool = False) -> None:
-        """Check what only matters where our rollout plays; a trainer without environment and tools is TRL's."""
-        check_settings(self, PLAYED_FIELDS)
+        """Check what only matters where our rollout runs; a trainer without environment and tools is TRL's."""
+        check_settings(self, ROLLOUT_FIELDS)
         refuse(find_rollout_problems(self, has_generator))
 
 

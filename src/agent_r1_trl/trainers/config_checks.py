@@ -2,7 +2,7 @@
 
 The values of single settings are checked by their fields (`agent_r1_trl.settings`). Here `check_config` sets the
 arguments that follow from others, then refuses what nothing would read (`NEEDS`) and what contradicts itself
-(`CLASHES`). `find_rollout_problems` says what only matters where our rollout plays: nothing is dropped in silence, but
+(`CLASHES`). `find_rollout_problems` says what only matters where our rollout runs: nothing is dropped in silence, but
 TRL accepts all of it, so a trainer without environment and tools does not ask. Refusals are ValueErrors, evaluated
 in the order in which they stand here; each names the flag, its value, the rule and the fix.
 """
@@ -59,7 +59,7 @@ TRL_FIELDS = {
     "vllm_mode": Annotated[str, OneOf("colocate", "server")],
 }
 """The rules of TRL's fields, as annotations."""
-PLAYED_FIELDS = {
+ROLLOUT_FIELDS = {
     "max_completion_length": Count,
     "max_tool_calling_iterations": CountOrZero | None,
     "temperature": Positive,
@@ -68,7 +68,7 @@ PLAYED_FIELDS = {
     "min_p": Share | None,
     "repetition_penalty": Positive,
 }
-"""The rules of TRL's fields where our rollout plays."""
+"""The rules of TRL's fields where our rollout runs."""
 
 
 # -------------------------------------------------------------------- what has no effect
@@ -111,7 +111,7 @@ TRL_NEEDS = (
         {"vllm_importance_sampling_correction": (True,)},
     ),
 )
-"""TRL's own options that TRL would ignore; checked where our rollout plays."""
+"""TRL's own options that TRL would ignore; checked where our rollout runs."""
 
 
 # -------------------------------------------------------------------- what contradicts itself
@@ -288,7 +288,7 @@ def _cuts(name: str) -> Clash:
     )
 
 
-PLAYED_CLASHES = (
+ROLLOUT_CLASHES = (
     *map(_cuts, _WHOLE),
     Clash.of(
         {"vllm_importance_sampling_mode": (), "loss_type": ("vespo",)},
@@ -303,7 +303,7 @@ PLAYED_CLASHES = (
         lambda c: c.deepspeed and c.device and not torch.distributed.is_initialized(),
     ),
 )
-"""What contradicts itself where our rollout plays."""
+"""What contradicts itself where our rollout runs."""
 
 
 # -------------------------------------------------------------------- the checks
@@ -456,7 +456,7 @@ def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
         )
 
 
-# ---- where our rollout plays
+# ---- where our rollout runs
 
 _NO_PREDICTIONS = "leave it unset: the trainer computes its metrics from trajectories, not from predictions"
 _OWN_BATCHES = "leave it off: the rollout batches requests itself"
@@ -516,7 +516,7 @@ def find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Itera
             yield f"{name}={value!r}{source} is not supported by the multi-turn rollout. Fix: {fix}."
     if unread := find_unread(config, TRL_NEEDS, is_waiting):
         yield unread
-    yield from find_clashes(config, PLAYED_CLASHES)
+    yield from find_clashes(config, ROLLOUT_CLASHES)
     if plain_value(config, "servers.max_logprob_gap") is not None and not (config.use_vllm or has_generator):
         yield (
             f"{shown(config, 'servers.max_logprob_gap')} with use_vllm=False: the sampler is the very model that is "

@@ -53,7 +53,7 @@ def single_turn_factory(
     row: Any = next(iter(train_dataset), {}) if train_dataset is not None else {}
     if isinstance(row.get("prompt"), str):
         raise ValueError(
-            f"{asked[0]} was set without env= and tools=, so the prompts are answered by our rollout, which plays "
+            f"{asked[0]} was set without env= and tools=, so the prompts are answered by our rollout, which acts in "
             "chats; the prompts of this data set are plain text, which TRL continues without a chat template. Make "
             "each prompt a list of messages, [{'role': 'user', 'content': text}], or remove "
             f"{' and '.join(asked)}."
@@ -160,8 +160,8 @@ def is_placeholder(dataset: Any) -> bool:
 
 
 NEVER_CALLED = {
-    "_generate": "pass generator= (an object with an async `generate`) to sample in another way, or env= to play in "
-    "another way; trainer.last_trajectories holds what was played",
+    "_generate": "pass generator= (an object with an async `generate`) to sample in another way, or env= to act in "
+    "another way; trainer.last_trajectories holds what was sampled",
     "_generate_single_turn": "pass generator=, an object with an async `generate` that samples one turn",
     "_tool_call_loop": "pass env=, a ToolEnv or an Environment whose `step` answers each turn",
     "_tokenize_prompts": "set chat_template=, or return other messages from the environment's `reset`",

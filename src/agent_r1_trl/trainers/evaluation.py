@@ -29,7 +29,7 @@ class EvaluationRows:
     """What became of the rows of one evaluation, on all ranks.
 
     Args:
-        num_rows: of the data set, each as often as it is played; None if it does not say.
+        num_rows: of the data set, each as often as it is sampled; None if it does not say.
     """
 
     def __init__(self, num_rows: int | None = None) -> None:
@@ -125,7 +125,7 @@ class EvaluationRows:
             return
         if self.has_failed:
             logger.error(
-                "Nothing of this evaluation could be played, so it has no reward. All %d trajectories failed: %s.",
+                "Nothing of this evaluation could be sampled, so it has no reward. All %d trajectories failed: %s.",
                 len(self._failures),
                 describe_causes(causes),
             )

@@ -105,7 +105,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     """
 
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
-    default_env: Any = None  # what is played without env=, tools= and environment_factory=
+    default_env: Any = None  # the environment without env=, tools= and environment_factory=
     _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
 
     env_factory: EnvFactory | None = None
@@ -275,7 +275,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     # ---------------------------------------------------------------- rollout, rewards, advantages
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's batch, an entry for each training row, from a rollout that is played, scored and compared here."""
+        """TRL's batch, an entry for each training row, from a rollout that is sampled, scored and compared here."""
         if self.env_factory is None:
             return super()._generate_and_score_completions(inputs)
         self.max_completion_length = self.args.max_completion_length  # of Dr. GRPO's loss
@@ -295,7 +295,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     def _generate_and_score(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
         """One trajectory per row of the data, with its rewards; features may replace some."""
         position = self._position()
-        batch = self.rollouts.play(inputs, self.model_wrapped, position)
+        batch = self.rollouts.generate(inputs, self.model_wrapped, position)
         samples_more = position.is_training and self.features.samples_more
         if not samples_more:
             self.rollouts.finish(position)  # with `overlap_rollout` the next one begins, while this one is scored

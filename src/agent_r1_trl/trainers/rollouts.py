@@ -1,4 +1,4 @@
-"""Plays the trajectories of each generation batch, with the policy's current weights or one batch ahead.
+"""Samples the trajectories of each generation batch, with the policy's current weights or one batch ahead.
 
 What happens inside a trajectory stands in `agent_r1_trl.rollout`, which rows count and what they earn in `rewards.py`.
 """
@@ -159,7 +159,7 @@ CANCEL_TIMEOUT_S = 15.0
 
 
 class Rollouts:
-    """Plays one trajectory per row of a generation batch.
+    """Samples one trajectory per row of a generation batch.
 
     Args:
         args: of the trainer, like the accelerator.
@@ -216,7 +216,7 @@ class Rollouts:
             )
         self._temperature = args.temperature
         self.upcoming: Any = None
-        """The next batch's rollout, played while the update trains on this one (`overlap_rollout`)."""
+        """The next batch's rollout, sampled while the update trains on this one (`overlap_rollout`)."""
         self.is_cancelled = threading.Event()
         """Set while the run is told to end."""
         self.synced_step = -1
@@ -235,10 +235,10 @@ class Rollouts:
             limits = replace(limits, rollout_timeout=None)  # as in TRL, tokens alone end a reply
         return limits
 
-    # ---------------------------------------------------------------- playing
+    # ---------------------------------------------------------------- rollouts
 
-    def play(self, rows: Sequence[dict[str, Any]], model: Any, position: Position) -> RolloutBatch:
-        """Play one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
+    def generate(self, rows: Sequence[dict[str, Any]], model: Any, position: Position) -> RolloutBatch:
+        """Sample one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
 
         A collective call where parameters are sharded: ZeRO-3 gathers them once, around the whole rollout.
 
@@ -248,7 +248,7 @@ class Rollouts:
             position: where the run stands.
 
         Raises:
-            NothingPlayedError: a feature ends the run for what has failed; lists the causes.
+            NothingRolledOutError: a feature ends the run for what has failed; lists the causes.
             SyncError: generator and trainer give different log-probabilities after a weight sync.
         """
         start = time.perf_counter()
@@ -280,7 +280,7 @@ class Rollouts:
         return batch
 
     def finish(self, position: Position) -> None:
-        """The batch is played, replacements included: begin the next one, and leave memory to the update."""
+        """The batch is sampled, replacements included: begin the next one, and leave memory to the update."""
         args = self.args
         micro_step = position.micro_step + args.steps_per_generation * args.num_iterations
         is_last = micro_step >= position.num_micro_steps
@@ -352,7 +352,7 @@ class Rollouts:
 
     @property
     def runner(self) -> RolloutRunner:
-        """Plays the trajectories; there is one from the first `sync` on."""
+        """Samples the trajectories; there is one from the first `sync` on."""
         assert self._runner is not None
         return self._runner
 
@@ -411,7 +411,7 @@ class Rollouts:
 
 
 class Rollout:
-    """Trajectories that are being played, or have been.
+    """Trajectories that are being sampled, or have been.
 
     `synced_step` is the number of optimizer steps behind the oldest weights that turns are sampled from; the journal,
     if there is one, is told of every turn.
@@ -514,7 +514,7 @@ class Lookahead:
 def training_order(num_rows: int, *, seed: int, step: int, is_seeded: bool) -> torch.Tensor:
     """(B,) the trajectories of a rollout in the order in which they are trained on, from micro-step `step` on.
 
-    Seeded, since a rollout that plays at the same time may draw from torch's global random numbers, which are taken
+    Seeded, since a rollout that runs at the same time may draw from torch's global random numbers, which are taken
     otherwise, as in TRL.
     """
     if not is_seeded:

@@ -83,9 +83,9 @@ def _micro_batches_of(
     # Beyond this rank, only what is shared has to be known by its tokens.
     everywhere = gather_object(ids if share_prefixes else [len(row) for row in ids])
     plan = plan_micro_batches(everywhere, accelerator.num_processes, max_tokens, least=least)
-    for micro_batches in zip(*plan, strict=True):
-        most = max(1, *map(len, micro_batches))
-        for chosen in micro_batches:
+    for at_one_time in zip(*plan, strict=True):
+        most = max(1, *map(len, at_one_time))
+        for chosen in at_one_time:
             chosen += [DUMMY] * (most - len(chosen))
     own, parts = exchange(rows, plan, accelerator)
     scale = window[0]["row_scale"] / len(window[0]["in_baseline"])

@@ -632,7 +632,7 @@ def choosing(first, second):
     return env_like(tools=property(lambda self: {"Oslo": first, "Madrid": second}[self.example["answer"]]))
 
 
-def test_tools_that_reset_chooses_are_checked_and_played_in_every_row():
+def test_tools_that_reset_chooses_are_checked_and_rolled_out_in_every_row():
     assert problems(choosing([lookup], [])) == []
     assert "schema=" in assert_finds(choosing([lookup], [lambda x: x]), "error", "tools", "<lambda>").fix
     assert_finds(choosing([], [tool_of(lambda: undefined_name)]), "error", "tools", "NameError")  # noqa: F821

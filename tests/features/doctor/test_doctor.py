@@ -406,7 +406,7 @@ def test_a_later_row_that_cannot_be_started_is_flagged():
         def reset(self, example: dict) -> list[dict]:
             return [{"role": "user", "content": example["question"]}]
 
-    rows = [*[{"question": "q"}] * 9, {"text": "q"}]  # an environment is played on the first ones alone
+    rows = [*[{"question": "q"}] * 9, {"text": "q"}]  # an environment is tried on the first ones alone
     found = errors_of(examine(make_tokenizer("qwen2_5"), env=Demanding, examples=rows), "environment: reset")
     assert "Row 9" in found[0].message and "KeyError" in found[0].message
 

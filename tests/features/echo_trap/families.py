@@ -1,4 +1,4 @@
-"""Families of simulated runs: each row is what `play` and `history_of` are given. No number here is a result.
+"""Families of simulated runs: each row is what `simulate` and `history_of` are given. No number here is a result.
 
 `HEALTHY` and `COLLAPSES` were seen while the rules were made. `HELD_OUT` was not: its families were written down
 before, and are judged only to report how well the rules hold elsewhere.
@@ -6,7 +6,7 @@ before, and are judged only to report how well the rules hold elsewhere.
 
 import numpy as np
 
-from tests.features.echo_trap.simulated_runs import play, wandering_entropy
+from tests.features.echo_trap.simulated_runs import simulate, wandering_entropy
 
 STEPS, BEGIN = 150, 60
 STEP = np.arange(STEPS)
@@ -165,11 +165,11 @@ def history_of(seed, groups, *, skill=0.0, entropy=1.0, wander=0.05, norms=1.0, 
         scale: factor of the rewards.
         shift: what is added to the rewards before.
         gaps: optimizer steps of a rollout; all but the first know entropy and norm alone.
-        **options: of `play`.
+        **options: of `simulate`.
     """
     rng = np.random.default_rng(seed)
     skill, norms, level = (np.broadcast_to(x, STEPS) for x in (skill, norms, 0.8 * np.asarray(entropy)))
-    history = play(rng, skill, groups=groups, **options)
+    history = simulate(rng, skill, groups=groups, **options)
     drawn = wandering_entropy(rng, level, wander)
     factors = norms * rng.lognormal(0, tail, STEPS) if tail else norms
     for number, step in enumerate(history):

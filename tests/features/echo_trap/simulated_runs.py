@@ -1,4 +1,4 @@
-"""Runs of a simulated policy: prompts of different difficulty, groups that are played, rewards that are drawn.
+"""Runs of a simulated policy: prompts of different difficulty, groups that are sampled, rewards that are drawn.
 
 Nothing here is noise around a curve: what a step says of rewards, calls and repetition is counted from trajectories.
 """
@@ -15,7 +15,7 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def play(rng, skill, *, kind="binary", easy=-0.5, spread=1.0, prompts=200, groups=8, size=8, calls=0.9,
+def simulate(rng, skill, *, kind="binary", easy=-0.5, spread=1.0, prompts=200, groups=8, size=8, calls=0.9,
          call_gain=0.0, repeats=0.05, echo=0.0, curriculum=False):  # fmt: skip
     """The history of T steps, one dictionary each, with `success` and everything else that rollouts know.
 

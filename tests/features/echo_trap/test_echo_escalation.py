@@ -7,7 +7,7 @@ from agent_r1_trl.features.echo_trap.escalation import GuardState, due_actions
 ORDER = ["filter", "clip", "learning_rate", "rollback", "stop"]
 
 
-def play(verdicts, actions=ORDER, patience=3, max_rollbacks=2, is_exploding=False):
+def actions_after(verdicts, actions=ORDER, patience=3, max_rollbacks=2, is_exploding=False):
     """What is taken after each step: a list of (number of the step, names)."""
     state, taken = GuardState(), []
     rules = {"patience": patience, "max_rollbacks": max_rollbacks, "is_exploding": is_exploding}
@@ -59,7 +59,7 @@ ALL_AT_ONCE = [(1, ["filter"]), (2, ["clip", "learning_rate", "rollback"]), (5, 
     ],
 )
 def test_what_a_row_of_verdicts_brings(verdicts, options, expected):
-    assert play(verdicts, **options) == expected
+    assert actions_after(verdicts, **options) == expected
 
 
 def test_what_is_over_is_undone_after_patience_and_a_wider_clip_where_the_entropy_is_high_at_once():

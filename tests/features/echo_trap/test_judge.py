@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agent_r1_trl.features.echo_trap import EchoTrapJudge, Thresholds, judge
-from tests.features.echo_trap.simulated_runs import play, wandering_entropy
+from tests.features.echo_trap.simulated_runs import simulate, wandering_entropy
 
 NAMED_KEYS = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "repetition", "inaction")
 SEEDS = range(3)
@@ -45,27 +45,27 @@ def slow_collapse(rng):
     """Learns for 60 steps, then says the same more and more often, and gets worse for 80 steps."""
     echo = np.concatenate([np.zeros(60), ramp(0.0, 1.0, 0, 80, 40)])
     skill = np.concatenate([np.linspace(0, 1.5, 60), ramp(1.5, -4.0, 0, 80, 40)])
-    return with_entropy(rng, play(rng, skill, echo=echo), 0.8 * (1 - 0.97 * echo))
+    return with_entropy(rng, simulate(rng, skill, echo=echo), 0.8 * (1 - 0.97 * echo))
 
 
 def sudden_collapse(rng):
     """Within one step from about 60% to nothing but failures that are all alike."""
     skill = np.concatenate([np.linspace(0, 1.0, 60), np.full(40, -9.0)])
     echo = np.concatenate([np.zeros(60), np.ones(40)])
-    return with_entropy(rng, play(rng, skill, echo=echo), 0.8 * (1 - 0.95 * echo))
+    return with_entropy(rng, simulate(rng, skill, echo=echo), 0.8 * (1 - 0.95 * echo))
 
 
 def inaction_collapse(rng):
     """Stops to call its tool, without which it seldom succeeds."""
     calls = ramp(0.95, 0.02, 40, 60, 40)
-    return with_entropy(rng, play(rng, np.full(140, 0.5), calls=calls, call_gain=3.0), np.full(140, 0.8))
+    return with_entropy(rng, simulate(rng, np.full(140, 0.5), calls=calls, call_gain=3.0), np.full(140, 0.8))
 
 
 def convergence(rng):
     """Learns the task: in the end all groups succeed alike."""
     skill = np.concatenate([np.linspace(0, 7, 80), np.full(80, 7.0)])
     repeats = np.clip(skill / 8, 0, 1)
-    return with_entropy(rng, play(rng, skill, repeats=repeats), 0.8 * np.exp(-skill / 2.5))
+    return with_entropy(rng, simulate(rng, skill, repeats=repeats), 0.8 * np.exp(-skill / 2.5))
 
 
 # -------------------------------------------------------------------- runs whose fate is known
@@ -102,7 +102,7 @@ def test_convergence_is_never_called_collapse(keys, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_run_that_begins_with_a_solved_task_has_converged(seed):
     rng = np.random.default_rng(seed)
-    found = states(with_entropy(rng, play(rng, np.full(60, 6.0)), np.full(60, 0.1)))
+    found = states(with_entropy(rng, simulate(rng, np.full(60, 6.0)), np.full(60, 0.1)))
     assert {*found[20:]} == {"converged"}
 
 
@@ -110,7 +110,9 @@ def test_a_run_that_begins_with_a_solved_task_has_converged(seed):
 def test_a_collapse_after_convergence_is_noticed(seed):
     rng = np.random.default_rng(seed)
     skill = np.concatenate([np.linspace(0, 7, 60), np.full(60, 7.0), np.linspace(7, -8, 30), np.full(30, -8.0)])
-    found = states(only(with_entropy(rng, play(rng, skill), 0.8 * np.exp(-np.clip(skill, 0, 7) / 2.5)), NAMED_KEYS))
+    found = states(
+        only(with_entropy(rng, simulate(rng, skill), 0.8 * np.exp(-np.clip(skill, 0, 7) / 2.5)), NAMED_KEYS)
+    )
     assert found[115] == "converged"
     assert not has_collapsed(found[:120])
     assert first(found[120:], "collapsing", "collapsed") <= 30
@@ -121,7 +123,7 @@ def test_a_collapse_after_convergence_is_noticed(seed):
 def test_doing_nothing_because_acting_is_penalised_is_noticed_though_the_reward_rises(seed):
     """Each call costs more than its success earns, so that the reward rises while success is given up."""
     rng = np.random.default_rng(seed)
-    history = play(rng, np.full(140, 0.5), calls=ramp(0.95, 0.02, 40, 60, 40), call_gain=3.0)
+    history = simulate(rng, np.full(140, 0.5), calls=ramp(0.95, 0.02, 40, 60, 40), call_gain=3.0)
     for step in with_entropy(rng, history, np.full(140, 0.8)):
         cost = 1.5 * (1 - step["inaction"])
         for name in ("reward_max", "reward_min", "return_with_call", "return_without_call"):
@@ -138,7 +140,7 @@ def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
     """The reward stays where it was: the early form, which a plateau hides."""
     rng = np.random.default_rng(seed)
     echo = ramp(0.0, 1.0, 40, 40, 40)
-    found = states(with_entropy(rng, play(rng, np.zeros(120), groups=16, echo=echo), 0.8 * (1 - 0.97 * echo)))
+    found = states(with_entropy(rng, simulate(rng, np.zeros(120), groups=16, echo=echo), 0.8 * (1 - 0.97 * echo)))
     assert first(found, "warning") > 40
     assert found[-1] in ("collapsing", "collapsed")
 
@@ -149,7 +151,7 @@ def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_sparse_reward_that_is_often_missed_is_no_collapse(seed):
     rng = np.random.default_rng(seed)
-    history = play(rng, np.zeros(300), easy=-4.0, spread=1.0, groups=4, size=4)
+    history = simulate(rng, np.zeros(300), easy=-4.0, spread=1.0, groups=4, size=4)
     assert np.mean([step["reward"] == 0 for step in history]) > 0.4
     assert {*states(only(with_entropy(rng, history, np.full(300, 0.8)), NAMED_KEYS))} <= {"healthy", "warning"}
 
@@ -157,7 +159,7 @@ def test_a_sparse_reward_that_is_often_missed_is_no_collapse(seed):
 @pytest.mark.parametrize("factor", [6.0, 50.0, float("inf")])
 def test_one_spike_of_the_gradient_or_one_every_few_steps_is_nothing_whatever_its_size(factor):
     rng = np.random.default_rng(0)
-    history = with_entropy(rng, play(rng, np.linspace(0, 1, 80)), np.full(80, 0.8))
+    history = with_entropy(rng, simulate(rng, np.linspace(0, 1, 80)), np.full(80, 0.8))
     for step in (40, 60, 63, 66):
         history[step]["grad_norm"] = 0.3 * factor
     assert {*states(history)} == {"healthy"}
@@ -191,7 +193,7 @@ def test_one_bad_batch_is_no_collapse():
 
 def test_a_run_that_stops_to_call_a_tool_which_earns_nothing_is_healthy():
     rng = np.random.default_rng(1)
-    history = play(rng, np.zeros(140), calls=ramp(0.8, 0.02, 40, 60, 40), call_gain=0.0)
+    history = simulate(rng, np.zeros(140), calls=ramp(0.8, 0.02, 40, 60, 40), call_gain=0.0)
     assert {*states(with_entropy(rng, history, np.full(140, 0.8)))} == {"healthy"}
 
 
@@ -339,7 +341,7 @@ def test_data_that_get_harder_are_no_collapse_where_groups_still_differ_and_the_
     for seed in range(10):
         rng = np.random.default_rng(seed)
         skill = np.concatenate([np.full(60, 1.5), np.linspace(1.5, -0.7, 100), np.full(60, -0.7)])
-        history = with_entropy(rng, play(rng, skill, groups=16), np.full(220, 0.8))
+        history = with_entropy(rng, simulate(rng, skill, groups=16), np.full(220, 0.8))
         history = [{key: value for key, value in step.items() if key not in hidden} for step in history]
         assert {*states(history)} == {"healthy"}, seed
         for step in history:

@@ -9,7 +9,7 @@ from agent_r1_trl.features.echo_trap.rollout import group_keys, rollout_signals,
 from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 
-def played(reward, *turns, calls=0, stop=StopReason.DONE, **fields):
+def rolled_out(reward, *turns, calls=0, stop=StopReason.DONE, **fields):
     """A trajectory whose turns sample these ids, with a token of the template between two turns."""
     ids, mask, turn_ids, found = [], [], [], []
     for number, sampled in enumerate(turns):
@@ -33,15 +33,15 @@ def signals(*trajectories, size=2):
 
 
 def test_a_success_that_no_float_can_hold_is_none():
-    assert signal_record(played(0.0, [1], info={"success": 10**400}))["success"] is None
+    assert signal_record(rolled_out(0.0, [1], info={"success": 10**400}))["success"] is None
 
 
 def test_every_signal_of_two_groups_of_two():
     found = signals(
-        played(1.0, [5, 6], [7], calls=1),
-        played(0.0, [5, 6], [8, 9]),
-        played(0.5, [3]),
-        played(0.5, [4]),
+        rolled_out(1.0, [5, 6], [7], calls=1),
+        rolled_out(0.0, [5, 6], [8, 9]),
+        rolled_out(0.5, [3]),
+        rolled_out(0.5, [4]),
     )
     assert {*found} <= KEYS
     assert found == pytest.approx(
@@ -56,46 +56,46 @@ def test_every_signal_of_two_groups_of_two():
 
 
 def test_a_move_in_a_game_that_is_played_in_text_is_an_action_like_a_tool_call():
-    moved, idle = played(1.0, [5], info={"num_actions": 2.0}), played(0.0, [6], info={"num_actions": 0.0})
-    found = signals(moved, idle, played(0.5, [7], calls=1), played(0.0, [8]))
+    moved, idle = rolled_out(1.0, [5], info={"num_actions": 2.0}), rolled_out(0.0, [6], info={"num_actions": 0.0})
+    found = signals(moved, idle, rolled_out(0.5, [7], calls=1), rolled_out(0.0, [8]))
     assert (found["inaction"], found["return_with_call"], found["return_without_call"]) == (0.5, 0.75, 0.0)
 
 
 def test_infrastructure_failures_count_nowhere():
-    healthy = [played(1.0, [5]), played(0.0, [6]), played(1.0, [7]), played(0.0, [8])]
-    failed = played(0.0, [5], stop=StopReason.TOOL_FAILURE)
+    healthy = [rolled_out(1.0, [5]), rolled_out(0.0, [6]), rolled_out(1.0, [7]), rolled_out(0.0, [8])]
+    failed = rolled_out(0.0, [5], stop=StopReason.TOOL_FAILURE)
     assert signals(*healthy[:2], failed, failed, *healthy[2:]) == signals(*healthy)
     assert signals(failed, failed) == {}
 
 
 def test_a_group_of_one_has_no_spread_and_says_nothing_twice():
-    failed = played(0.0, [5], stop=StopReason.ENVIRONMENT_ERROR)
-    found = signals(played(1.0, [5]), failed)
+    failed = rolled_out(0.0, [5], stop=StopReason.ENVIRONMENT_ERROR)
+    found = signals(rolled_out(1.0, [5]), failed)
     assert not {"reward_std", "zero_std_share", "repetition"} & {*found}
     assert found["reward"] == 1.0
 
 
 def test_the_penalty_for_truncation_is_no_part_of_the_raw_return():
-    cut = played(0.5, [6], stop=StopReason.MAX_TURNS, reward_parts={"answer": 1.0, "truncation_penalty": -0.5})
-    found = signals(played(1.0, [5]), cut)
+    cut = rolled_out(0.5, [6], stop=StopReason.MAX_TURNS, reward_parts={"answer": 1.0, "truncation_penalty": -0.5})
+    found = signals(rolled_out(1.0, [5]), cut)
     assert (found["reward"], found["reward_std"], found["zero_std_share"]) == (1.0, 0.0, 1.0)
 
 
 def test_float_noise_is_no_spread():
-    assert signals(played(0.1 + 0.2, [5]), played(0.3, [6]))["zero_std_share"] == 1.0
+    assert signals(rolled_out(0.1 + 0.2, [5]), rolled_out(0.3, [6]))["zero_std_share"] == 1.0
 
 
 def test_a_trajectory_that_repeats_itself_alone_is_no_echo():
-    found = signals(played(1.0, [5], [5], [5]), played(0.0, [6]))
+    found = signals(rolled_out(1.0, [5], [5], [5]), rolled_out(0.0, [6]))
     assert found["repetition"] == 0.0
-    found = signals(played(1.0, [5], [5], [5]), played(0.0, [5]))
+    found = signals(rolled_out(1.0, [5], [5], [5]), rolled_out(0.0, [5]))
     assert found["repetition"] == 1.0
 
 
 def test_success_is_what_environments_report():
-    found = signals(played(0.0, [5], info={"success": True}), played(0.0, [6], info={"success": 0.0}))
+    found = signals(rolled_out(0.0, [5], info={"success": True}), rolled_out(0.0, [6], info={"success": 0.0}))
     assert found["success"] == 0.5
-    assert "success" not in signals(played(0.0, [5], info={"success": "yes"}), played(0.0, [6]))
+    assert "success" not in signals(rolled_out(0.0, [5], info={"success": "yes"}), rolled_out(0.0, [6]))
 
 
 def test_the_groups_of_replaced_trajectories_are_found_by_example_and_number():

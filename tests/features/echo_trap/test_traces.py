@@ -1,4 +1,4 @@
-"""One seed of the simulated runs of `traces.py`; `make traces` plays ten."""
+"""One seed of the simulated runs of `traces.py`; `make traces` simulates ten."""
 
 import pytest
 

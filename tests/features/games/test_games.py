@@ -14,7 +14,7 @@ from agent_r1_trl.rollout import rollout_requests
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished, message
 from tests.features.games.helpers import ROOM, begun, called, step, text_of, written
-from tests.rollout.helpers import play
+from tests.rollout.helpers import roll_out as play
 from tests.tokenizers import make_tokenizer
 
 GAMES = [FrozenLakeEnv, SokobanEnv, CountdownEnv]

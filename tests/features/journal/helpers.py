@@ -152,7 +152,7 @@ def requests(count=NUM_TRAJECTORIES):
 
 
 def roll_out(path, env, policy, limits=LIMITS, **options):
-    """Play, and go on with the journal if there is one; returns the trajectories and the generator."""
+    """Sample, and go on with the journal if there is one; returns the trajectories and the generator."""
     recorded = read_rollout(path) if path is not None else None
     log = None if path is None else RolloutLog(path, HEADER, recorded=recorded, **options)
     talker = Talker(chat_of(), policy)

@@ -163,10 +163,10 @@ def test_a_finished_trajectory_comes_back_bit_for_bit(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rollout_that_was_cut_at_any_record_goes_on_as_if_it_had_not_been(tmp_path, case):
-    played = CASES[case]
-    expected, whole = roll_out(None, *played)
+    rolled_out = CASES[case]
+    expected, whole = roll_out(None, *rolled_out)
     path = tmp_path / "file"
-    roll_out(path, *played)
+    roll_out(path, *rolled_out)
     data, ends = path.read_bytes(), cut_points(path)
     assert len(ends) > 15
     assert any(turn.is_summary for item in expected for turn in item.turns) is (case == "summaries")
@@ -174,11 +174,11 @@ def test_a_rollout_that_was_cut_at_any_record_goes_on_as_if_it_had_not_been(tmp_
         path.write_bytes(data[:end] + data[end : end + 5])  # and a torn record behind it
         records = read_file(path)[0]
         recorded = sum(record["kind"] == "turn" for record in records)
-        trajectories, talker = roll_out(path, *played)
+        trajectories, talker = roll_out(path, *rolled_out)
         assert list(map(without_times, trajectories)) == list(map(without_times, expected)), number
         assert sum(talker.sampled.values()) == sum(whole.sampled.values()) - recorded, "no recorded turn is sampled"
         assert read_rollout(path).is_complete
-        again, talker = roll_out(path, *played)
+        again, talker = roll_out(path, *rolled_out)
         assert [item.to_json() for item in again] == [item.to_json() for item in trajectories], "times included"
         assert not talker.sampled
 
@@ -249,11 +249,11 @@ def drop_ends(path):
     path.write_bytes(b"".join(map(pack, records)))
 
 
-def test_finished_trajectories_are_played_again_for_reward_functions_that_look_at_environments(tmp_path):
+def test_finished_trajectories_are_sampled_again_for_reward_functions_that_look_at_environments(tmp_path):
     path = tmp_path / "file"
     expected, _ = roll_out(path, Shop, shopper)
     CALLS.clear()
-    trajectories, talker = roll_out(path, Shop, shopper, plays_finished=True)
+    trajectories, talker = roll_out(path, Shop, shopper, repeats_finished=True)
     assert list(map(without_times, trajectories)) == list(map(without_times, expected))
     assert not talker.sampled and CALLS["reset"] == 3 and set(CALLS) == {"reset"}
 
@@ -286,18 +286,18 @@ def test_trajectories_of_a_loop_that_was_given_up_have_ended_and_nothing_follows
         lambda request: chat.encode_reply(calls(("stuck", {}))), stop_token_ids=chat.stop_token_ids
     )
     runner = RolloutRunner(Stuck, generator, chat, RolloutLimits(stall_timeout=0.3, watchdog_interval=None))
-    played = runner.run(requests()[:2], journal=RolloutLog(path, HEADER | {"size": 2}))
-    assert {trajectory.stop_reason for trajectory in played} == {StopReason.ENVIRONMENT_ERROR}
+    rolled_out = runner.run(requests()[:2], journal=RolloutLog(path, HEADER | {"size": 2}))
+    assert {trajectory.stop_reason for trajectory in rolled_out} == {StopReason.ENVIRONMENT_ERROR}
     release.set()
     assert back.wait(10) or not started.is_set()  # a busy machine may hold the loop before
     time.sleep(0.2)  # the loop that was given up writes what it would have written
     runner.close()
-    again = JournalReplay(path).play(requests()[:2])
-    assert [item.to_json() for item in again] == [item.to_json() for item in played]
+    again = JournalReplay(path).replay(requests()[:2])
+    assert [item.to_json() for item in again] == [item.to_json() for item in rolled_out]
     assert "held the event loop" in again[0].error
 
 
-def test_a_failure_that_came_with_the_kill_is_played_again_and_one_of_a_whole_rollout_is_not(tmp_path):
+def test_a_failure_that_came_with_the_kill_is_sampled_again_and_one_of_a_whole_rollout_is_not(tmp_path):
     class Failing(Shop):
         is_down = True
 

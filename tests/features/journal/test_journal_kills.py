@@ -111,7 +111,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_never_was(tmp_p
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
 
     once, again = notes(whole, world), notes(killed, world)
-    assert {seed for _, _, seed in again} == {seed for _, _, seed in once}, "the same turns were played"
+    assert {seed for _, _, seed in again} == {seed for _, _, seed in once}, "the same turns were sampled"
     sampled = collections.Counter(seed for _, what, seed in again if what == "sampled")
     # A turn that was sampled but for the last moment: between the generator's answer and the journal's record.
     twice = sum(count - 1 for count in sampled.values())

@@ -98,16 +98,16 @@ def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted_or
 
 
 def test_with_overlap_the_rollout_that_was_begun_before_the_checkpoint_is_used_too(tmp_path, caplog):
-    overlap = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator plays
+    overlap = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator samples
     whole = train(tmp_path, **overlap)
     resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **overlap)
     assert resumed.num_sampled == 0 and all(map(is_same, resumed.batches, whole.batches[2:]))
-    assert "played anew" not in caplog.text
+    assert "sampled anew" not in caplog.text
     staleness = [entry["sampling/staleness"] for entry in resumed.state.log_history if "sampling/staleness" in entry]
     assert staleness[-2:] == [1, 1], "the turns out of the journal were sampled before the checkpoint's last update"
 
 
-def test_other_weights_play_anew_and_say_why(tmp_path, caplog):
+def test_other_weights_roll_out_anew_and_say_why(tmp_path, caplog):
     train(tmp_path)
     trainer = make_trainer(tmp_path, env=CountedEnv, max_steps=4, **SAVING)
     load = trainer._load_optimizer_and_scheduler
@@ -158,7 +158,7 @@ def test_rollouts_of_a_run_without_a_checkpoint_are_used_again_on_the_same_base_
     [({"temperature": 0.7}, "params"), ({"context.policy": "window", "context.turns": 1}, "limits")],
     ids=["sampling", "context"],
 )
-def test_other_settings_play_anew(tmp_path, change, named, caplog):
+def test_other_settings_roll_out_anew(tmp_path, change, named, caplog):
     train(tmp_path, max_steps=3)
     resumed = train(tmp_path, max_steps=3, checkpoint=str(tmp_path / "checkpoint-2"), **change)
     assert resumed.num_sampled == 4 * 2 and f"{named} differs" in caplog.text
@@ -316,9 +316,9 @@ def test_a_replay_with_another_reward_function_runs_it_on_the_recorded_completio
 
 
 def test_what_cannot_be_replayed_is_named_with_the_first_thing_that_differs(tmp_path):
-    played = train(tmp_path / "a", journal={"keep": 9}, max_steps=1).rollouts.limits
+    rolled_out = train(tmp_path / "a", journal={"keep": 9}, max_steps=1).rollouts.limits
     replay = {"journal": {"replay": str(tmp_path / "a")}}
-    limit = rf"max_observation_tokens={played.max_observation_tokens} was recorded, .*=7: .*Set max_obs"
+    limit = rf"max_observation_tokens={rolled_out.max_observation_tokens} was recorded, .*=7: .*Set max_obs"
     for change, message in (
         ({"train_dataset": questions(9)}, r"trajectory \d differs first in example_id"),
         ({"train_dataset": questions(8).map(lambda row: {"extra": 1})}, r"trajectory \d differs first in row"),
@@ -397,7 +397,9 @@ class LastTurns:
     ],
     ids=["object and path", "another path", "equal objects", "another object"],
 )
-def test_a_resumed_run_uses_what_the_same_policy_played_and_nothing_of_another(tmp_path, first, then, is_same, caplog):
+def test_a_resumed_run_uses_what_the_same_policy_rolled_out_and_nothing_of_another(
+    tmp_path, first, then, is_same, caplog
+):
     options = {"max_steps": 3, "per_device_train_batch_size": 4}
     train(tmp_path, context={"policy": first}, **options)
     resumed = train(tmp_path, context={"policy": then}, checkpoint=str(tmp_path / "checkpoint-2"), **options)

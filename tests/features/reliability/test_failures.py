@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig
 
 from agent_r1_trl.features.reliability.failures import MAX_WARNINGS, FailureBudget
-from agent_r1_trl.rollout import NothingPlayedError
+from agent_r1_trl.rollout import NothingRolledOutError
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.trainers.helpers import AddEnv, make_trainer, questions
@@ -42,7 +42,7 @@ def test_a_message_lists_five_causes_and_counts_the_others():
 
 
 def watch(rollouts, *, max_share=0.5, window=4, group_size=2):
-    """Judge rollouts written as strings (`x` failed, `.` was played); returns the number of the one that ends it."""
+    """Judge rollouts written as strings (`x` failed, `.` was sampled); returns the number of the one that ends it."""
     watch = FailureBudget(max_share, window)
     for number, rollout in enumerate(rollouts, start=1):
         if watch.judge([failed() if letter == "x" else None for letter in rollout], group_size=group_size):
@@ -71,7 +71,7 @@ def test_a_run_ends_where_more_than_the_share_of_the_last_prompts_failed(rollout
 def test_share_and_window_are_the_users():
     assert watch(["....", "x..."], max_share=0.1) == 2
     assert watch(["....", "xxxx", "xxxx"], max_share=1.0) is None
-    assert watch(["xxxx"], max_share=1.0) == 1, "nothing was ever played"
+    assert watch(["xxxx"], max_share=1.0) == 1, "nothing was ever sampled"
     assert watch(["..", "xx"], window=1) == 2
     assert watch(["..", *["xx"] * 5], window=8) is None
 
@@ -140,15 +140,15 @@ def test_one_bad_row_ends_no_run_wherever_it_comes(tmp_path, row, caplog):
 def test_a_first_rollout_without_a_single_trajectory_ends_the_run_at_once(tmp_path):
     trainer = make_trainer(tmp_path, env=broken_on(), max_steps=3)  # two prompts
     with pytest.raises(
-        NothingPlayedError, match=r"All 8 trajectories failed: 8 x environment_error: .*server is down"
+        NothingRolledOutError, match=r"All 8 trajectories failed: 8 x environment_error: .*server is down"
     ):
         trainer.train()
     assert trainer.state.global_step == 0
 
 
-def test_a_run_in_which_nothing_was_ever_played_ends_with_the_error(tmp_path):
+def test_a_run_in_which_nothing_was_ever_rolled_out_ends_with_the_error(tmp_path):
     trainer = make_trainer(tmp_path / "long", env=broken_on(), max_steps=3, **ONE_PROMPT)
-    with pytest.raises(NothingPlayedError, match="All 8 trajectories"):
+    with pytest.raises(NothingRolledOutError, match="All 8 trajectories"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -167,7 +167,7 @@ def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, n
     options = {"failures.window": 4, "failures.max_share": share, **ONE_PROMPT}
     trainer = make_trainer(tmp_path, env=Outage, max_steps=20, **options)
     message = rf"{num_failed} of the last 16 trajectories failed, .*failures.max_share={share}"
-    with pytest.raises(NothingPlayedError, match=message):
+    with pytest.raises(NothingRolledOutError, match=message):
         trainer.train()
     assert trainer.state.global_step == steps
 
@@ -217,17 +217,17 @@ def test_an_update_on_failures_alone_changes_nothing(tmp_path, trainer_class, la
 
 
 def test_a_second_training_begins_without_the_failures_of_the_first(tmp_path):
-    state = {"played": 0, "is_down": True}
+    state = {"sampled": 0, "is_down": True}
 
     class Fragile(AddEnv):
         def reset(self, example):
-            state["played"] += 1
-            if state["is_down"] and state["played"] > 8:
+            state["sampled"] += 1
+            if state["is_down"] and state["sampled"] > 8:
                 raise RuntimeError("the server is gone")
             return super().reset(example)
 
     trainer = make_trainer(tmp_path, env=Fragile, max_steps=8, train_dataset=questions(16), failures={"window": 8})
-    with pytest.raises(NothingPlayedError, match="24 of the last 32"):
+    with pytest.raises(NothingRolledOutError, match="24 of the last 32"):
         trainer.train()
     state["is_down"] = False
     trainer.args.max_steps = 2

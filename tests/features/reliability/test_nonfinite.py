@@ -14,7 +14,7 @@ from peft import LoraConfig
 from agent_r1_trl.features.reliability.nonfinite import BATCH, NonFiniteError, NumberWatch, nonfinite_weights
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
-from agent_r1_trl.rollout import NothingPlayedError
+from agent_r1_trl.rollout import NothingRolledOutError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
@@ -83,35 +83,35 @@ def test_a_step_that_is_not_finite_leaves_the_adaptive_entropy_bonus_alone(tmp_p
 
 
 def test_the_trajectory_that_is_named_is_the_one(tmp_path, caplog):
-    played = []
+    rolled_out = []
 
     class Broken(MultiTurnGRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             output["advantages"][5] = NAN
-            played.append(self.last_trajectories[5])
+            rolled_out.append(self.last_trajectories[5])
             return output
 
     make_trainer(
         tmp_path, trainer=Broken, max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=4
     ).train()
-    assert f"of example {played[0].example_id!r}, generation {played[0].generation}. 1 in a row" in caplog.text
+    assert f"of example {rolled_out[0].example_id!r}, generation {rolled_out[0].generation}. 1 in a row" in caplog.text
 
 
 @pytest.mark.parametrize("broken", (0, 1))
 def test_of_two_rollouts_in_a_step_the_one_that_is_broken_is_named(tmp_path, caplog, broken):
-    played = []
+    rolled_out = []
 
     class Broken(MultiTurnGRPOTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
-            played.append(self.last_trajectories)
-            if len(played) == broken + 1:
+            rolled_out.append(self.last_trajectories)
+            if len(rolled_out) == broken + 1:
                 output["advantages"][5] = NAN
             return output
 
     make_trainer(tmp_path, trainer=Broken, gradient_accumulation_steps=2, steps_per_generation=1).train()
-    found, other = played[broken][5], played[1 - broken][5]
+    found, other = rolled_out[broken][5], rolled_out[1 - broken][5]
     assert (found.example_id, found.generation) != (other.example_id, other.generation)
     assert f"of example {found.example_id!r}, generation {found.generation}. 1 in a row" in caplog.text
 
@@ -270,7 +270,7 @@ def test_a_policy_of_nan_ends_the_run_with_that_cause(tmp_path):
     trainer = make_trainer(tmp_path, script=None, max_steps=3)
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(NAN)
-    with pytest.raises(NothingPlayedError, match="logits contain NaN or infinity"):
+    with pytest.raises(NothingRolledOutError, match="logits contain NaN or infinity"):
         trainer.train()
 
 

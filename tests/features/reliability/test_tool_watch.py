@@ -1,4 +1,4 @@
-"""The circuit breaker: a tool that is down is waited for, and no update is made from what was played meanwhile."""
+"""The circuit breaker: a tool that is down is waited for, and no update is made from what was sampled meanwhile."""
 
 import asyncio
 import logging
@@ -95,7 +95,7 @@ def test_a_share_that_leaves_its_past_is_an_outage_if_calls_fail_that_had_succee
         assert part in str(caught.value)
 
 
-def test_a_tool_that_comes_back_has_the_rollout_played_anew_and_is_logged():
+def test_a_tool_that_comes_back_has_the_rollout_rolled_out_anew_and_is_logged():
     world = World(False, False, False, False, False, True)
     assert world.judge(HEALTHY, "c" * 16, HEALTHY) == [False, True, False]
     assert world.waits == [1, 2, 4]
@@ -215,7 +215,7 @@ def trainer_on(backend, folder, **options):
 
 
 @pytest.mark.parametrize("error", [InfrastructureError("gone")])
-def test_a_run_waits_for_a_tool_and_trains_on_nothing_that_was_played_meanwhile(tmp_path, error, caplog):
+def test_a_run_waits_for_a_tool_and_trains_on_nothing_that_was_rolled_out_meanwhile(tmp_path, error, caplog):
     waits = []
     healthy = trainer_on(Backend(error, 0, 0), tmp_path / "healthy")
     healthy.train()
@@ -245,7 +245,7 @@ def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path,
     healthy = trainer_on(backend, tmp_path / "healthy")
     healthy.train()
     for ours, theirs in zip(resumed.model.parameters(), healthy.model.parameters(), strict=True):
-        assert torch.equal(ours, theirs), "the journal brings nothing back that was played during the outage"
+        assert torch.equal(ours, theirs), "the journal brings nothing back that was sampled during the outage"
 
 
 def test_a_resumed_run_knows_what_the_interrupted_one_knew_of_its_tools(tmp_path):

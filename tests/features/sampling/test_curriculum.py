@@ -140,9 +140,9 @@ def test_what_turns_earn_is_no_pass(tmp_path, env):
         seen.append([value for group in passes for value in group])
         observe(prompts, passes)
 
-    def judged(played, size):
-        won.append([toss(item) for item in played.trajectories])
-        return judge(played, size)
+    def judged(rolled_out, size):
+        won.append([toss(item) for item in rolled_out.trajectories])
+        return judge(rolled_out, size)
 
     trainer.features["resampling"]._judge, trainer.features["resampling"].curriculum.observe = judged, listen
     trainer.train()

@@ -447,7 +447,7 @@ def test_a_resumed_run_trains_on_the_filtered_rollout(tmp_path):
     assert straight._buffered_inputs[0]["completion_ids"].shape[0] < 4
 
 
-def test_it_filters_what_was_played_ahead(tmp_path):
+def test_it_filters_what_was_rolled_out_ahead(tmp_path):
     options = {"use_vllm": True, "overlap_rollout": True, "max_steps": 3, "steps_per_generation": 2}
     trainer = paid_trainer(tmp_path, (), per_device_train_batch_size=4, **options, **HALF)
     trainer.train()

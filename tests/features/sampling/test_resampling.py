@@ -91,11 +91,11 @@ def test_at_a_pass_rate_of_5_percent_nine_of_ten_groups_teach_at_a_stated_cost(t
     assert abs(found["sampling/groups_with_signal_before"] - chance) < 3 * math.sqrt(chance * (1 - chance) / 16)
     assert found["sampling/groups_with_signal"] >= 0.9
     assert 1 - found["group/zero_variance_share"] == pytest.approx(found["sampling/groups_with_signal"])
-    played = [*trainer.last_trajectories, *trainer.last_batch.replaced]
-    assert found["sampling/generated_tokens"] == sum(item.num_action_tokens for item in played)
-    assert len(played) == 8 * (16 + found["sampling/resampled_groups"])
+    rolled_out = [*trainer.last_trajectories, *trainer.last_batch.replaced]
+    assert found["sampling/generated_tokens"] == sum(item.num_action_tokens for item in rolled_out)
+    assert len(rolled_out) == 8 * (16 + found["sampling/resampled_groups"])
     # Over everything that was sampled; the survivors would say three times as much.
-    assert found["sampling/pass_rate"] == sum(item.final_text == "yes" for item in played) / len(played)
+    assert found["sampling/pass_rate"] == sum(item.final_text == "yes" for item in rolled_out) / len(rolled_out)
     assert abs(found["sampling/pass_rate"] - 0.05) < 0.02 < found["reward"] - 0.05
     assert (batch["advantages"].abs().amax(dim=1).view(16, 8).amax(dim=1) > 0).float().mean() >= 0.9
 
@@ -202,7 +202,7 @@ def test_a_group_is_judged_by_all_its_members(tmp_path):
 # ---------------------------------------------------------------- limits
 
 
-def test_rounds_that_cannot_be_played_are_left_out(tmp_path):
+def test_rounds_that_cannot_be_rolled_out_are_left_out(tmp_path):
     options = {"num_generations": 1, "advantage_estimator": "reinforce_pp", "echo.actions": ["stop"]}
     trainer = make_trainer(tmp_path, env=taught(), script=speak, **options)
     trainer.features["resampling"].rounds = 2
@@ -210,7 +210,7 @@ def test_rounds_that_cannot_be_played_are_left_out(tmp_path):
     assert trainer.last_batch.replaced == []
 
 
-def test_evaluations_play_what_they_are_given(tmp_path):
+def test_evaluations_roll_out_what_they_are_given(tmp_path):
     trainer = make(tmp_path, taught(), eval_dataset=questions(3), per_device_eval_batch_size=2)
     scored_batch(trainer)
     trainer.evaluate()
@@ -277,7 +277,7 @@ def test_a_stream_is_refused_and_the_fix_works(tmp_path):
 
 
 def test_a_failed_group_is_replaced_and_a_failure_in_a_round_is_a_group_without_signal(tmp_path):
-    """q0 cannot be played; nor, in the second run, can any fresh prompt."""
+    """q0 cannot be sampled; nor, in the second run, can any fresh prompt."""
     good = ("q1", "q2", "q3")
     trainer = make(tmp_path, taught(*good), sampling={"resample_rounds": 1})
     scored_batch(trainer)

@@ -105,16 +105,16 @@ def test_the_rollout_closes_the_tools_of_any_environment():
         def close(self):  # does not call ToolEnv.close
             pass
 
-    async def play(factory):
+    async def roll_out(factory):
         session = EnvSession(factory, truncate=lambda text, limit: text)
         await session.reset(RolloutRequest(example={"prompt": "x"}))
         step = await session.step(calls(("python", "7")))
         await session.close()
         return step.info["tool_results"][0].content
 
-    assert asyncio.run(play(WithOwnClose)) == "7"
+    assert asyncio.run(roll_out(WithOwnClose)) == "7"
     assert (Fakes.opened, Fakes.closed) == (1, 1)
-    assert asyncio.run(play(lambda: FunctionToolsEnv([PythonTool(Fakes)]))) == "7"
+    assert asyncio.run(roll_out(lambda: FunctionToolsEnv([PythonTool(Fakes)]))) == "7"
     assert (Fakes.opened, Fakes.closed) == (2, 2)
 
 
@@ -169,7 +169,7 @@ def test_64_trajectories_are_kept_busy_at_once():
     class Env(ToolEnv):
         tools = (PythonTool("limits"),)
 
-    async def play(number):
+    async def roll_out(number):
         env = Env()
         await env.step(calls(("python", f"x = {number}")))
         await env.step(calls(("python", pause)))
@@ -179,7 +179,7 @@ def test_64_trajectories_are_kept_busy_at_once():
         return step.observations[0]["content"]
 
     async def crowd():
-        return await asyncio.gather(*[play(number) for number in range(64)])
+        return await asyncio.gather(*[roll_out(number) for number in range(64)])
 
     began = time.monotonic()
     assert asyncio.run(crowd()) == [str(number) for number in range(64)]

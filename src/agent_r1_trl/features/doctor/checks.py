@@ -95,7 +95,7 @@ def run_doctor(
         examples: rows of the data set; prompts are measured on the first of them.
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
         trust_remote_code: run code that comes with the model.
-        num_conversations: number of scripted conversations to play.
+        num_conversations: number of scripted conversations to run.
         **chat_options: chat_template, response_template, chat_template_kwargs, thinking, as in the trainer's config.
 
     Returns:
@@ -103,14 +103,14 @@ def run_doctor(
     """
     report, of_env = Report(), Report()
     rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
-    played = functools.partial(FunctionToolsEnv, list(tools)) if env is None and tools else env
-    if played is not None:
+    env_factory = functools.partial(FunctionToolsEnv, list(tools)) if env is None and tools else env
+    if env_factory is not None:
         try:
-            of_env.findings += examine_env(played, rows)
+            of_env.findings += examine_env(env_factory, rows)
         except ValueError as error:
             of_env.error("construction", f"It cannot be checked: {error}", "Pass rows as dicts.")
-    starts = [] if has_errors(of_env.findings) else _start_rows(of_env, played or SingleTurnEnv, rows or [])
-    schemas = _schemas(played, starts)
+    starts = [] if has_errors(of_env.findings) else _start_rows(of_env, env_factory or SingleTurnEnv, rows or [])
+    schemas = _schemas(env_factory, starts)
     subject = _load_subject(report, model_or_tokenizer, trust_remote_code)
     chat = None if subject is None else _open_chat(report, subject, chat_options)
     if subject is not None and chat is not None:
@@ -291,7 +291,7 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
 
 @dataclass
 class _Scene:
-    """A scripted conversation, which plays the environment's part itself."""
+    """A scripted conversation, which takes the environment's part itself."""
 
     prompt: list[Message]
     tools: list[Tool]
@@ -342,13 +342,13 @@ def _check_parser(report: Report, chat: ChatFormat, tools: Sequence[Schema], num
 
 
 def _check_masks(report: Report, chat: ChatFormat, tools: Sequence[Schema] | None, num_conversations: int) -> None:
-    """Play scripted conversations and compare the masks with the ids that were sampled."""
+    """Run scripted conversations and compare the masks with the ids that were sampled."""
     rng = random.Random(0)
     num_tokens = 0
     for _ in range(num_conversations):
         scene = _scene(chat, rng, tools)
         try:
-            trajectory = _play(chat, scene)
+            trajectory = _roll_out(chat, scene)
         except Exception as error:
             text = f"A rollout of a scripted conversation raised {describe_error(error)}."
             report.error("masks", text, suggestion(chat.tokenizer, chat.chat_template))
@@ -420,7 +420,7 @@ def _text(chat: ChatFormat, rng: random.Random) -> str:
     return "result " + " ".join(parts) + " end"
 
 
-def _play(chat: ChatFormat, scene: _Scene) -> Trajectory:
+def _roll_out(chat: ChatFormat, scene: _Scene) -> Trajectory:
     generator = ScriptedGenerator(lambda request: scene.turns[request.index], stop_token_ids=chat.stop_token_ids)
     limits = RolloutLimits(
         max_turns=len(scene.turns),

@@ -18,7 +18,7 @@ class DoctorArguments(TaskArguments, TemplateArguments):
     CLASHES = (ENV_OR_TOOLS,)
 
     model_name_or_path: str | None = setting(None, "Model: a directory or a Hub id.", aliases=["--model"])
-    dataset_name: str | None = setting(None, "Data set; episodes are played on its first rows.", aliases=["--dataset"])
+    dataset_name: str | None = setting(None, "Data set; episodes are tried on its first rows.", aliases=["--dataset"])
     tools: list[str] | None = setting(None, "Instead of env: import paths of functions.")
     max_completion_length: Count | None = setting(
         None, "Tokens of the whole trajectory; prompts must leave room for them."

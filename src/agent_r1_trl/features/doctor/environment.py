@@ -1,6 +1,6 @@
 """check_env: a linter for environments and their tools, to run before money is spent.
 
-It plays short episodes with good, bad and odd assistant messages and reports what would break training, teach the
+It runs short episodes with good, bad and odd assistant messages and reports what would break training, teach the
 wrong thing, or leak from one trajectory into another. It loads neither torch nor transformers.
 
     for finding in check_env(MyEnv, dataset):
@@ -57,13 +57,13 @@ def check_env(
     num_episodes: int = 3,
     timeout_s: float = 10.0,
 ) -> list[Finding]:
-    """Check an environment by playing in it.
+    """Check an environment by acting in it.
 
     Args:
         env_or_factory: an environment class or a function that makes an environment; also a class for TRL's
             `environment_factory`.
         examples: rows of the data set; if None, one made-up question.
-        num_episodes: maximum number of rows to play.
+        num_episodes: maximum number of rows to try.
         timeout_s: seconds that a method may take before it counts as hanging.
 
     Returns:
@@ -129,7 +129,7 @@ def _check_reset(trial: EnvTrial, are_made_up: bool) -> None:
         if report.has_errors("tools"):
             raise Stopped
         if reset.failure and are_made_up:
-            text = f"{reset.failure}, on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was played."
+            text = f"{reset.failure}, on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was tried."
             report.warning("reset", text, "Pass rows of your data set: check_env(env, examples).")
             raise Stopped
         if reset.failure:
@@ -148,7 +148,7 @@ def _check_reset(trial: EnvTrial, are_made_up: bool) -> None:
     report.ok("reset", f"reset gives the same valid prompt for the same example ({len(trial.rows)} rows).")
 
 
-# ---------------------------------------------------------------- what is played
+# ---------------------------------------------------------------- what is sampled
 
 
 def _answer(text: str | None) -> Message:
@@ -228,10 +228,10 @@ def _check_steps(trial: EnvTrial) -> None:
         tools = trial.tools_of_row[id(row)]
         left = _valid_messages(tools)
         while left:  # an episode may end before every tool was called: the next one goes on there
-            played = trial.play(row, "a valid call or a plain answer", left)
-            has_ended |= played.steps[-1].done
-            left = left[len(played.steps) :]
-        has_ended = has_ended or _answers_to_the_end(trial, played)
+            episode = trial.run(row, "a valid call or a plain answer", left)
+            has_ended |= episode.steps[-1].done
+            left = left[len(episode.steps) :]
+        has_ended = has_ended or _answers_to_the_end(trial, episode)
         for what, message in _broken_calls(tools).items():
             step = trial.step(trial.fresh(row)[0], message, what)
             if step.done:
@@ -253,9 +253,9 @@ def _check_steps(trial: EnvTrial) -> None:
     report.ok("tools", f"Described, and called once: {names}.{beside}" if tools else "No tools.")
 
 
-def _answers_to_the_end(trial: EnvTrial, played: EnvEpisode) -> bool:
+def _answers_to_the_end(trial: EnvTrial, episode: EnvEpisode) -> bool:
     """Whether the episode ends if the model goes on answering: there may be several user turns."""
-    steps = (trial.step(played.session, _answer(NONSENSE), "a plain answer") for _ in range(MAX_ANSWERS))
+    steps = (trial.step(episode.session, _answer(NONSENSE), "a plain answer") for _ in range(MAX_ANSWERS))
     return any(step.done for step in steps)
 
 
@@ -314,7 +314,7 @@ def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
 
 
 def _outcome_cases(tools: list[Tool]) -> dict[str, tuple[list[Message], StopReason]]:
-    """Messages to play before the trajectory is scored, and how it ends, by what they are."""
+    """Messages to take before the trajectory is scored, and how it ends, by what they are."""
     invalid, nonsense = [_broken_calls(tools)["an unknown tool"]], _answer(NONSENSE)
     calls = [_calls(_sample_call(tool)) for tool in tools[:1]] or invalid
     return {
@@ -328,9 +328,9 @@ def _outcome_cases(tools: list[Tool]) -> dict[str, tuple[list[Message], StopReas
 
 
 def _score(trial: EnvTrial, row: dict[str, Any], what: str, messages: list[Message], reason: StopReason) -> float:
-    """Play these messages in a fresh environment and let it score the trajectory."""
-    played = trial.play(row, what, messages)
-    scored = trial.call("outcome", played.session, played.trajectory(reason))
+    """Run these messages in a fresh environment and let it score the trajectory."""
+    episode = trial.run(row, what, messages)
+    scored = trial.call("outcome", episode.session, episode.trajectory(reason))
     if scored.failure:
         fix = "Return a finite float, or (float, parts), also for a truncated trajectory, whose final_text may be ''."
         trial.stop("outcome", f"On {what} ({reason.value}): {scored.failure}.", fix)
@@ -346,7 +346,7 @@ def _check_shared_state(trial: EnvTrial) -> None:
     row, report = trial.rows[0], trial.report
     bystander = trial.fresh(row)[0].env
     before = _snapshot(bystander)
-    trial.play(row, "a valid call or a plain answer", _valid_messages(trial.tools_of_row[id(row)]))
+    trial.run(row, "a valid call or a plain answer", _valid_messages(trial.tools_of_row[id(row)]))
     after = _snapshot(bystander)
     changed = sorted(name for name in before if before[name] != after.get(name, before[name]))
     if attributes := [name for name in changed if " of the tool " not in name]:

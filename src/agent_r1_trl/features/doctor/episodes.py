@@ -1,4 +1,4 @@
-"""Playing in an environment as a rollout does, with a time limit, and what is wrong with a step, a prompt or a tool.
+"""Acting in an environment as a rollout does, with a time limit, and what is wrong with a step, a prompt or a tool.
 
 It is shared by `check_env` and the doctor. It loads neither torch nor transformers.
 """
@@ -196,8 +196,8 @@ class EnvTrial:
                 report.warning("step", f"{num_calls} calls were answered by {num_answers} tool messages.", fix)
         return step
 
-    def play(self, row: dict[str, Any], what: str, messages: list[Message]) -> EnvEpisode:
-        """Play these messages in a fresh environment, as far as it lets them."""
+    def run(self, row: dict[str, Any], what: str, messages: list[Message]) -> EnvEpisode:
+        """Run these messages in a fresh environment, as far as it lets them."""
         session, prompt = self.fresh(row)
         episode = EnvEpisode(session=session, prompt=prompt, messages=messages)
         for message in messages:
@@ -209,7 +209,7 @@ class EnvTrial:
 
 @dataclass(kw_only=True)
 class EnvEpisode:
-    """What was played, and the environment as the episode left it."""
+    """What was said, and the environment as the episode left it."""
 
     session: EnvSession
     prompt: list[Message]

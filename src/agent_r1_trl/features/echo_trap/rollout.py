@@ -38,7 +38,7 @@ def _digest(ids: Sequence[int]) -> str:
 
 
 def group_keys(records: Sequence[dict[str, Any]]) -> list[Hashable]:
-    """Which group each trajectory belongs to; an example that was played more than once has several groups."""
+    """Which group each trajectory belongs to; an example that was sampled more than once has several groups."""
     seen: Counter[tuple[str, int]] = Counter()
     keys: list[Hashable] = []
     for record in records:

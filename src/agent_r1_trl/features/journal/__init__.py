@@ -7,8 +7,8 @@
 
 - `records.py`: a file is a row of records, each with length and checksum; what follows the last whole one is dropped
 - `reader.py`: what the records of a rollout say about each of its trajectories
-- `log.py`: the file of a rollout that is played: finished trajectories are handed out, unfinished ones go on
-- `players.py`: draft, generator and environment session that write, and first repeat what was written
+- `log.py`: the file of a rollout in flight: finished trajectories are handed out, unfinished ones go on
+- `recorders.py`: draft, generator and environment session that write, and first repeat what was written
 - `environments.py`: how an environment comes back to where it stood
 - `replay.py`: a rollout from its journal alone, without sampler, tools and environment
 

@@ -1,4 +1,4 @@
-"""The journal of one rollout of one process: written while it is played, read again after a kill."""
+"""The journal of one rollout of one process: written while it runs, read again after a kill."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.features.journal.players import (
-    JournaledDraft,
-    JournaledEndpoint,
-    JournaledGenerator,
-    JournaledSession,
-    TrajectoryLog,
-)
 from agent_r1_trl.features.journal.reader import (
     RecordedRollout,
     RecordedTrajectory,
     describe_request,
     read_trajectory,
     trajectory_record,
+)
+from agent_r1_trl.features.journal.recorders import (
+    JournaledDraft,
+    JournaledEndpoint,
+    JournaledGenerator,
+    JournaledSession,
+    TrajectoryLog,
 )
 from agent_r1_trl.features.journal.records import VERSION, Appender, Record, dump
 from agent_r1_trl.generation.base import Generator
@@ -55,9 +55,9 @@ class RolloutLog:
         path: of the file.
         header: what the rollout depends on besides its requests; `size` is the number of its trajectories.
         recorded: of an earlier start, if it may be used; the file is continued. None begins a new file.
-        plays_finished: play finished trajectories again, for reward functions that look at the environments. What the
-            policy said is still taken from the journal.
-        plays_failed: play trajectories again whose last try failed for no fault of the policy.
+        repeats_finished: sample finished trajectories again, for reward functions that look at the environments. What
+            the policy said is still taken from the journal.
+        repeats_failed: sample trajectories again whose last try failed for no fault of the policy.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class RolloutLog:
         header: Record,
         *,
         recorded: RecordedRollout | None = None,
-        plays_finished: bool = False,
-        plays_failed: bool = False,
+        repeats_finished: bool = False,
+        repeats_failed: bool = False,
     ) -> None:
         self.path = path
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
         self._keys: dict[int, tuple[RolloutRequest, str]] = {}
         """By the request's `id`, which is unique as long as the request is held here."""
-        self._is_complete = recorded is not None and recorded.is_complete and not plays_failed
+        self._is_complete = recorded is not None and recorded.is_complete and not repeats_failed
         self.optimizer_step: Any = (header if recorded is None else recorded.header).get("optimizer_step")
         """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
-        self._plays_finished = plays_finished
+        self._repeats_finished = repeats_finished
         self._ended: set[int] = set()
         """Numbers of trajectories of which nothing more is written, though the loop that was given up may go on."""
         self.num_reused = 0
@@ -104,10 +104,10 @@ class RolloutLog:
         """The recorded trajectory, if it has ended.
 
         A failure that was not the policy's fault counts only if the rollout went on to its end or to another try
-        (`retry_failed`): one that came with the kill is played again, and with `plays_failed` every one.
+        (`retry_failed`): one that came with the kill is sampled again, and with `repeats_failed` every one.
         """
         recorded = self._recorded.get(self._key(request))
-        if recorded is None or recorded.end is None or self._plays_finished:
+        if recorded is None or recorded.end is None or self._repeats_finished:
             return None
         trajectory = read_trajectory(recorded.end)
         has_gone_on = self._is_complete or self._key(replace(request, attempt=request.attempt + 1)) in self._recorded

@@ -8,7 +8,7 @@ Records of a file, by their `kind`; all but the first name their trajectory by i
     step      the environment answered: messages, reward, whether it is over, info with tool calls and results
     end       the finished trajectory, whole, with the tokens that template and environment wrote
 
-A trajectory that a resumed run played on may have a turn twice: the later record counts, and with it all that follows.
+A trajectory that a resumed run continued may have a turn twice: the later record counts, and with it all that follows.
 """
 
 from __future__ import annotations

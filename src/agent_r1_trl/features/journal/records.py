@@ -109,7 +109,7 @@ class Appender:
         self.close()
         logger.warning(
             "The rollout journal %s cannot be written (%s). The run goes on without a journal: after a kill it will "
-            "play again what it has not trained on. Free space, or set journal=False.",
+            "sample again what it has not trained on. Free space, or set journal=False.",
             self.path,
             error,
         )

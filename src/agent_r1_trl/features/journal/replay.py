@@ -30,7 +30,7 @@ class ReplayError(RunError, ValueError):
 
 
 class JournalReplay:
-    """Plays back recorded rollouts.
+    """Replays recorded rollouts.
 
     Args:
         path: `output_dir` of the recorded run, its folder `journal`, or one file of it.
@@ -63,7 +63,7 @@ class JournalReplay:
         names = [path.stem.rpartition("_")[2] for path in self._files]
         return sorted(int(name) for name in names if name.isdigit())
 
-    def play(
+    def replay(
         self,
         requests: Sequence[RolloutRequest],
         micro_step: int | None = None,
@@ -73,7 +73,7 @@ class JournalReplay:
         """The recorded trajectories, in the order of the requests.
 
         Args:
-            requests: as a rollout would play them.
+            requests: as a rollout would take them.
             micro_step: of a training run; None for an evaluation.
             round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
             limits: those of the present run, by name; None if they are not compared.
@@ -83,14 +83,14 @@ class JournalReplay:
         """
         rollout = self._read(micro_step, round_number)
         where = "" if micro_step is None else f"the rollout of micro-step {micro_step}: "
-        played = rollout.header.get("limits", {})
+        recorded_limits = rollout.header.get("limits", {})
         for name, value in (limits or {}).items():
             if "endpoint" in rollout.header and name.startswith("context."):
                 continue  # a hosted model reads every turn so far, whatever the recipe says
-            if name in played and played[name] != value:
+            if name in recorded_limits and recorded_limits[name] != value:
                 self._refuse(
-                    f"{where}{name}={played[name]!r} was recorded, and the run has {name}={value!r}: the trajectories "
-                    f"would be others. Set {name} to {played[name]!r}."
+                    f"{where}{name}={recorded_limits[name]!r} was recorded, and the run has {name}={value!r}: the "
+                    f"trajectories would be others. Set {name} to {recorded_limits[name]!r}."
                 )
         recorded = {str(item.request): item for item in rollout.trajectories}
         first_wave = [item.request for item in rollout.trajectories if not item.request["attempt"]]

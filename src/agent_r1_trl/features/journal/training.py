@@ -2,7 +2,7 @@
 
 A resumed run starts at its checkpoint and asks for the rollouts behind it once more. Each of them is in the journal,
 whole or in part, and is used if it was sampled from the same weights with the same settings; a run whose updates are
-deterministic therefore plays only what no process had played.
+deterministic therefore samples only what no process had sampled.
 
 Not covered here: files and records (`agent_r1_trl.features.journal`).
 """
@@ -52,7 +52,7 @@ class TrainingJournal(RolloutCallback):
     def __init__(self, args: Any) -> None:
         settings = args.journal
         self._replay = None if settings.replay is None else JournalReplay(settings.replay, rank=args.process_index)
-        self._plays_finished = False
+        self._repeats_finished = False
         """Whether reward functions look at environments, which a recorded trajectory does not have."""
         self._is_on, self._keep = self._replay is None, settings.keep
         self._overlaps = args.overlap_rollout
@@ -81,8 +81,8 @@ class TrainingJournal(RolloutCallback):
             "processes": trainer.accelerator.num_processes,
             "template": hashlib.blake2b(template.encode("utf-8", "replace"), digest_size=8).hexdigest(),
         }
-        self._plays_finished = reads_environments(trainer.reward_funcs)
-        if self._replay is not None and self._plays_finished:
+        self._repeats_finished = reads_environments(trainer.reward_funcs)
+        if self._replay is not None and self._repeats_finished:
             raise ReplayError(
                 "journal.replay: a reward function reads `environments`, and a replay has none. Leave that function "
                 "out, or leave journal.replay out."
@@ -127,14 +127,14 @@ class TrainingJournal(RolloutCallback):
     ) -> ReplayedRollout | None:
         """The recorded rollout; None if rollouts are sampled.
 
-        Reward functions that have changed find other groups to replace (`resampling.py`) than those that were played;
+        Reward functions that have changed find other groups to replace (`resampling.py`) than those that were sampled;
         a round that is not there has no trajectories.
         """
         if self._replay is None:
             return None
         try:
             place = (position.micro_step, position.round)
-            trajectories = self._replay.play(requests, *place, deciding_limits(limits))
+            trajectories = self._replay.replay(requests, *place, deciding_limits(limits))
         except ReplayError as error:
             if not position.round:
                 raise
@@ -196,7 +196,7 @@ class TrainingJournal(RolloutCallback):
         }
         recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
         self._is_first = False
-        log = RolloutLog(path, header, recorded=recorded, plays_finished=self._plays_finished)
+        log = RolloutLog(path, header, recorded=recorded, repeats_finished=self._repeats_finished)
         for earlier in self._logs[:-1]:
             earlier.close()
         self._logs = [*self._logs[-1:], log]
@@ -225,7 +225,7 @@ class TrainingJournal(RolloutCallback):
             return recorded
         logger.warning(
             "The journal of the rollout of micro-step %d is not used again: %s differ%s from what was recorded. The "
-            "rollout is played anew.",
+            "rollout is sampled anew.",
             header["micro_step"],
             ", ".join(changed),
             "s" if len(changed) == 1 else "",
@@ -249,7 +249,7 @@ def _micro_step(path: Path) -> int:
 
 @dataclass
 class ReplayedRollout:
-    """A rollout that needs not be played, in the place of `Rollout`."""
+    """A rollout that need not be sampled, in the place of `Rollout`."""
 
     requests: Sequence[RolloutRequest]
     trajectories: list[Trajectory]

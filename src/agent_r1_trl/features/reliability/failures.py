@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from agent_r1_trl.rollout.failures import (
     DOCTOR,
     FailureCause,
-    NothingPlayedError,
+    NothingRolledOutError,
     count_causes,
     describe_causes,
     failure_of,
@@ -52,41 +52,41 @@ class FailureBudget(RolloutCallback):
         """Forget the rollouts of an earlier run; one that is resumed begins anew as well."""
         self._rollouts: deque[tuple[int, Sequence[FailureCause | None]]] = deque()
         """Number of prompts of each of the last rollouts, and why each of its trajectories failed, if it did."""
-        self._num_prompts, self._has_played = 0, False
+        self._num_prompts, self._has_rolled_out = 0, False
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
         """Judge a rollout of training.
 
         Raises:
-            NothingPlayedError: too many have failed; names the causes and the last checkpoint.
+            NothingRolledOutError: too many have failed; names the causes and the last checkpoint.
         """
         position = batch.position
         if position.is_training:
             failures = gather_object([failure_of(trajectory) for trajectory in batch.trajectories])
             if problem := self.judge(failures, group_size=position.group_size):
                 path = last_checkpoint(Path(self.trainer.args.output_dir), position.optimizer_step)
-                raise NothingPlayedError(f"{problem} The last checkpoint is {path or 'not written yet'}.")
+                raise NothingRolledOutError(f"{problem} The last checkpoint is {path or 'not written yet'}.")
         return False
 
     def end_run(self) -> None:
-        """Refuse a run in which trajectories were tried and none was ever played.
+        """Refuse a run in which trajectories were tried and none was ever sampled.
 
         Raises:
-            NothingPlayedError: lists the causes.
+            NothingRolledOutError: lists the causes.
         """
         if problem := self._find_problem(may_be_one_row=False):
-            raise NothingPlayedError(problem)
+            raise NothingRolledOutError(problem)
 
     def judge(self, failures: Sequence[FailureCause | None], *, group_size: int) -> str | None:
         """Take in a rollout of training; returns what is wrong if the run must end.
 
         Args:
-            failures: why each trajectory of all ranks failed, in data order; None for those that were played.
+            failures: why each trajectory of all ranks failed, in data order; None for those that were sampled.
             group_size: trajectories of one prompt.
         """
         num_prompts = max(1, len(failures) // group_size)
         self._num_prompts += num_prompts
-        self._has_played |= None in failures
+        self._has_rolled_out |= None in failures
         self._rollouts.append((num_prompts, failures))
         while sum(num for num, _ in self._rollouts) - self._rollouts[0][0] >= self.window:
             self._rollouts.popleft()
@@ -96,7 +96,7 @@ class FailureBudget(RolloutCallback):
     def _find_problem(self, *, may_be_one_row: bool) -> str | None:
         found = [failure for _, failures in self._rollouts for failure in failures]
         causes, num_failed = count_causes(found), len(found) - found.count(None)
-        if found and not self._has_played and not may_be_one_row:
+        if found and not self._has_rolled_out and not may_be_one_row:
             return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {DOCTOR}"
         is_full = sum(num for num, _ in self._rollouts) >= self.window
         if is_full and num_failed > self.max_share * len(found):

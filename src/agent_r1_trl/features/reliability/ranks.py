@@ -68,7 +68,7 @@ class Sign:
     """The signal that it received; 0 for none."""
     state: str = RUNNING
     error: str = ""
-    """What went wrong in this rank's rollout; the others need not play theirs to the end."""
+    """What went wrong in this rank's rollout; the others need not finish theirs."""
 
 
 def set_gloo_timeout(timeout: timedelta) -> None:

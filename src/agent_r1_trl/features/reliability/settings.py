@@ -15,7 +15,7 @@ class FailureSettings(SettingsGroup):
     max_share: Share = setting(
         0.5,
         "End the run when a larger share of the last trajectories failed for no fault of the policy "
-        "(environment_error, generation_error, tool_failure, prompt_too_long). 1.0: only if nothing can be played.",
+        "(environment_error, generation_error, tool_failure, prompt_too_long). 1.0: only if nothing can be sampled.",
     )
     window: Count = setting(32, "Number of prompts over which `max_share` is judged; fewer are not judged.")
     max_nonfinite_steps: Count = setting(
@@ -48,7 +48,7 @@ class OutageSettings(SettingsGroup):
     min_calls: Count = setting(8, "Number of calls, on all processes, over which a tool is judged at least.")
     max_wait: NotNegative = setting(
         1800.0,
-        "Seconds that the run waits for a tool that is down, before it ends. What was played in the meantime is not "
+        "Seconds that the run waits for a tool that is down, before it ends. What was sampled in the meantime is not "
         "trained on. 0: it ends at once.",
     )
 

@@ -95,7 +95,7 @@ class RunGuard(RolloutCallback):
         watch = self._watch = RankWatch(self.trainer.args.failures.rank_timeout, **actions)
         state, error_text = FAILED, "it was interrupted"
         try:
-            overlap = self.trainer.args.overlap_rollout  # trajectories are played all the time
+            overlap = self.trainer.args.overlap_rollout  # trajectories are sampled all the time
             with (
                 SignalListener(lambda signum: self._on_signal(signum, "")),
                 marked_processes() if overlap else contextlib.nullcontext(),

@@ -27,7 +27,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
-from agent_r1_trl.rollout.failures import NothingPlayedError
+from agent_r1_trl.rollout.failures import NothingRolledOutError
 from agent_r1_trl.rollout.probe import PROBE_TIMEOUT_S, RecordedCall, recorded_calls, succeeds
 from agent_r1_trl.rollout.processes import marked_processes
 from agent_r1_trl.rollout.requests import RolloutRequest
@@ -64,7 +64,7 @@ _MODELS_MISTAKES = (
 )
 
 
-class ToolOutageError(NothingPlayedError):
+class ToolOutageError(NothingRolledOutError):
     """A tool was down for longer than `outages.max_wait`."""
 
 

@@ -95,7 +95,7 @@ class Curriculum:
     # ---------------------------------------------------------------- results
 
     def observe(self, prompts: Sequence[int], passes: Sequence[Sequence[float]]) -> None:
-        """Take in the groups that were played for a batch.
+        """Take in the groups that were sampled for a batch.
 
         Args:
             prompts: the row of each group.

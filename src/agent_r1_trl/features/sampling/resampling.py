@@ -6,7 +6,7 @@ replaced by a whole group of another prompt, sampled with the same weights; a gr
 the last of them has ended. What is left without signal in the end stays in the batch.
 
 Everything that decides is the same on all ranks, and follows from the seed, the step and the trajectories: a resumed
-run, whose trajectories come from the journal, makes the same batch. A rank plays what belongs in its own rows.
+run, whose trajectories come from the journal, makes the same batch. A rank samples what belongs in its own rows.
 
 Not covered: which prompts are worth drawing (`curriculum.py`), leaving groups out of the update (`group_filter.py`).
 
@@ -83,7 +83,7 @@ class Resampling(RolloutCallback):
         start, size = time.perf_counter(), position.group_size
         curriculum, used = self.curriculum, set(self._keys(batch))
         returns, passed, signals = self._judge(batch, size)
-        # Of all groups that are played for the batch, on all ranks; in the end some of them are in it.
+        # Of all groups that are sampled for the batch, on all ranks; in the end some of them are in it.
         all_returns, all_passed = [*returns], [*passed]
         all_prompts = [] if curriculum is None else curriculum.drawn(position.micro_step)
         num_groups, num_with_signal = len(signals), sum(signals)
@@ -92,7 +92,7 @@ class Resampling(RolloutCallback):
             groups = [group for group, has_one in enumerate(signals) if not has_one]
             prompts = self._draw(len(groups), position.micro_step, number + 1, used)
             of_group = dict(zip(groups, prompts, strict=True))
-            more = self._play_round(batch, replace(position, round=number + 1), of_group)
+            more = self._sample_round(batch, replace(position, round=number + 1), of_group)
             if more is None:
                 break
             number += 1
@@ -118,8 +118,8 @@ class Resampling(RolloutCallback):
             curriculum.observe(all_prompts, all_passed)
             metrics |= curriculum.metrics()
 
-    def _play_round(self, batch: RolloutBatch, position: Position, prompts: dict[int, int]) -> RolloutBatch | None:
-        """Play a group for each that is replaced, and put it in its place.
+    def _sample_round(self, batch: RolloutBatch, position: Position, prompts: dict[int, int]) -> RolloutBatch | None:
+        """Sample a group for each that is replaced, and put it in its place.
 
         Args:
             batch: the batch, in which groups are replaced.
@@ -127,7 +127,7 @@ class Resampling(RolloutCallback):
             prompts: which group gets which row of the data set.
 
         Returns:
-            What this rank has played, scored; None if a replay has no more.
+            What this rank has sampled, scored; None if a replay has no more.
         """
         trainer = self.trainer
         first = trainer.accelerator.process_index * len(batch.rows)
@@ -137,7 +137,7 @@ class Resampling(RolloutCallback):
             rows = [dict(trainer.train_dataset[index]) for index in indices]
             trainer.row_check.check_batch(rows)
         position = replace(position, places=[first + place for place in places])
-        more = trainer.rollouts.play(rows, trainer.model_wrapped, position)
+        more = trainer.rollouts.generate(rows, trainer.model_wrapped, position)
         if trainer.features.replaces_sampling and any(gather_object([len(more.trajectories) < len(rows)])):
             return None
         for name in ADDED_UP:

@@ -1,4 +1,4 @@
-"""An agent behind `POST /v1/chat/completions`: each request plays the whole training rollout, tools included."""
+"""An agent behind `POST /v1/chat/completions`: each request runs the whole training rollout, tools included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AgentServer:
     """Answers requests with an agent; many at once, each with an environment of its own.
 
     Args:
-        agent: model, chat format and limits; `max_concurrency` is how many requests are played at once.
+        agent: model, chat format and limits; `max_concurrency` is how many requests are sampled at once.
         env_factory: makes environments.
         name: of the model, as clients ask for it.
         params: how tokens are drawn if a request does not say.
@@ -105,9 +105,9 @@ class AgentServer:
         asked = read_request(body, model=self.name)
         if asked.stream:
             return await self._stream(request, asked)
-        return web.json_response(chat_answer(self.name, await self._play(asked)))
+        return web.json_response(chat_answer(self.name, await self._roll_out(asked)))
 
-    async def _play(self, asked: ChatRequest) -> Trajectory:
+    async def _roll_out(self, asked: ChatRequest) -> Trajectory:
         agent = self._agent
         if asked.limit is not None:
             limit = min(asked.limit, agent.limits.max_completion_length or asked.limit)
@@ -133,8 +133,8 @@ class AgentServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            played, has_usage = await self._play(asked), asked.stream_options.include_usage
-            lines = [*map(json.dumps, stream_pieces(self.name, played, has_usage=has_usage)), "[DONE]"]
+            trajectory, has_usage = await self._roll_out(asked), asked.stream_options.include_usage
+            lines = [*map(json.dumps, stream_pieces(self.name, trajectory, has_usage=has_usage)), "[DONE]"]
         except Exception as error:  # the status has been sent
             lines = [json.dumps(_as_api_error(error).body)]
         for line in lines:

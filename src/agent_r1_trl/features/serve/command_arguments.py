@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent_r1_trl.cli.arguments import ENV_HELP, ENV_KWARGS_HELP, ENV_OR_TOOLS, PlayArguments
+from agent_r1_trl.cli.arguments import ENV_HELP, ENV_KWARGS_HELP, ENV_OR_TOOLS, SamplingArguments
 from agent_r1_trl.cli.errors import loading, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import config_of
@@ -26,7 +26,7 @@ NO_RECIPE = {"max_turns": 100, "max_completion_length": 8192}
 
 
 @dataclass
-class ConversationArguments(PlayArguments):
+class ConversationArguments(SamplingArguments):
     """Settings of a conversation; those of a recipe have the same names."""
 
     CLASHES = (

@@ -26,7 +26,7 @@ from agent_r1_trl.settings import setting
 COMMAND = "agent-r1-trl serve"
 ABOUT = (
     "Serve an agent with its tools: agent-r1-trl serve MODEL. MODEL is the directory of a model, a checkpoint or an "
-    "adapter, or a Hub id. Each request in OpenAI's protocol plays a whole rollout. The model alone, for clients that "
+    "adapter, or a Hub id. Each request in OpenAI's protocol runs a whole rollout. The model alone, for clients that "
     "bring the tools, is served by vLLM (docs/chat-and-serving.md)."
 )
 

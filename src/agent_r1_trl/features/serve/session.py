@@ -3,7 +3,7 @@
 After every message the trajectory is that of an environment whose user says the same (`ToolEnv.next_user_message`),
 token for token: prompt, limits, context policy and masks are those of a training with these settings.
 
-Every message plays the whole trajectory with the training rollout. What the model sampled before comes from a `Tape`,
+Every message runs the training rollout from its beginning. What the model sampled before comes from a `Tape`,
 what the environment answered before from a `Stage`; only what is new is sampled and run.
 """
 
@@ -134,7 +134,7 @@ class Conversation:
         self._stage.said.append(message if isinstance(message, str) else [dict(item) for item in message])
         self._stage.has_acted = False
         try:
-            trajectory = await self._play()
+            trajectory = await self._roll_out()
         except BaseException:  # Ctrl-C as well
             await self._take_back(num_generations, num_steps)
             raise
@@ -155,9 +155,9 @@ class Conversation:
         """Close the environment."""
         await self._stage.leave()
 
-    async def _play(self) -> Trajectory:
+    async def _roll_out(self) -> Trajectory:
         request = RolloutRequest(example=self._stage.row(), example_id="chat", seed=self.seed)
-        self._tape.num_played = 0
+        self._tape.num_given = 0
         current_slot.set(self._slot)
         draft = Draft(request=request)
         return await run_trajectory(draft, self._stage, self._tape, self.agent.chat, self.limits, self.params)
@@ -190,15 +190,15 @@ class Tape(Generator):
     def __init__(self, generator: Generator, chat: ChatFormat, tell: Listener) -> None:
         self._generator, self._chat, self._tell = generator, chat, tell
         self.recorded: list[Generation] = []
-        self.num_played = 0
+        self.num_given = 0
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
     ) -> Generation:
         """See `Generator`."""
-        self.num_played += 1
-        if self.num_played <= len(self.recorded):
-            return self.recorded[self.num_played - 1]
+        self.num_given += 1
+        if self.num_given <= len(self.recorded):
+            return self.recorded[self.num_given - 1]
         generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
         ids = [token_id for token_id in generation.token_ids if token_id not in self._chat.stop_token_ids]
         text = self._chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -208,7 +208,7 @@ class Tape(Generator):
         return generation
 
 
-class PlayedStep(NamedTuple):
+class RecordedStep(NamedTuple):
     """One message of the model, and what the environment said to it."""
 
     result: StepResult
@@ -217,7 +217,7 @@ class PlayedStep(NamedTuple):
 
 
 class Stage(EnvSession):
-    """An environment that stays while its trajectory is played again and again, and the user's messages."""
+    """An environment that stays while its trajectory is sampled again and again, and the user's messages."""
 
     def __init__(
         self, factory: Callable[[], Any], truncate: Callable[[str, int], str], row: dict[str, Any], tell: Listener
@@ -226,7 +226,7 @@ class Stage(EnvSession):
         self._row, self._tell = row, tell
         self.said: list[Any] = []
         """The user's messages; the first may be a list of messages."""
-        self.steps: list[PlayedStep] = []
+        self.steps: list[RecordedStep] = []
         self.has_acted = False
         """Whether the environment has made a step since the flag was last cleared."""
         self._start: tuple[list[Message], list[dict[str, Any]]] | None = None
@@ -250,7 +250,7 @@ class Stage(EnvSession):
             observations, _, done, info = await super().step(message)
             info = {**info, "reward_parts": {}}  # nothing is scored: there is no gold answer
             is_answer = done and not (message.get("tool_calls") or message.get("malformed_tool_call"))
-            self.steps.append(PlayedStep(StepResult(observations, 0.0, done, info), is_answer))
+            self.steps.append(RecordedStep(StepResult(observations, 0.0, done, info), is_answer))
             self._tell_observations(self.steps[-1].result)
         self._next += 1
         step = self.steps[self._next - 1]

@@ -1,4 +1,4 @@
-"""What plays one trajectory with a journal: each does its work as without one, and writes down what came of it.
+"""What samples one trajectory with a journal: each does its work as without one, and writes down what came of it.
 
 They first repeat what a killed run has recorded. `run_trajectory` does not notice: it asks the generator, which
 answers from the journal as long as it is asked what it was asked then, and the environment, which comes back to its
@@ -38,11 +38,11 @@ class TrajectoryLog:
     """What the generator is asked for the turn that is being sampled."""
 
     def turn(self, index: int) -> RecordedTurn | None:
-        """The recorded turn; None if it is to be played."""
+        """The recorded turn; None if it is to be sampled."""
         return self.turns[index] if index < len(self.turns) else None
 
     def forget_from(self, index: int) -> None:
-        """Play that turn and those after it."""
+        """Sample that turn and those after it."""
         del self.turns[index:]
 
 
