@@ -146,7 +146,7 @@ def test_a_gold_of_another_form_is_refused_by_name(make):
         assert code == 2 and "nq, row 0: column 'golden_answers'" in said
 
 
-def test_questions_without_an_answer_are_left_out_and_counted(make):
+def test_questions_without_an_answer_are_excluded_and_counted(make):
     good = PUBLISHED["nq"][0]
     rows = [good, {**good, "id": "empty", "golden_answers": []}, {**good, "id": "blank", "question": " "}]
     code, kept, about, said = make("nq", rows)

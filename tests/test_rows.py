@@ -195,7 +195,7 @@ def test_time_and_rows_hold_the_same_tokens(batch, num_more):
     in_rows, masks = rows.to_rows(time, places), rows.to_rows(mask, places)
     for number, row in enumerate(rows.rows):
         assert in_rows[number, : len(row.completion_ids)].tolist() == row.completion_ids
-    assert torch.equal(rows.to_time(in_rows) * mask, time * mask), "rows without an action token are left out"
+    assert torch.equal(rows.to_time(in_rows) * mask, time * mask), "rows without an action token are excluded"
     assert rows.total(masks.sum(dim=1)).tolist() == [item.num_action_tokens for item in trajectories]
     assert sum(rows.is_first) == len(trajectories)
     last = [rows.rows[row].spans[-1][1] for row in rows.last.tolist()]

@@ -10,7 +10,7 @@ files give the same rows.
 
 The sets are those of RUC-NLPIR/FlashRAG_datasets: `id, question, golden_answers, metadata`. Evidence are the titles of
 the pages that hold the gold passages, where the metadata names them. No code of a data set is run (`data_files` only).
-A question without an answer is left out and counted; a missing column or a value of another form ends the program
+A question without an answer is excluded and counted; a missing column or a value of another form ends the program
 with the set, the row and the column.
 """
 
@@ -110,7 +110,7 @@ def load(data_files: str | list[str]) -> Iterable[Mapping[str, Any]]:
 
 
 def read_rows(name: str, raw: Iterable[Mapping[str, Any]]) -> tuple[list[Row], Counter[str]]:
-    """The rows of a set, and how many were left out for which reason.
+    """The rows of a set, and how many were excluded for which reason.
 
     Raises:
         UsageError: a row has another form, an id occurs twice, or nothing is left.

@@ -237,7 +237,7 @@ def test_weights_go_over_nccl_and_a_server_that_dies_harms_no_other(nccl, draine
         dying.dies = 1
         generator.sync(policy(21))
         assert turns(generator, 6) == [21] * 6
-        assert generator.metrics()["sampling/servers_left_out"] == 1
+        assert generator.metrics()["sampling/servers_excluded"] == 1
     assert drained == [True, True]
 
 
@@ -255,7 +255,7 @@ def test_an_error_of_nccl_is_that_of_its_server_alone_and_all_weights_are_gather
         generator.sync(policy(20))
         assert "unhandled cuda error" in caplog.text and server.url in caplog.text
         assert turns(generator, 2) == [20] * 2
-        assert generator.metrics()["sampling/servers_left_out"] == 1
+        assert generator.metrics()["sampling/servers_excluded"] == 1
         FakeNCCLLibrary.num_left = None
         generator.sync(policy(21))
         assert server.value == 21, "with what it missed"

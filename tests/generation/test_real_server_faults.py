@@ -53,7 +53,7 @@ def test_a_frozen_server_fails_its_requests_soon_and_goes_on_when_it_thaws(serve
         assert time.monotonic() - start < 20
         server.signal(signal.SIGCONT)
         deadline = time.monotonic() + 30
-        while generator.metrics()["sampling/servers_left_out"] and time.monotonic() < deadline:
+        while generator.metrics()["sampling/servers_excluded"] and time.monotonic() < deadline:
             time.sleep(0.2)
         assert sample() == before
     finally:

@@ -109,7 +109,7 @@ def test_a_restarted_server_gets_its_weights_again_in_the_rollout(tmp_path, adap
         server.kill()
         threading.Timer(1.5, server.start).start()
         assert turns(generator, 3) == [before] * 3
-        assert generator.metrics()["sampling/servers_left_out"] == 0
+        assert generator.metrics()["sampling/servers_excluded"] == 0
 
 
 def test_a_server_that_answers_for_any_name_is_found_out(tmp_path):
@@ -161,10 +161,10 @@ def test_requests_of_a_frozen_server_move_on_and_it_may_come_back():
         start = time.monotonic()
         assert turns(generator, 4) == [20] * 4
         assert time.monotonic() - start < 5
-        assert generator.metrics()["sampling/servers_left_out"] == 1
+        assert generator.metrics()["sampling/servers_excluded"] == 1
         frozen.is_frozen = False
         deadline = time.monotonic() + 6
-        while generator.metrics()["sampling/servers_left_out"] and time.monotonic() < deadline:
+        while generator.metrics()["sampling/servers_excluded"] and time.monotonic() < deadline:
             time.sleep(0.1)
         assert turns(generator, 1, [TrajectorySlot(place=0)]) == [20]
 
@@ -195,14 +195,14 @@ def test_when_no_server_is_left_requests_end_after_the_window_and_name_it():
 # -------------------------------------------------------------------- weight syncs
 
 
-def test_a_dead_server_is_left_out_of_the_sync_and_taken_in_again_later(caplog):
+def test_a_dead_server_is_excluded_from_the_sync_and_taken_in_again_later(caplog):
     with FakeServer() as dying, FakeServer() as other, generator_on(dying, other) as generator:
         generator.sync(policy(20))
         dying.kill()
         generator.sync(policy(21))
         assert any(dying.url in line.getMessage() for line in caplog.records if line.levelno == logging.WARNING)
         assert generator.metrics() == {
-            "sampling/servers_left_out": 1,
+            "sampling/servers_excluded": 1,
             "sampling/servers_lost": 1,
             "sampling/answers_discarded": 0,
         }
@@ -210,7 +210,7 @@ def test_a_dead_server_is_left_out_of_the_sync_and_taken_in_again_later(caplog):
         dying.start()
         generator.sync(policy(22))
         assert (dying.value, other.value) == (22, 22)
-        assert generator.metrics()["sampling/servers_left_out"] == 0
+        assert generator.metrics()["sampling/servers_excluded"] == 0
         assert turns(generator, 1, [TrajectorySlot(place=0)]) == [22]
 
 
@@ -238,7 +238,7 @@ SYNC_FAILURES = {
 
 
 @pytest.mark.parametrize("failure", SYNC_FAILURES)
-def test_a_server_that_fails_in_a_sync_is_left_out_and_does_not_harm_the_others(failure):
+def test_a_server_that_fails_in_a_sync_is_excluded_and_does_not_harm_the_others(failure):
     with FakeServer() as failing, FakeServer() as other, generator_on(failing, other, sync_timeout=1) as generator:
         generator.sync(policy(20))
         SYNC_FAILURES[failure](failing)
@@ -246,7 +246,7 @@ def test_a_server_that_fails_in_a_sync_is_left_out_and_does_not_harm_the_others(
         generator.sync(policy(21))
         assert time.monotonic() - start < 6
         assert turns(generator, 4) == [21] * 4
-        assert generator.metrics()["sampling/servers_left_out"] == 1
+        assert generator.metrics()["sampling/servers_excluded"] == 1
         failing.is_frozen = False
         failing.may_receive.set()
 

@@ -285,7 +285,7 @@ def test_an_evaluation_that_failed_says_nothing_of_a_set_whose_name_begins_alike
     assert trainer.state.best_metric == 2.0
 
 
-def test_failed_rows_are_left_out_of_the_reward_of_an_evaluation(tmp_path, monkeypatch, caplog):
+def test_failed_rows_are_excluded_from_the_reward_of_an_evaluation(tmp_path, monkeypatch, caplog):
     trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
     monkeypatch.setattr(DownEnv, "is_down", lambda self, example: example["id"] in ("q3", "q4"))
     with caplog.at_level(logging.WARNING, logger="agent_r1_trl"):

@@ -115,7 +115,7 @@ def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_valid_rows(tmp_pa
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-7, rtol=1e-4, msg=name)
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
-    # Logged as it is; micro-batches without a live row, which have none, are left out.
+    # Logged as it is; micro-batches without a valid row, which have none, are excluded.
     entropies = [value for value in trainer._metrics["train"]["entropy"] if not math.isnan(value)]
     assert len(entropies) == 2
     assert entropies[0] == pytest.approx(entropies[1])

@@ -53,7 +53,7 @@ class GroupStatistics:
         return torch.where(self.is_compared, advantages, 0.0).to(dtype)
 
     def normalised(self) -> torch.Tensor:
-        """(N,) float64: (value - group mean) / (group std + 1e-4), exactly 0 for rows that `select` leaves out."""
+        """(N,) float64: (value - group mean) / (group std + 1e-4), exactly 0 for rows that `select` excludes."""
         return self.select(self.centred / (self.std + STD_EPS), torch.float64)
 
 

@@ -181,7 +181,7 @@ def sft_rows(
 ) -> Iterator[dict[str, Any]]:
     """Conversations for supervised fine-tuning (`messages`, and `tools` if there are any), in TRL's form.
 
-    Left out are trajectories that a limit or a failure ended, that nothing scored, and those whose context was
+    Excluded are trajectories that a limit or a failure ended, that nothing scored, and those whose context was
     rewritten: no one conversation is what their model read.
 
     Args:

@@ -308,7 +308,7 @@ class Callbacks:
         self._num_void = 0
         """Rollouts in a row that were thrown away."""
         self.leave_out: list[str] = []
-        """Whose `keep` has left trajectories of this rank out of the last rollout."""
+        """Whose `keep` has excluded trajectories of this rank from the last rollout."""
         for name, row in FEATURES.items():
             if row.settings is not None and has_feature(name):
                 package = importlib.import_module(f"agent_r1_trl.features.{name}")

@@ -106,7 +106,7 @@ class EvaluationRows:
         metrics["tools/outages"] = [float(len(self.outages))]
         if is_main_process():
             logger.error(
-                "The rewards of this evaluation are left out, since they say nothing about the policy: %s. Restore "
+                "The rewards of this evaluation are excluded, since they say nothing about the policy: %s. Restore "
                 "what it needs. outages.max_failure_rise=1.0 switches this check off.",
                 "; ".join(self.outages),
             )
@@ -131,7 +131,7 @@ class EvaluationRows:
             )
         else:
             logger.warning(
-                "%d of the %d trajectories of this evaluation failed and are left out of its reward: %s.",
+                "%d of the %d trajectories of this evaluation failed and are excluded from its reward: %s.",
                 sum(cause.count for cause in causes),
                 len(self._failures),
                 describe_causes(causes),

@@ -1,7 +1,7 @@
 """Ragged trajectories in one row without padding, each common prefix computed once.
 
 A padded batch of B rows becomes one row of the tokens that are needed: a row ends with the token before its last
-scored one, and a row without any is left out. With `share_prefixes`, rows that begin alike keep one copy of what they
+scored one, and a row without any is excluded. With `share_prefixes`, rows that begin alike keep one copy of what they
 have in common, in front of what differs, and so do these among themselves: the rows are the branches of a tree.
 
     padded              packed             packed, prefixes shared

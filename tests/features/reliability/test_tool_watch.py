@@ -155,7 +155,7 @@ def test_what_is_known_of_the_tools_survives_a_checkpoint():
     assert fresh.watch.state_dict() == '{"past": {}, "succeeded": {}}'
 
 
-def test_calls_of_rows_that_json_does_not_hold_are_left_out_of_a_checkpoint():
+def test_calls_of_rows_that_json_does_not_hold_are_excluded_from_a_checkpoint():
     call = RecordedCall(tool="look", request=RolloutRequest(example={"n": 1}, seed=2**62), messages=[say("é")])
     assert RecordedCall.from_json(call.to_json()) == call
     for value in (object(), (1, 2), {1: 2}):
@@ -271,7 +271,7 @@ def test_an_evaluation_in_which_a_tool_was_down_has_no_reward_and_is_never_the_b
     assert not [name for name in metrics if name.startswith("eval_reward") and not math.isnan(metrics[name])]
     assert math.isnan(metrics["eval_reward"]) and trainer.state.best_metric == best
     assert (
-        "The rewards of this evaluation are left out" in caplog.text
+        "The rewards of this evaluation are excluded" in caplog.text
         and "'look' was down: 8 of its last 8" in caplog.text
     )
 

@@ -176,7 +176,7 @@ def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_are
         found.append({name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps", "advantages")})
         seen.append(None)
     plain, filtered = found
-    rounding = 0.0 if layout == "padded" else 1e-5  # shared rows begin with other rows where some are left out
+    rounding = 0.0 if layout == "padded" else 1e-5  # shared rows begin with other rows where some are excluded
     for name in plain:
         torch.testing.assert_close(plain[name][KEPT], filtered[name][KEPT], rtol=rounding, atol=rounding)
         assert plain[name][KEPT].abs().max() > 0

@@ -202,7 +202,7 @@ def test_a_group_is_judged_by_all_its_members(tmp_path):
 # ---------------------------------------------------------------- limits
 
 
-def test_rounds_that_cannot_be_rolled_out_are_left_out(tmp_path):
+def test_rounds_that_cannot_be_rolled_out_are_excluded(tmp_path):
     options = {"num_generations": 1, "advantage_estimator": "reinforce_pp", "echo.actions": ["stop"]}
     trainer = make_trainer(tmp_path, env=taught(), script=speak, **options)
     trainer.features["resampling"].rounds = 2

@@ -33,7 +33,7 @@ def make_rows(
         game: "countdown", "frozen_lake", "sokoban", or a class.
         num: how many.
         seed: other seeds give other levels.
-        exclude: rows whose levels are left out, so that test and training do not share any.
+        exclude: rows whose levels are excluded, so that test and training do not share any.
         **options: settings of the environment, such as size=5. Give the environment the same.
 
     Raises:

@@ -114,8 +114,8 @@ class FailureBudget(RolloutCallback):
             self._warned_of.add(cause.key)
             if is_main_process():
                 logger.warning(
-                    "Trajectories failed for no fault of the policy and are left out of the update: %s. This cause is "
-                    "reported once; rollout/infrastructure_failure_share counts on.%s",
+                    "Trajectories failed for no fault of the policy and are excluded from the update: %s. This cause "
+                    "is reported once; rollout/infrastructure_failure_share counts on.%s",
                     cause,
                     " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
                 )

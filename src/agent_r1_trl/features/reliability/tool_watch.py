@@ -224,7 +224,7 @@ class ToolWatch(RolloutCallback):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> str:
-        """What is known of the tools on this rank, as text; calls of rows that JSON does not hold are left out."""
+        """What is known of the tools on this rank, as text; calls of rows that JSON does not hold are excluded."""
         past = {name: [asdict(calls) for calls in tallies] for name, tallies in self._past.items()}
         calls = {name: [text for call in calls if (text := call.to_json())] for name, calls in self._succeeded.items()}
         return json.dumps({"past": past, "succeeded": calls})

@@ -8,7 +8,7 @@ the last of them has ended. What is left without signal in the end stays in the 
 Everything that decides is the same on all ranks, and follows from the seed, the step and the trajectories: a resumed
 run, whose trajectories come from the journal, makes the same batch. A rank samples what belongs in its own rows.
 
-Not covered: which prompts are worth drawing (`curriculum.py`), leaving groups out of the update (`group_filter.py`).
+Not covered: which prompts are worth drawing (`curriculum.py`), excluding groups from the update (`group_filter.py`).
 
 TRL 1.16 names that this file touches: `train_dataset`, `accelerator` and `args` (read).
 """

@@ -6,7 +6,7 @@ and a server without it refuses. Whole weights have no name that vLLM knows: the
 their process, and are asked for both after each answer. What they say then also holds for the time of the answer,
 because a process that ended never comes back.
 
-A server that is gone, silent or without the weights is left out. It comes back once it holds the weights of the last
+A server that is gone, silent or without the weights is excluded. It comes back once it holds the weights of the last
 sync: in the rollout if it can be given them there, else at the next sync.
 
 Everything here runs on the HTTP client's event loop, so there is nothing to lock.
@@ -29,7 +29,7 @@ from agent_r1_trl.generation.vllm.settings import ServerSettings
 logger = logging.getLogger(__name__)
 
 Found = dict[str, tuple[str | None, str]]
-"""Result of a sync: URL -> which processes hold the weights (None: left out), and why not."""
+"""Result of a sync: URL -> which processes hold the weights (None: excluded), and why not."""
 
 _AS_STARTED = "the weights it was started from"
 _POLL_S = 1.0
@@ -47,9 +47,9 @@ class Server:
     model: str
     """Name of its base model."""
     identity: str | None = _AS_STARTED
-    """Which processes hold the weights of the last sync; None while it is left out."""
+    """Which processes hold the weights of the last sync; None while it is excluded."""
     reason: str = ""
-    """Why it is left out."""
+    """Why it is excluded."""
     health: asyncio.Task[Any] | None = field(default=None, repr=False)
     checking: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     next_check: asyncio.Task[str | None] | None = field(default=None, repr=False)
@@ -73,7 +73,7 @@ class Fleet:
         """Whether any rank can."""
         self._health_timeout_s, self._retry_window_s = settings.health_timeout, settings.retry_window
         self._num_losses = self._num_discarded = self._num_pending = 0
-        self._lost_at = 0.0  # when the last server was left out
+        self._lost_at = 0.0  # when the last server was excluded
         self._has_servers = asyncio.Event()
         self._has_servers.set()
         self._is_paused = False
@@ -116,7 +116,7 @@ class Fleet:
             self._num_pending -= 1
 
     async def _choose(self, slot: TrajectorySlot) -> Server:
-        """The trajectory's server, or the next one that is not left out."""
+        """The trajectory's server, or the next one that is not excluded."""
         servers = list(self.servers.values())
         assert slot.place is not None
         while True:
@@ -225,7 +225,7 @@ class Fleet:
         server.identity, server.reason = None, reason
         self._num_losses += 1
         self._note_servers()
-        logger.warning("The vLLM server %s is left out of the rollout: %s", server.url, reason)
+        logger.warning("The vLLM server %s is excluded from the rollout: %s", server.url, reason)
         server.comeback = asyncio.create_task(self._bring_back(server))
 
     def _note_servers(self) -> None:
@@ -277,14 +277,14 @@ class Fleet:
             server.identity, server.reason = found[server.url]
             if server.identity is None:
                 self._num_losses += was_in
-                logger.warning("The vLLM server %s is left out until the next sync: %s", server.url, server.reason)
+                logger.warning("The vLLM server %s is excluded until the next sync: %s", server.url, server.reason)
                 server.comeback = asyncio.create_task(self._bring_back(server))
         self._note_servers()
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics: servers left out now; servers lost and answers thrown away since the last call."""
+        """Metrics: servers excluded now; servers lost and answers thrown away since the last call."""
         counts = {
-            "sampling/servers_left_out": float(sum(server.identity is None for server in self.servers.values())),
+            "sampling/servers_excluded": float(sum(server.identity is None for server in self.servers.values())),
             "sampling/servers_lost": float(self._num_losses),
             "sampling/answers_discarded": float(self._num_discarded),
         }
@@ -294,7 +294,7 @@ class Fleet:
     # ---------------------------------------------------------------- scores
 
     async def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
-        """URL -> log-probabilities of each id after the first, (N - 1,), for the servers that are not left out.
+        """URL -> log-probabilities of each id after the first, (N - 1,), for the servers that are not excluded.
 
         Raises:
             GenerationError: none is left.

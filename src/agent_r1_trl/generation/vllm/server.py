@@ -6,7 +6,7 @@ brings the weights: an adapter alone where the servers serve LoRA, as a folder t
 all weights that training changed, adapters merged into copies, over NCCL or through a folder.
 
 Each sync gives the weights a new name, which a server proves to hold (`fleet.py`). A server that cannot be reached or
-breaks off is left out; a sync fails only when no server is left, or when one is unfit from the start. A server that
+breaks off is excluded; a sync fails only when no server is left, or when one is unfit from the start. A server that
 was restarted gets the weights again in the rollout.
 
 Not covered: which servers are sampled from (`fleet.py`), the transfer of whole weights (`weight_transfer.py`,
@@ -158,7 +158,7 @@ class VLLMServerGenerator(Generator):
         return self._http.run(self._fleet.scores(token_ids))
 
     def metrics(self) -> dict[str, float]:
-        """See `Generator`: how many servers are left out now, and what was lost since the last call."""
+        """See `Generator`: how many servers are excluded now, and what was lost since the last call."""
         return self._fleet.take_counts()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class VLLMServerGenerator(Generator):
     # ---------------------------------------------------------------- weights
 
     def sync(self, model: nn.Module) -> bool:
-        """Give every server that answers the policy's weights; the others are left out, with a warning.
+        """Give every server that answers the policy's weights; the others are excluded, with a warning.
 
         The first rank sends; the others help to gather sharded parameters and wait until the servers are ready.
 

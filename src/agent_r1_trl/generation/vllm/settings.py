@@ -35,7 +35,7 @@ class ServerSettings(SettingsGroup):
     health_timeout: Seconds = setting(
         30.0,
         "Seconds that a server may be silent to health checks while requests wait for it. A slow server answers them; "
-        "a frozen one is left out, and its requests go to other servers.",
+        "a frozen one is excluded, and its requests go to other servers.",
     )
     retry_window: Seconds = setting(
         300.0,
@@ -44,7 +44,7 @@ class ServerSettings(SettingsGroup):
     )
     sync_timeout: Seconds = setting(
         120.0,
-        "Seconds that a server may take over one part (256 MiB) of a weight sync. One that takes longer is left out.",
+        "Seconds that a server may take over one part (256 MiB) of a weight sync. One that takes longer is excluded.",
     )
     allow_public: Flag = setting(
         False, "Use servers whose development routes, which have no password, are open at a public address."
