@@ -1,6 +1,6 @@
 """Tokenizers of the model families of docs/model-families.md, with the special tokens and the wire format of each.
 
-TRL's package has the templates of some; for the others a short stand-in of our own writes calls and thoughts as the
+TRL's package has the templates of some; for the others a short stand-in of our own writes calls and reasoning as the
 published template does. `tests/published.py` has the published ones, and `tests/chat/test_families.py` says which stand-ins
 differ from them otherwise.
 
@@ -66,7 +66,7 @@ _MINISTRAL_3 = """\
 {%- endif %}
 {%- endfor %}"""
 
-# Arguments must be strings; no header after a tool result; the thought of an answer is dropped.
+# Arguments must be strings; no header after a tool result; the reasoning of an answer is dropped.
 _DEEPSEEK_V31 = """\
 {%- if not thinking is defined %}{% set thinking = false %}{% endif %}
 {{- bos_token }}
@@ -191,7 +191,7 @@ _SEED_OSS = """\
 {%- if add_generation_prompt %}<seed:bos>assistant
 {% endif %}"""
 
-# The last turn is written in another way than the others, without its calls; thoughts are always dropped.
+# The last turn is written in another way than the others, without its calls; reasoning are always dropped.
 _NEMOTRON_NANO_2 = """\
 <SPECIAL_10>System
 {% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}
@@ -244,7 +244,7 @@ _CHATML_TOOL = """\
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
 {% endif %}"""
 
-# Thoughts are always dropped, and forced again.
+# Reasoning are always dropped, and forced again.
 _QWQ = (
     "{% set messages = messages | list %}"
     + _CHATML_HEAD
@@ -256,7 +256,7 @@ _QWQ = (
     + "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 
-# Thoughts before the last user message are dropped; the last turn shows its thought, even an empty one.
+# Reasoning before the last user message are dropped; the last turn shows its reasoning, even an empty one.
 _QWEN3_THINKING_2507 = (
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -295,7 +295,7 @@ _HERMES_3 = {
     ),
 }
 
-# The generation prompt is always written, whether it is asked for or not, with an empty thought unless one is asked for.
+# The generation prompt is always written, whether it is asked for or not, with empty reasoning unless one is asked for.
 _COMMAND_R7B = """\
 {{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble
 {% if tools %}{{ tools | tojson }}{% endif %}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif -%}

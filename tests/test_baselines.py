@@ -79,6 +79,6 @@ def test_an_environment_without_tools_has_none_to_take_away():
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("strip_thinking", "strip_thinking"), ("window", "keep")])
-def test_one_answer_is_rendered_as_the_models_thoughts_are(policy, kept):
+def test_one_answer_is_rendered_as_the_models_reasoning_is(policy, kept):
     limits = one_answer_limits(RolloutLimits(context={"policy": policy, "turns": 2 if policy == "window" else None}))
     assert (limits.context.policy, limits.max_turns, limits.context.turns) == (kept, 1, None)

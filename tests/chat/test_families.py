@@ -73,16 +73,16 @@ def cells_of(tokenizer: PreTrainedTokenizerFast) -> list[str]:
     messages = " ".join(check.message for check in flagged)
     prompt = chat.encode_prompt([{"role": "user", "content": "q"}])
     checks = {check.check for check in flagged}
-    thoughts = "none"
-    if chat.thinks and not chat.closed_thought(prompt):
-        thoughts = "dropped" if "changes thoughts" in messages else "kept"
+    reasoning = "none"
+    if chat.thinks and not chat.closed_reasoning(prompt):
+        reasoning = "dropped" if "changes reasoning" in messages else "kept"
     return [
         "own" if chat.template_to_save == tokenizer.chat_template else "TRL's",
         f"`{name_of_grammar(chat.grammar)}`",
-        "rewritten later" if re.search("earlier messages in another way|empty thought", messages) else "exact",
+        "rewritten later" if re.search("earlier messages in another way|empty reasoning", messages) else "exact",
         "wrong" if "masks" in checks else "exact",
         "some are not" if "parser" in checks else "all",
-        thoughts,
+        reasoning,
         level,
     ]
 
@@ -117,11 +117,11 @@ def test_each_family_has_a_row_and_none_has_wrong_masks():
         pytest.param("lfm2_5", {"preserve_thinking": True}, marks=pytest.mark.matrix),
     ],
 )
-def test_the_switch_that_the_doctor_names_keeps_the_thoughts(family, switch):
-    warning = next(check for check in run_doctor(FAMILIES[family](), tools=[search]) if "thoughts" in check.message)
+def test_the_switch_that_the_doctor_names_keeps_the_reasoning(family, switch):
+    warning = next(check for check in run_doctor(FAMILIES[family](), tools=[search]) if "reasoning" in check.message)
     assert f"chat_template_kwargs={switch}" in warning.fix
     checks = run_doctor(FAMILIES[family](), tools=[search], chat_template_kwargs=switch)
-    assert not [check for check in checks if "thoughts" in check.message]
+    assert not [check for check in checks if "reasoning" in check.message]
 
 
 # ---------------------------------------------------------------- a rollout, without the doctor
@@ -189,19 +189,19 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(row):
     wanted = [{"name": "look_up", "arguments": {"query": query}} for query in "ab"]
     assert calls == [[wanted[0]], [], [wanted[1]], []]
     assert [message["content"] for message in env.seen] == ["", "Done.", "", "Ok."]
-    # Ids: what the template writes around what was sampled, thoughts aside.
+    # Ids: what the template writes around what was sampled, reasoning aside.
     messages = [message for message in trajectory.messages if message["role"] != "system"]
     rendered = chat.encoder.to_text(chat.encode_conversation(messages, TOOLS))
     sampled = chat.encoder.to_text(trajectory.prompt_ids + ids)
     if family not in REWRITTEN:
-        assert without_thoughts(sampled) == without_thoughts(rendered)
+        assert without_reasoning(sampled) == without_reasoning(rendered)
 
 
 # Templates that write earlier messages in another way later, so that no appended ids can be those of the whole.
 REWRITTEN = ("hermes_3", "mistral_nemo", "mistral_small_3_2")
 
 
-def without_thoughts(text: str) -> str:
+def without_reasoning(text: str) -> str:
     text = re.sub(r"(?s)<(seed:)?think>.*?</(seed:)?think>\s*|</think>|<think>\s*", "", text)
     text = re.sub(r"(?s)<\|START_THINKING\|>.*?<\|END_THINKING\|>", "", text)
     text = text.replace("<|channel>thought\n<channel|>", "")

@@ -176,7 +176,7 @@ def test_one_broken_call_in_a_list_does_not_take_the_others_along():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwq", "glm_4_5", "qwen3_5"])
-def test_a_call_ends_a_thought_that_was_never_closed(family):
+def test_a_call_ends_reasoning_that_was_never_closed(family):
     text = '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     if family == "glm_4_5":
         text = "\n<tool_call>now\n</tool_call>"
@@ -198,7 +198,7 @@ CALLS = {
     "mistral": '[TOOL_CALLS]look_up[ARGS]{"k": 2}',
     "gemma4": "<|tool_call>call:look_up{k:2}<tool_call|>",
 }  # fmt: skip
-# family, vLLM's parsers of calls and of thoughts, the thought's markers
+# family, vLLM's parsers of calls and of reasoning, the reasoning's markers
 THINKING = [
     ("qwen3", "hermes", "qwen3", "<think>", "</think>"),
     ("qwen3_5", "qwen3_coder", "qwen3", "", "</think>"),
@@ -213,23 +213,23 @@ THINKING = [
 ]
 
 
-def ask_vllm(family, calls, thoughts, text, tools=TOOLS):
+def ask_vllm(family, calls, reasoning, text, tools=TOOLS):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser.parser_manager import ParserManager
 
     request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "q"}], tools=tools)
     parser = ParserManager.get_parser(
-        tool_parser_name=calls, reasoning_parser_name=thoughts, enable_auto_tools=True, model_name="m"
+        tool_parser_name=calls, reasoning_parser_name=reasoning, enable_auto_tools=True, model_name="m"
     )
-    thought, _, made = parser(FAMILIES[family](), request.tools).parse(text, request, enable_auto_tools=True)
-    return thought, [(call.name, json.loads(call.arguments)) for call in made or ()]
+    reasoning, _, made = parser(FAMILIES[family](), request.tools).parse(text, request, enable_auto_tools=True)
+    return reasoning, [(call.name, json.loads(call.arguments)) for call in made or ()]
 
 
 @pytest.mark.parametrize(
-    ("family", "calls", "thoughts", "opener", "closer"), THINKING, ids=[row[0] for row in THINKING]
+    ("family", "calls", "reasoning", "opener", "closer"), THINKING, ids=[row[0] for row in THINKING]
 )
 @pytest.mark.parametrize("after", ["\n\nSaid.", "\n\n{call}"], ids=["an answer", "a call"])
-def test_a_call_inside_a_closed_thought_is_made(family, calls, thoughts, opener, closer, after):
+def test_a_call_inside_closed_reasoning_is_made(family, calls, reasoning, opener, closer, after):
     after = after.replace("{call}", CALLS[calls])
     message = read(family, f"{opener}I look.{CALLS[calls]} And on.{closer}{after}")
     assert calls_of(message) == [("look_up", {"k": 2})] * (2 if CALLS[calls] in after else 1)
@@ -239,11 +239,11 @@ def test_a_call_inside_a_closed_thought_is_made(family, calls, thoughts, opener,
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("family", "calls", "thoughts", "opener", "closer"), THINKING, ids=[row[0] for row in THINKING]
+    ("family", "calls", "reasoning", "opener", "closer"), THINKING, ids=[row[0] for row in THINKING]
 )
-def test_vllm_makes_the_call_inside_a_closed_thought(family, calls, thoughts, opener, closer):
+def test_vllm_makes_the_call_inside_closed_reasoning(family, calls, reasoning, opener, closer):
     text = f"{opener}I look.{CALLS[calls]} And on.{closer}\n\nSaid."
-    assert ask_vllm(family, calls, thoughts, text) == ("I look.", [("look_up", {"k": 2})])
+    assert ask_vllm(family, calls, reasoning, text) == ("I look.", [("look_up", {"k": 2})])
 
 
 KINDS = {
@@ -304,10 +304,10 @@ def test_a_bare_value_is_what_its_schema_makes_of_it(kind, text, value):
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_reads_bare_values_in_the_same_way(kind, writer):
-    family, thoughts, form = WRITERS[writer]
+    family, reasoning, form = WRITERS[writer]
     for text in WRITTEN:
         said = "</think>" + form.replace("{}", text, 1)
-        _, [(_, arguments)] = ask_vllm(family, writer, thoughts, said, tool_with(KINDS[kind]))
+        _, [(_, arguments)] = ask_vllm(family, writer, reasoning, said, tool_with(KINDS[kind]))
         assert json.dumps(read_value(writer, KINDS[kind], text)) == json.dumps(arguments["x"]), text
 
 
@@ -348,13 +348,13 @@ def test_ids_that_a_template_refuses_do_not_turn_the_observation_into_a_user_mes
         # The template leaves the opener to the model, which left it out (or the tokenizer dropped it).
         ("qwen3", "I look.\n</think>\n\nNoon.", {"reasoning_content": "I look.", "content": "Noon."}),
         ("seed_oss", "I look.</seed:think>Noon.", {"reasoning_content": "I look.", "content": "Noon."}),
-        # A model without thoughts writes about HTML.
+        # A model without reasoning writes about HTML.
         ("qwen2_5", "Close it with </think>.", {"content": "Close it with </think>."}),
-        # The prompt has closed the thought already.
+        # The prompt has closed the reasoning already.
         ("deepseek_v3_1", "Noon.", {"content": "Noon."}),
         ("qwq", "I look.\n</think>\n\nNoon.", {"reasoning_content": "I look.", "content": "Noon."}),
         ("ministral_3", "[THINK]I look.[/THINK]Noon.", {"reasoning_content": "I look.", "content": "Noon."}),
     ],
 )
-def test_thoughts_are_told_from_what_is_said(family, text, message):
+def test_reasoning_is_told_from_what_is_said(family, text, message):
     assert read(family, text) == {"role": "assistant", **message}

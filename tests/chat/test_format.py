@@ -324,7 +324,7 @@ def test_stop_tokens_are_the_template_s_ends_and_the_tokenizer_s_eos():
 # ---------------------------------------------------------------- thinking
 
 
-def test_thinking_off_forces_an_empty_thought_that_is_glue():
+def test_thinking_off_forces_empty_reasoning_that_is_glue():
     chat = ChatFormat(make_tokenizer("qwen3"), thinking="off")
     forced = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     prompt = chat.encode_prompt(QUESTION, [SEARCH])
@@ -337,7 +337,7 @@ def test_thinking_off_forces_an_empty_thought_that_is_glue():
     assert authors[-1] is Author.TEMPLATE
 
 
-def test_a_forced_thought_opener_is_read_as_the_begin_of_the_thought():
+def test_forced_reasoning_opener_is_read_as_the_begin_of_the_reasoning():
     chat = ChatFormat(make_tokenizer("qwen3", chat_template=read_template("qwen3_5_think")))
     prompt = chat.encode_prompt([{"role": "user", "content": "q"}])
     assert chat.tokenizer.decode(prompt).endswith("<think>\n")

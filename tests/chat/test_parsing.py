@@ -1,4 +1,4 @@
-"""Sampled ids to messages: calls, thoughts, and what is said about calls that cannot be read.
+"""Sampled ids to messages: calls, reasoning, and what is said about calls that cannot be read.
 
 Covered: five model families; broken, foreign and literal markers; anything at all as input.
 Not covered: whether the arguments fit the tool's schema (the tool executor's business).
@@ -107,7 +107,7 @@ def test_parallel_calls_keep_their_order_and_get_ids_of_their_own(family):
     assert len(set(ids)) == 6
 
 
-def test_a_call_inside_a_thought_is_made():
+def test_a_call_inside_reasoning_is_made():
     text = '<think>\nI could <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n</think>\n\nParis.<|im_end|>'
     message = read("qwen3", text)
     assert (message["content"], message["reasoning_content"]) == ("Paris.", "I could")
@@ -116,13 +116,13 @@ def test_a_call_inside_a_thought_is_made():
     assert "not valid JSON" in broken["malformed_tool_call"] and "tool_calls" not in broken
 
 
-def test_a_marker_that_a_thought_only_mentions_is_no_call():
+def test_a_marker_that_reasoning_only_mentions_is_no_call():
     message = read("qwen3", "<think>\nI could use <tool_call>.\n</think>\n\nParis.<|im_end|>")
     assert (message["content"], message["reasoning_content"]) == ("Paris.", "I could use <tool_call>.")
     assert "tool_calls" not in message and "malformed_tool_call" not in message
 
 
-def test_a_thought_that_was_cut_is_a_thought():
+def test_reasoning_that_was_cut_is_reasoning():
     for end in ("", "<|im_end|>"):
         message = {"role": "assistant", "content": "", "reasoning_content": "long"}
         assert read("qwen3", f"<think>\nlong{end}") == message
@@ -131,10 +131,10 @@ def test_a_thought_that_was_cut_is_a_thought():
 
 
 def test_gptoss_analysis_preamble_call_and_answer_are_told_apart():
-    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
-    message = read("gptoss", thought + "<|channel|>final<|message|>Paris<|return|>")
+    reasoning = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    message = read("gptoss", reasoning + "<|channel|>final<|message|>Paris<|return|>")
     assert message == {"role": "assistant", "content": "Paris", "reasoning_content": "hm"}
-    message = read("gptoss", thought + "<|channel|>commentary<|message|>I look it up.<|end|>")
+    message = read("gptoss", reasoning + "<|channel|>commentary<|message|>I look it up.<|end|>")
     assert message == {"role": "assistant", "content": "I look it up.", "reasoning_content": "hm"}
 
 
@@ -395,7 +395,7 @@ def test_a_call_of_an_earlier_turn_is_not_read_again(result):
     }
 
 
-def test_a_forced_thought_is_read_after_a_tool_result_too():
+def test_forced_reasoning_is_read_after_a_tool_result_too():
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
         "<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"

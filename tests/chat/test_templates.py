@@ -46,7 +46,7 @@ def test_the_user_s_tokenizer_is_left_as_it_was(family):
     assert (tokenizer.chat_template, tokenizer.backend_tokenizer.to_str(), sorted(vars(tokenizer))) == before
 
 
-def test_a_template_that_strips_thoughts_is_replaced_by_trl_s_training_template():
+def test_a_template_that_strips_reasoning_is_replaced_by_trl_s_training_template():
     assert ChatFormat(make_tokenizer("qwen3")).chat_template == read_template("qwen3_training")
 
 

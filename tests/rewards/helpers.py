@@ -3,16 +3,16 @@
 from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 
 
-def thinks(thought, text="<answer>yes</answer>", **fields):
-    """An assistant message with an inline thought."""
-    return {"role": "assistant", "content": f"<think>{thought}</think>{text}", **fields}
+def thinks(reasoning, text="<answer>yes</answer>", **fields):
+    """An assistant message with an inline reasoning."""
+    return {"role": "assistant", "content": f"<think>{reasoning}</think>{text}", **fields}
 
 
-def searches(query="capital", /, name="search", thought="", **arguments):
-    """A turn's message with one call, and a thought in a field of its own if there is one."""
+def searches(query="capital", /, name="search", reasoning="", **arguments):
+    """A turn's message with one call, and reasoning in a field of its own if there is one."""
     function = {"name": name, "arguments": arguments or {"query": query}}
     message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    return message | ({"reasoning_content": thought} if thought else {})
+    return message | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def turn(message, observed=None, *, is_error=False, is_invalid=False, num_tokens=0):

@@ -30,7 +30,7 @@ def say(text):
     return {"role": "assistant", "content": text}
 
 
-# -------------------------------------------------------------------- the form of a thought
+# -------------------------------------------------------------------- the form of reasoning
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def say(text):
     [
         (thinks("Two facts agree here."), 1.0),
         (thinks("Two facts agree here.") | searches("oslo") | {"content": "<think>Look it up.</think>"}, 1.0),
-        (searches("oslo", thought="I should look it up."), 1.0),
+        (searches("oslo", reasoning="I should look it up."), 1.0),
         (say("<answer>yes</answer>") | {"reasoning_content": "Two facts agree here."}, 1.0),
         (say("<answer>yes</answer>") | {"thinking": "Two facts agree here."}, 1.0),
         (say([{"type": "text", "text": "<think>Two facts agree.</think><answer>yes</answer>"}]), 1.0),
-        # no thought, or an empty one
+        # no reasoning, or an empty one
         (say("<answer>yes</answer>"), 0.0),
         (searches("oslo"), 0.0),
         (thinks(""), 0.0),
@@ -60,7 +60,7 @@ def say(text):
         (say("Two facts agree here.</think><answer>yes</answer>"), 0.0),
         (say("First.<think>Two facts agree here.</think><answer>yes</answer>"), 0.0),
         (thinks("Two facts agree here.") | {"reasoning_content": "Two facts agree here."}, 0.0),
-        (searches("oslo", thought="Look <think>it up now."), 0.0),
+        (searches("oslo", reasoning="Look <think>it up now."), 0.0),
         # the answer
         (thinks("Two facts agree here.", "yes"), 0.0),
         (thinks("Two facts agree here.", "<answer></answer>"), 0.0),
@@ -75,7 +75,7 @@ def test_a_turn_thinks_once_and_says_something_before_it_acts(message, value):
 
 
 def test_the_form_is_a_share_of_turns_so_that_further_turns_earn_no_more():
-    good, bad = searches(thought="I should look it up."), searches()
+    good, bad = searches(reasoning="I should look it up."), searches()
     assert thinking_format(
         [rolled_out(good), rolled_out(good, good, good), rolled_out(good, bad, bad, bad), rolled_out()]
     ) == [
@@ -87,14 +87,14 @@ def test_the_form_is_a_share_of_turns_so_that_further_turns_earn_no_more():
     assert thinking_format_penalty([rolled_out(good, bad, good)]) == [[0.0, -0.1, 0.0]]
 
 
-def test_tags_in_prompts_tool_results_and_arguments_are_no_thoughts():
+def test_tags_in_prompts_tool_results_and_arguments_are_no_reasoning():
     tagged = "<think>Two facts agree here.</think><answer>yes</answer>"
     trajectory = rolled_out(turn(searches(tagged), tagged), say("yes"), prompt=tagged)
     assert thinking_format([trajectory]) == [0.0]
     assert thinking_format(completions=[[say("yes"), {"role": "tool", "content": tagged}]]) == [0.0]
 
 
-def test_a_template_that_opens_the_thought_is_named_by_an_option_and_not_guessed():
+def test_a_template_that_opens_the_reasoning_is_named_by_an_option_and_not_guessed():
     closed = say("Two facts agree here.</think><answer>yes</answer>")
     assert thinking_format([rolled_out(closed)]) == [0.0]
     assert thinking_format.with_options(opened_by_template=True)([rolled_out(closed)]) == [1.0]
@@ -106,20 +106,20 @@ def test_tags_can_be_chosen_and_the_answer_need_not_have_any():
     assert thinking_format.with_options(tag="plan")([rolled_out(message)]) == [0.0]
 
 
-# -------------------------------------------------------------------- what a thought says
+# -------------------------------------------------------------------- what reasoning says
 
 
-def test_a_thought_that_takes_up_three_new_words_earns_the_whole():
+def test_reasoning_that_takes_up_three_new_words_earns_the_whole():
     # New in the observation: oslo, norway, 700,000, inhabitants. Target 3; "so", "the" and "capital" say nothing new.
     search = turn(searches("capital"), FACT)
-    for thought, value in {
+    for reasoning, value in {
         "Oslo belongs to Norway with 700,000 people, matching my guess": 1.0,
         "Oslo in Norway seems right, matching my guess": 2 / 3,
         "OSLO, seems right, matching my guess": 1 / 3,
         "the capital seems right, matching my guess": 0.0,
         "": 0.0,
     }.items():
-        assert grounded_thinking([rolled_out(search, thinks(thought))]) == [[None, pytest.approx(value)]], thought
+        assert grounded_thinking([rolled_out(search, thinks(reasoning))]) == [[None, pytest.approx(value)]], reasoning
 
 
 def test_what_is_known_from_the_prompt_from_the_own_words_or_from_before_is_not_new():
@@ -127,13 +127,13 @@ def test_what_is_known_from_the_prompt_from_the_own_words_or_from_before_is_not_
     assert grounded_thinking([rolled_out(turn(searches("capital"), FACT), good, prompt=FACT)]) == [[None, None]]
     assert grounded_thinking([rolled_out(turn(searches(FACT), FACT), good)]) == [[None, None]]
     twice = rolled_out(
-        turn(searches("capital"), FACT), turn(searches("again", thought=good["content"][7:70]), FACT), good
+        turn(searches("capital"), FACT), turn(searches("again", reasoning=good["content"][7:70]), FACT), good
     )
     assert grounded_thinking([twice])[0][2] is None
 
 
 @pytest.mark.parametrize(
-    "thought",
+    "reasoning",
     [
         FACT,
         PAGE,
@@ -144,9 +144,9 @@ def test_what_is_known_from_the_prompt_from_the_own_words_or_from_before_is_not_
         "I should think carefully, step by step, and then give my answer.",
     ],
 )
-def test_a_pasted_observation_and_filler_words_earn_nothing(thought):
-    observed = FACT if thought == FACT else PAGE
-    assert grounded_thinking([rolled_out(turn(searches("museum"), observed), thinks(thought))]) == [[None, 0.0]]
+def test_a_pasted_observation_and_filler_words_earn_nothing(reasoning):
+    observed = FACT if reasoning == FACT else PAGE
+    assert grounded_thinking([rolled_out(turn(searches("museum"), observed), thinks(reasoning))]) == [[None, 0.0]]
 
 
 def test_a_list_of_likely_words_is_read_up_to_a_limit():
@@ -159,8 +159,8 @@ def test_a_list_of_likely_words_is_read_up_to_a_limit():
 def test_what_a_trajectory_earns_by_grounded_thinking_is_capped():
     turns = []
     for number in range(4):
-        thought = f"city{number - 1} river{number - 1} lake{number - 1} matter for my conclusion regarding geography"
-        turns.append(turn(searches(f"query{number}", thought=thought), f"city{number} river{number} lake{number}"))
+        reasoning = f"city{number - 1} river{number - 1} lake{number - 1} matter for my conclusion regarding geography"
+        turns.append(turn(searches(f"query{number}", reasoning=reasoning), f"city{number} river{number} lake{number}"))
     assert grounded_thinking([rolled_out(*turns)]) == [[None, 1.0, 0.0, 0.0]]
     assert grounded_thinking.with_options(max_total=2.5)([rolled_out(*turns)]) == [[None, 1.0, 1.0, 0.5]]
 
@@ -168,9 +168,9 @@ def test_what_a_trajectory_earns_by_grounded_thinking_is_capped():
 def test_scripts_without_spaces_are_compared_by_pairs_of_characters():
     assert words_of("東京都 Tower") == ["東京", "京都", "tower"]
     search = turn(searches("首都"), "奥斯陆是挪威的首都")
-    thoughts = {"奥斯陆属于挪威,因此我选择它": True, "我不知道,只好随便猜一个": False}
-    for thought, is_grounded in thoughts.items():
-        (scores,) = grounded_thinking([rolled_out(search, thinks(thought))])
+    said = {"奥斯陆属于挪威,因此我选择它": True, "我不知道,只好随便猜一个": False}
+    for reasoning, is_grounded in said.items():
+        (scores,) = grounded_thinking([rolled_out(search, thinks(reasoning))])
         assert (scores[1] > 0) is is_grounded
 
 
@@ -198,7 +198,7 @@ PIECES = [
     "\n",
 ]
 texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
-messages = st.builds(thinks, texts, texts) | st.builds(say, texts) | st.builds(searches, texts, thought=texts)
+messages = st.builds(thinks, texts, texts) | st.builds(say, texts) | st.builds(searches, texts, reasoning=texts)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -214,7 +214,7 @@ def test_what_observations_and_prompts_say_changes_no_form_or_length(turns, prom
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(messages, texts), min_size=1, max_size=4))
-def test_observations_alone_are_never_taken_for_thoughts(turns):
+def test_observations_alone_are_never_taken_for_reasoning(turns):
     silent = rolled_out(*(turn({**message, "content": "", "reasoning_content": ""}, seen) for message, seen in turns))
     assert not any(score for score in grounded_thinking([silent])[0])
 
@@ -264,7 +264,7 @@ def test_columns_of_the_data_set_never_change_an_option():
 
 
 def test_completions_of_trl_are_read_where_no_trajectory_is_given():
-    conversation = [searches("oslo", thought="I should look it up."), {"role": "tool", "content": FACT}, say("Oslo")]
+    conversation = [searches("oslo", reasoning="I should look it up."), {"role": "tool", "content": FACT}, say("Oslo")]
     assert thinking_format(completions=[conversation], prompts=["?"]) == [0.5]
     for function in (grounded_thinking, overlong_penalty):
         with pytest.raises(ValueError, match=rf"{function.__name__} .*trajectory="):

@@ -35,7 +35,7 @@ LONG = 100_000
 
 
 STRIP = ("qwen3", "deepseek_v3_1", "gpt_oss", "trl")
-"""Families whose templates drop thoughts."""
+"""Families whose templates drop reasoning."""
 
 
 @functools.cache

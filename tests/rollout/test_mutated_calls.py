@@ -82,7 +82,7 @@ def turn_ids(chat, rng, vocabulary):
     """One turn as the sampler would return it: up to its first stop token, or not ended at all."""
     try:
         ids = chat.encode_reply(sound_turn(rng))
-    except Exception:  # a template may refuse a thought beside a call
+    except Exception:  # a template may refuse reasoning beside a call
         ids = chat.encode_reply(say("5"))
     ids = mutated(ids, rng, vocabulary)
     stops = [index for index, token_id in enumerate(ids) if token_id in chat.stop_token_ids]

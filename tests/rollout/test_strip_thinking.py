@@ -19,7 +19,7 @@ from tests.families import FAMILIES
 from tests.rollout.helpers import check_rows, mostly_nightly, roll_out_recorded
 from tests.tokenizers import make_tokenizer
 
-# In the style of R1 and its many distillations: no `reasoning_content`, thoughts of answers are cut out of `content`.
+# In the style of R1 and its many distillations: no `reasoning_content`, reasoning of answers are cut out of `content`.
 FOREIGN = """\
 {%- if tools %}<|im_start|>system
 {{ tools | tojson }}<|im_end|>
@@ -83,9 +83,9 @@ def roll_out(chat, turns, *, env=Talk, **limits):
     return trajectory, recorder.log
 
 
-def thinks(thought, content="", **arguments):
-    """A turn with a thought, and a call if there are arguments."""
-    message = {"role": "assistant", "content": content, "reasoning_content": thought}
+def thinks(reasoning, content="", **arguments):
+    """A turn with reasoning, and a call if there are arguments."""
+    message = {"role": "assistant", "content": content, "reasoning_content": reasoning}
     if arguments:
         function = {"name": "look_up", "arguments": arguments}
         message["tool_calls"] = [{"type": "function", "id": "", "function": function}]
@@ -143,8 +143,10 @@ def test_every_context_is_what_the_published_template_shows(family):
 
 
 ALWAYS = [[turn] for turn in range(len(CONVERSATION))]
-# Command R7B's prompt writes an empty thought that is in no earlier turn, unless it is told to think.
-NEVER = [[*range(len(CONVERSATION))]]  # nothing thought that is dropped: DeepSeek does not think, unless it is told to
+# Command R7B's prompt writes empty reasoning that is in no earlier turn, unless it is told to think.
+NEVER = [
+    [*range(len(CONVERSATION))]
+]  # nothing reasoning that is dropped: DeepSeek does not think, unless it is told to
 ROWS = {"qwq": ALWAYS, "nemotron_nano_2": ALWAYS, "deepseek_v3_1": NEVER, "command_r7b": ALWAYS}
 """Turns of each row; in other families a tool loop is one row."""
 
@@ -167,7 +169,7 @@ def texts_of(chat, log):
     return [chat.encoder.to_text(context) for context, _ in log]
 
 
-def test_a_template_that_forces_thoughts_drops_them_all():
+def test_a_template_that_forces_reasoning_drops_it_all():
     chat = ChatFormat(MAKERS["deepseek_v3_1"](), thinking="strip", chat_template_kwargs={"thinking": True})
     end = "<｜end▁of▁sentence｜>"
     trajectory, log = roll_out(
@@ -189,7 +191,7 @@ def test_what_a_template_drops_of_answers_alone_is_dropped():
     assert "first thought" in texts_of(chat, log)[2] and "secret" not in texts_of(chat, log)[2]
 
 
-# -------------------------------------------------------------------- thoughts that are none
+# -------------------------------------------------------------------- reasoning that are none
 
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"query": "a"}}\n</tool_call>'
 MALFORMED = {
@@ -207,7 +209,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_malformed_thought_is_a_state_of_the_rollout(name):
+def test_malformed_reasoning_is_a_state_of_the_rollout(name):
     chat = chat_of("qwen3")
     text, left = MALFORMED[name]
     trajectory, log = roll_out(chat, [*spoken(chat, text), *CONVERSATION[2:4]])
@@ -220,7 +222,7 @@ def test_a_malformed_thought_is_a_state_of_the_rollout(name):
 
 
 class Hostile(Talk):
-    """What comes from outside spells the tags of thoughts and the ends of turns."""
+    """What comes from outside spells the tags of reasoning and the ends of turns."""
 
     def step(self, message):
         told = [*super().step(message).observations]
@@ -255,7 +257,7 @@ def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(STRIPPING)))
-def test_a_template_that_drops_no_thoughts_is_refused_and_the_fix_works(family):
+def test_a_template_that_drops_no_reasoning_is_refused_and_the_fix_works(family):
     with pytest.raises(ValueError, match=r"thinking='strip' has no effect.*Use thinking='keep'"):
         ChatFormat(MAKERS[family](), thinking="strip")
     ChatFormat(MAKERS[family](), thinking="keep")
@@ -267,7 +269,7 @@ def test_a_format_and_a_policy_that_do_not_belong_together_are_refused(options, 
         roll_out(ChatFormat(make_tokenizer("qwen3"), **options), CONVERSATION, context={"policy": policy})
 
 
-def test_without_thinking_the_forced_empty_thought_is_dropped():
+def test_without_thinking_the_forced_empty_reasoning_is_dropped():
     chat = ChatFormat(make_tokenizer("qwen3"), **format_options("off", "strip_thinking", None))
     turns = [{"role": "assistant", "content": "A."}, {"role": "assistant", "content": "B."}]
     trajectory, log = roll_out(chat, turns)
@@ -281,14 +283,14 @@ def test_without_thinking_the_forced_empty_thought_is_dropped():
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize(
-    "family",  # Nemotron Nano 2 says no empty thought
+    "family",  # Nemotron Nano 2 says no empty reasoning
     mostly_nightly([name for name in STRIPPING if name != "nemotron_nano_2"], "qwen3", "qwq", "gemma4", "gpt_oss"),
 )
 def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(family):
     chat = chat_of(family)
     words = st.text(max_size=9) | st.sampled_from(["<think>", "</think>", "<|im_end|>", "<tool_call>", "é🙂", "\n\n"])
     message = st.builds(thinks, words, words) | st.builds(
-        lambda thought, word: thinks(thought, query=word), words, words
+        lambda reasoning, word: thinks(reasoning, query=word), words, words
     )
     odd = st.lists(st.integers(0, len(chat.tokenizer) - 1), max_size=8)
     limits = st.fixed_dictionaries({}, optional={"max_tokens_per_turn": st.integers(1, 30)})
@@ -338,10 +340,10 @@ def test_a_turn_of_a_long_conversation_renders_and_encodes_as_much_as_one_of_a_s
 
 
 def test_a_rule_that_the_end_of_a_conversation_does_not_show_is_noticed():
-    """A template that drops the thoughts of the first half."""
+    """A template that drops the reasoning of the first half."""
     source = FOREIGN.replace("loop.index0 < ns.last", "loop.index0 < ns.last / 2")
     chat = ChatFormat(make_tokenizer("qwen3", chat_template=source), thinking="strip")
-    assert not chat.thought_rule.is_local and chat_of("foreign").thought_rule.is_local
+    assert not chat.reasoning_rule.is_local and chat_of("foreign").reasoning_rule.is_local
     turns = [thinks("", f"<think>\nthought {number}\n</think>\n\nIt is.") for number in range(8)]
     _, log = roll_out(chat, turns)
     shown = texts_of(chat, log)[-1]

@@ -11,14 +11,14 @@ from tests.toys import say
 from tests.trainers.helpers import PlainEnv, make_policy, make_trainer, questions
 
 
-def two_thoughts(rng, turn):
-    """Answers, most of them with a thought."""
-    thought = {
+def two_reasoning(rng, turn):
+    """Answers, most of them with reasoning."""
+    reasoning = {
         "role": "assistant",
         "content": f"{rng.randint(0, 99)}",
         "reasoning_content": f"so {rng.randint(0, 99)}",
     }
-    return thought if rng.random() < 0.8 else say("none")
+    return reasoning if rng.random() < 0.8 else say("none")
 
 
 class AskingEnv(PlainEnv):
@@ -29,10 +29,10 @@ class AskingEnv(PlainEnv):
 
 
 @pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
-def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_path, trainer_class):
+def test_reasoning_is_stripped_in_training_evaluation_and_after_a_resume(tmp_path, trainer_class):
     options = {
         "trainer": trainer_class, "context": "strip_thinking", "max_turns": 2,
-        "script": two_thoughts, "env": AskingEnv,
+        "script": two_reasoning, "env": AskingEnv,
         "eval_dataset": questions(4), "per_device_eval_batch_size": 4, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2, "record_trajectories": "jsonl", "save_strategy": "steps", "save_steps": 1,
     }  # fmt: skip
@@ -40,7 +40,7 @@ def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_pat
     trainer.train()
     trainer.evaluate()
     assert trainer.args.context.policy == "strip_thinking"
-    assert trainer.rollouts.chat.chat_template == read_template("qwen3"), "not TRL's, which keeps thoughts"
+    assert trainer.rollouts.chat.chat_template == read_template("qwen3"), "not TRL's, which keeps reasoning"
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == 2 and all(entry["rollout/rows"] > 1 and entry["grad_norm"] > 0 for entry in logged)
     resumed = make_trainer(tmp_path, **options, max_steps=3)
@@ -48,9 +48,9 @@ def test_thoughts_are_stripped_in_training_evaluation_and_after_a_resume(tmp_pat
     tokenizer = trainer.processing_class
     for item in [*read_trajectories(tmp_path), *resumed.last_trajectories]:
         last = tokenizer.decode(item.rows[-1].prompt_ids)
-        thoughts = [turn.message.get("reasoning_content") for turn in item.turns]
-        if thoughts[0]:
-            assert len(item.rows) == 2 and thoughts[0] not in last and item.turns[0].message["content"] in last
+        reasoning = [turn.message.get("reasoning_content") for turn in item.turns]
+        if reasoning[0]:
+            assert len(item.rows) == 2 and reasoning[0] not in last and item.turns[0].message["content"] in last
 
 
 def test_evaluation_samples_with_the_same_policy():
@@ -64,6 +64,6 @@ def test_evaluation_samples_with_the_same_policy():
         evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=RolloutLimits(**options), thinking="strip")
 
 
-def test_a_model_without_thoughts_is_refused_by_the_trainer(tmp_path):
+def test_a_model_without_reasoning_is_refused_by_the_trainer(tmp_path):
     with pytest.raises(ValueError, match=r"thinking='strip' has no effect.*thinking='keep'"):
         make_trainer(tmp_path, family="qwen2_5", context="strip_thinking")

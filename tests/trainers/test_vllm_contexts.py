@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 POLICIES = {
     "window": {"context.policy": "window", "context.turns": 1},
     "drop_observations": {"context.policy": "drop_observations", "context.turns": 1, "context.tokens": 90},
-    # The template forces an empty thought, and shows none in earlier turns.
+    # The template forces empty reasoning, and shows none in earlier turns.
     "strip_thinking": {"context.policy": "strip_thinking", "thinking": "off"},
     "summarise": {"context.policy": "summarise", "context.turns": 2, "context.summary_tokens": 6},
 }

@@ -37,27 +37,27 @@ def speak(chat: ChatFormat, message: Message, num_calls: int) -> list[int]:
     return chat.encode_reply(message) if calls else reply
 
 
-def empty_thought(chat: ChatFormat) -> str:
-    """The thought that the generation prompt opens and closes, so that the policy says none; "" if it does not."""
-    return chat.closed_thought(chat.encode_prompt([_QUESTION]))
+def empty_reasoning(chat: ChatFormat) -> str:
+    """The reasoning that the generation prompt opens and closes, so that the policy says none; "" if it does not."""
+    return chat.closed_reasoning(chat.encode_prompt([_QUESTION]))
 
 
-def possible_thoughts(chat: ChatFormat) -> tuple[str, ...]:
-    """Thoughts that a turn of the policy may have, the empty one first."""
-    return ("", "because") if chat.thinks and not empty_thought(chat) else ("",)
+def possible_reasoning(chat: ChatFormat) -> tuple[str, ...]:
+    """Reasoning that a turn of the policy may have, the empty one first."""
+    return ("", "because") if chat.thinks and not empty_reasoning(chat) else ("",)
 
 
-def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: str) -> tuple[str, str]:
+def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, reasoning: str) -> tuple[str, str]:
     """Where appended and rendered ids first differ ("" if nowhere), and in what.
 
     Returns:
         The difference, and `observation`, `tool` (before a tool message), `user` (before a user message), or
-        `empty thought` where the template only leaves that of its generation prompt out of earlier turns.
+        `empty reasoning` where the template only leaves that of its generation prompt out of earlier turns.
     """
     name = tools[0]["function"]["name"] if tools else "look_up"
     conversation: list[Message] = [{"role": "user", "content": "first"}]
     ids = chat.encode_prompt(conversation, tools)
-    empty = empty_thought(chat)
+    empty = empty_reasoning(chat)
     difference, found = "", ""
     num_calls = 0
     for number in range(3):
@@ -65,8 +65,8 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: 
         observation: Message = {"role": "user", "content": f"next {number}"}
         if tools and number != 1:
             message = calling(name, {"query": "x"})
-        if thought:
-            message["reasoning_content"] = thought
+        if reasoning:
+            message["reasoning_content"] = reasoning
         reply = speak(chat, message, num_calls)
         if calls := message.get("tool_calls"):
             num_calls += 1
@@ -83,18 +83,18 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, thought: 
             return f"a rollout appends {mine!r} where the template renders {theirs!r}", "observation"
         mine, theirs = (chat.encoder.to_text(side) for side in (appended, whole))
         only_empty = bool(empty) and mine.replace(empty, "") == theirs.replace(empty, "")
-        if not difference or (found == "empty thought" and not only_empty):
+        if not difference or (found == "empty reasoning" and not only_empty):
             pairs = zip(appended, whole, strict=False)
             place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
             mine, theirs = (chat.encoder.to_text(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
             difference = f"after turn {number} a rollout has {mine!r} where the template renders {theirs!r}"
-            found = "empty thought" if only_empty else observation["role"]
+            found = "empty reasoning" if only_empty else observation["role"]
     return difference, found
 
 
 def differences(chat: ChatFormat, tools: Sequence[Schema] | None) -> dict[str, tuple[str, str]]:
-    """By thought, the first difference of conversations whose turns think it."""
-    return {thought: first_difference(chat, tools, thought) for thought in possible_thoughts(chat)}
+    """By reasoning, the first difference of conversations whose turns contain it."""
+    return {reasoning: first_difference(chat, tools, reasoning) for reasoning in possible_reasoning(chat)}
 
 
 def broken_prefix(found: dict[str, tuple[str, str]]) -> str:
@@ -130,8 +130,8 @@ def is_sound(chat: ChatFormat) -> bool:
 def misread_content(chat: ChatFormat) -> str | None:
     """What a reply that says `said.` is read as; None if it is read as that."""
     prompt = chat.encode_prompt([_QUESTION])
-    for thought in possible_thoughts(chat):
-        message = _SAID | ({"reasoning_content": thought} if thought else {})
+    for reasoning in possible_reasoning(chat):
+        message = _SAID | ({"reasoning_content": reasoning} if reasoning else {})
         content = chat.parse(chat.encode_reply(message), prompt)["content"]
         if content != "said.":
             return content

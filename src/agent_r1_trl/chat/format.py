@@ -5,9 +5,9 @@ between two sampled turns. D is found by rendering a stand-in turn with the real
 the text after the stand-in's end-of-turn token, so it starts with the separator (Qwen's newline) and ends with the
 generation prompt, forced `<think>` prefixes included. Nothing sampled is ever rendered.
 
-Thinking: a stream that only grows keeps every thought the policy sampled. Published templates of thinking models
-drop earlier thoughts; TRL's training templates keep them, and those are used. With `thinking='strip'` the published
-template is used, and every context is rendered anew (`thoughts.py`).
+Thinking: a stream that only grows keeps all reasoning that the policy sampled. Published templates of thinking models
+drop earlier reasoning; TRL's training templates keep it, and those are used. With `thinking='strip'` the published
+template is used, and every context is rendered anew (`reasoning.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from agent_r1_trl.chat.grammars import GRAMMAR_NAMES
 from agent_r1_trl.chat.jinja import ChatTemplate
 from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.parsing import TurnParser
+from agent_r1_trl.chat.reasoning import History, check_drops, find_rule
 from agent_r1_trl.chat.rendering import TemplateRenderer
 from agent_r1_trl.chat.templates import (
     check_template_kwargs,
@@ -34,7 +35,6 @@ from agent_r1_trl.chat.templates import (
     text_grammar,
     without_tools,
 )
-from agent_r1_trl.chat.thoughts import History, check_drops, find_rule
 from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
@@ -55,7 +55,7 @@ class ChatFormat:
             transformers `response_template` as a dict or a JSON file, or the name of a family (`hermes`, `mistral`).
         chat_template_kwargs: passed to the template in every rendering.
         thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
-            thought is template glue; `strip` takes the template as it is, whatever it drops of earlier turns, for
+            reasoning is template glue; `strip` takes the template as it is, whatever it drops of earlier turns, for
             contexts that `history` renders.
         extra_stop_token_ids: more ids that end a turn, from the model's generation config.
 
@@ -103,10 +103,10 @@ class ChatFormat:
             if chat_template is not None or error.fix is not GENERAL_FIX:
                 raise
             raise ChatFormatError(error.problem, suggestion(tokenizer, self.chat_template)) from error
-        self.thought_rule = find_rule(self.template) if thinking == "strip" else None
-        """Which thoughts the template drops, with `thinking='strip'`."""
-        if self.thought_rule is not None:
-            check_drops(self.thought_rule, thinks=self.thinks, kwargs=self.chat_template_kwargs)
+        self.reasoning_rule = find_rule(self.template) if thinking == "strip" else None
+        """Which reasoning the template drops, with `thinking='strip'`."""
+        if self.reasoning_rule is not None:
+            check_drops(self.reasoning_rule, thinks=self.thinks, kwargs=self.chat_template_kwargs)
         self._ends = (self._renderer.text_end, self._renderer.call_end)
         stops = [self._id(end.sampled) for end in self._ends]
         eos = tokenizer.eos_token_id
@@ -200,9 +200,9 @@ class ChatFormat:
 
     def history(self, tools: Sequence[Schema] | None = None) -> History | None:
         """What renders a conversation anew before every turn, with `thinking='strip'`; else None."""
-        if self.thought_rule is None:
+        if self.reasoning_rule is None:
             return None
-        return History(self.template, self.encoder, self.thought_rule, tools)
+        return History(self.template, self.encoder, self.reasoning_rule, tools)
 
     def encode_turn_end(self, token_ids: Sequence[int], stopped: bool = False) -> list[int]:
         """Glue (mask 0) that closes an assistant turn which does not end as the template ends turns.
@@ -273,9 +273,9 @@ class ChatFormat:
 
     # ---------------------------------------------------------------- for checks
 
-    def closed_thought(self, prompt_ids: Sequence[int]) -> str:
-        """The whole thought, an empty one as a rule, with which the prompt begins the turn; "" if it writes none."""
-        return self._parser.closed_thought(self._written_by_template(prompt_ids))
+    def closed_reasoning(self, prompt_ids: Sequence[int]) -> str:
+        """The whole reasoning, empty as a rule, with which the prompt begins the turn; "" if it writes none."""
+        return self._parser.closed_reasoning(self._written_by_template(prompt_ids))
 
     @property
     def turn_end_ids(self) -> list[int]:
@@ -295,7 +295,7 @@ class ChatFormat:
 
     @property
     def thinks(self) -> bool:
-        """Whether the template knows thoughts."""
+        """Whether the template knows reasoning."""
         return bool(re.search(r"reasoning_content|\.thinking\b|</(?:\w+:)?think>|\[/THINK\]", self.chat_template))
 
     def is_turn_end_trained(self) -> bool | None:

@@ -1,4 +1,4 @@
-"""How model families write tool calls and thoughts, each under a name.
+"""How model families write tool calls and reasoning, each under a name.
 
 A grammar has the form of a transformers `response_template`. In those of our own `content` names a reader of
 `calls.py` in `tool_calls`, and `hints` the markers of an attempted call. The others are TRL's. The table in
@@ -14,11 +14,11 @@ Grammar = dict[str, Any]
 
 
 def _grammar(
-    reader: str, opening: str, closing: str, *hints: str, thought: tuple[str, str] = ("<think>", "</think>")
+    reader: str, opening: str, closing: str, *hints: str, reasoning: tuple[str, str] = ("<think>", "</think>")
 ) -> Grammar:
     calls = {"open_pattern": opening, "close_pattern": closing, "repeats": True, "content": reader}
     fields = {
-        "reasoning_content": {"open": thought[0], "close": thought[1], "content": "text"},
+        "reasoning_content": {"open": reasoning[0], "close": reasoning[1], "content": "text"},
         "tool_calls": calls | {"hints": list(hints)},
         "content": {"content": "text"},
     }
@@ -32,7 +32,7 @@ GRAMMARS: dict[str, Grammar] = {
     "glm": _grammar("pair_calls", _TAG, _TAG_END, "<tool_call>", "</tool_call>", "<arg_key>"),
     "mistral": _grammar(
         "mistral_calls", r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\]|\[/THINK\])|\Z", "[TOOL_CALLS]",
-        thought=("[THINK]", "[/THINK]"),
+        reasoning=("[THINK]", "[/THINK]"),
     ),
     "deepseek": _grammar(
         "deepseek_calls", r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
@@ -47,13 +47,13 @@ GRAMMARS: dict[str, Grammar] = {
     ),
     "seed": _grammar(
         "function_calls", r"<seed:tool_call>", r"</seed:tool_call>\s*", "seed:tool_call>", "<function=",
-        thought=("<seed:think>", "</seed:think>"),
+        reasoning=("<seed:think>", "</seed:think>"),
     ),
     "nemotron_nano": _grammar("json_calls", r"<TOOLCALL>", r"</TOOLCALL>\s*", "TOOLCALL>"),
     "lfm2": _grammar("python_calls", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>\s*", "<|tool_call_"),
     "command": _grammar(
         "json_calls", r"<\|START_ACTION\|>", r"<\|END_ACTION\|>\s*", "_ACTION|>",
-        thought=("<|START_THINKING|>", "<|END_THINKING|>"),
+        reasoning=("<|START_THINKING|>", "<|END_THINKING|>"),
     ),
 }  # fmt: skip
 """Name -> grammar; the names are accepted as `response_template`."""

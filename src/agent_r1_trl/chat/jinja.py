@@ -94,7 +94,7 @@ class ChatTemplate:
         )
 
     def _readable(self, message: Message) -> Message:
-        """GPT-OSS and LFM2.5 call a thought `thinking`."""
+        """GPT-OSS and LFM2.5 call reasoning `thinking`."""
         if self._reads_thinking and message.get("reasoning_content") and "thinking" not in message:
             return {**message, "thinking": message["reasoning_content"]}
         return message
@@ -135,9 +135,9 @@ def supports_tools(template: ChatTemplate) -> bool:
     return all(mark in text for mark in _MARKS)
 
 
-def preserves_prefixes(template: ChatTemplate, **thought: str) -> bool:
+def preserves_prefixes(template: ChatTemplate, **reasoning: str) -> bool:
     """Whether a turn with a call stays as it is when the tool's answer follows."""
-    turns = [_HI, calling(_MARKS[0], {}, **thought)]
+    turns = [_HI, calling(_MARKS[0], {}, **reasoning)]
     alone = template.attempt(turns)
     whole = template.attempt([*turns, tool_answer("dummy", _MARKS[0])], generation_prompt=True)
     # Nemotron Nano's template does not show the calls of the last message at all; a rollout never renders it last.
@@ -150,8 +150,8 @@ def ends_turns(template: ChatTemplate) -> bool:
     return bool(text) and not text.endswith("said")
 
 
-def keeps_thoughts(template: ChatTemplate) -> bool:
-    """Whether a turn with a thought stays as it is when a user message follows."""
+def keeps_reasoning(template: ChatTemplate) -> bool:
+    """Whether a turn with reasoning stays as it is when a user message follows."""
     turns = [_HI, {"role": "assistant", "content": "said", "reasoning_content": "thought"}]
     alone, whole = template.attempt(turns), template.attempt([*turns, _HI])
     return bool(alone and whole) and whole.startswith(alone)

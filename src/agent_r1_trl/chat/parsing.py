@@ -30,7 +30,7 @@ _ARGUMENTS_KEY = re.compile(r'"(?:parameters|arguments)"\s*:')
 # Deeper than any tool's arguments; shallow enough for everything downstream that recurses.
 _MAX_DEPTH = 64
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 # Markers of an attempted call, by a piece of the opening delimiter of a grammar that names none.
 _HINTS = {
@@ -73,7 +73,7 @@ class TurnParser:
         response_template: transformers' grammar of an assistant message.
         parse_call: `(text, tools=...) -> message`, transformers' parser for this grammar; it may raise.
         turn_ends: spellings of the end-of-turn tokens.
-        thinks: whether the model's template knows thoughts, so that one may be closed that was never opened.
+        thinks: whether the model's template knows reasoning, so that some may be closed that was never opened.
     """
 
     def __init__(
@@ -96,7 +96,9 @@ class TurnParser:
         opening = str(call.get("open") or call.get("open_pattern") or "").replace("\\", "")
         self._hints = call.get("hints") or next((hints for piece, hints in _HINTS.items() if piece in opening), ())
         self._reader = READERS.get(str(call.get("content")))
-        self._thought = next((name for name in _THOUGHTS if name in self._opens and name in self._closes), None)
+        self._reasoning = next(
+            (name for name in _REASONING_FIELDS if name in self._opens and name in self._closes), None
+        )
         self._is_strict_json = call.get("content") == "json" and not call.get("content_args")
         self._is_bare_json = opening.startswith('{"name"')
         self._is_harmony = "to=functions" in opening
@@ -116,7 +118,7 @@ class TurnParser:
             text = _HARMONY_CALL.sub(r"to=functions.\g<name><|channel|>commentary json<|message|>", text)
         begun = self._begun(prefix, text)
         message: Message = {"role": "assistant", "content": ""}
-        content, thoughts, calls, reasons = [], [], [], []
+        content, reasoning, calls, reasons = [], [], [], []
         whole = self._turn_ends.sub("", text).strip()
         is_bare_call = self._is_bare_json and _looks_like_bare_call(whole, tools)
         # Bare JSON has no marker before it: a delimiter found inside it would tear it apart.
@@ -127,8 +129,8 @@ class TurnParser:
                 if reason:
                     reasons.append(reason)
                     content.append(self._turn_ends.sub("", region.raw))
-            elif region.field in _THOUGHTS:
-                thoughts.append(self._turn_ends.sub("", region.body).strip())
+            elif region.field in _REASONING_FIELDS:
+                reasoning.append(self._turn_ends.sub("", region.body).strip())
             else:
                 found, reason = self._read_stray_call(region.raw, tools)
                 calls += found
@@ -137,40 +139,40 @@ class TurnParser:
                 if not found:
                     content.append(region.body)
         message["content"] = "\n".join(filter(None, (piece.strip() for piece in content)))
-        if any(thoughts):
-            message["reasoning_content"] = "\n".join(filter(None, thoughts))
+        if any(reasoning):
+            message["reasoning_content"] = "\n".join(filter(None, reasoning))
         if calls:
             message["tool_calls"] = calls
         if reasons:
             message["malformed_tool_call"] = "; ".join(dict.fromkeys(reasons))
         return message
 
-    def closed_thought(self, prefix: str) -> str:
-        """The thought that `prefix` ends with, whole; "" if it ends with none, or with one that is open."""
-        closed = list(self._closes[self._thought].finditer(prefix)) if self._thought else []
+    def closed_reasoning(self, prefix: str) -> str:
+        """The reasoning that `prefix` ends with, whole; "" if it ends with none, or with one that is open."""
+        closed = list(self._closes[self._reasoning].finditer(prefix)) if self._reasoning else []
         if not closed or prefix[closed[-1].end() :].strip():
             return ""
-        opened = self._opens[self._thought].search(prefix)  # type: ignore[index]
+        opened = self._opens[self._reasoning].search(prefix)  # type: ignore[index]
         return prefix[opened.start() if opened else closed[-1].start() :]
 
     # ---------------------------------------------------------------- regions
 
     def _begun(self, prefix: str, text: str) -> str:
-        """What of the turn stands before the sampled text: the opener of a thought, as a rule."""
+        """What of the turn stands before the sampled text: the opener of reasoning, as a rule."""
         anchors = list(self._anchor.finditer(prefix)) if self._anchor else []
         prefix, begun = (prefix[anchors[-1].end() :],) * 2 if anchors else (prefix, "")
-        if self._thought is None:
+        if self._reasoning is None:
             return begun
-        opener, closer = self._opens[self._thought], self._closes[self._thought]
+        opener, closer = self._opens[self._reasoning], self._closes[self._reasoning]
         if closed := list(closer.finditer(prefix)):
-            return prefix[closed[-1].end() :]  # the template wrote a whole thought, an empty one as a rule
+            return prefix[closed[-1].end() :]  # the template wrote whole reasoning, empty as a rule
         if opened := opener.search(prefix):
             return prefix[opened.start() :]
         return begun + self._missing_opener(text)
 
     def _missing_opener(self, text: str) -> str:
-        """The opener of a thought that the text only closes: some templates and models leave it out."""
-        literal = self._opens[self._thought].pattern.replace("\\", "")  # type: ignore[index]
+        """The opener of reasoning that the text only closes: some templates and models leave it out."""
+        literal = self._opens[self._reasoning].pattern.replace("\\", "")  # type: ignore[index]
         before, closed, _ = text.partition(literal.replace(literal[:1], literal[:1] + "/", 1))
         if "tool_calls" in self._closes:
             opening, closing = _Scan(self._opens["tool_calls"], before), _Scan(self._closes["tool_calls"], before)
@@ -193,12 +195,12 @@ class TurnParser:
             yield from self._outside(text[outside : match.start()])
             close = closes[name].next(match.end()) if name in closes else None
             end = close.end() if close else len(text)
-            if close is None and name == self._thought and "tool_calls" in opens:
-                # A call ends a thought that was never closed, as it does in vLLM.
+            if close is None and name == self._reasoning and "tool_calls" in opens:
+                # A call ends reasoning that was never closed, as it does in vLLM.
                 close = opens["tool_calls"].next(match.end())
                 end = close.start() if close else end
             began = match.end()
-            if close is not None and name == self._thought and "tool_calls" in opens:
+            if close is not None and name == self._reasoning and "tool_calls" in opens:
                 delimiters = opens["tool_calls"], closes["tool_calls"]
                 for call, called in self._calls_within(*delimiters, began, close.start()):
                     yield _Region(name, "", text[began : call.start()])
@@ -212,9 +214,9 @@ class TurnParser:
     def _calls_within(
         self, opens: _Scan, closes: _Scan, position: int, end: int
     ) -> Iterator[tuple[re.Match[str], re.Match[str]]]:
-        """The delimiters of the whole calls inside a thought: they are made, as in vLLM.
+        """The delimiters of the whole calls inside reasoning: they are made, as in vLLM.
 
-        A marker that is only mentioned has no closing one before the thought ends.
+        A marker that is only mentioned has no closing one before the reasoning ends.
         """
         while (call := opens.next(position)) and call.start() < end:
             called = closes.next(call.end())

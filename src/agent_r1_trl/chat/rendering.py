@@ -18,8 +18,8 @@ from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.jinja import CALL_ID, ChatTemplate, calling, tool_answer
 from agent_r1_trl.trajectory import Message
 
-# Markers of a thought in any family's generation prompt, opening and closing.
-_THOUGHT_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>"
+# Markers of reasoning in any family's generation prompt, opening and closing.
+_REASONING_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>"
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TemplateRenderer:
         whole = self.template.probe([*before, message, *after], generation_prompt=bool(stop))
         start = self._reply_start(before, begun, whole)
         until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
-        said = self._rest_of_thought(begun, whole[start:until], message) + whole[start:until]
+        said = self._rest_of_reasoning(begun, whole[start:until], message) + whole[start:until]
         tokens = self.encoder.valid_tokens(begun)
         return begun[tokens[-1][0] if tokens else 0 :], said
 
@@ -114,7 +114,7 @@ class TemplateRenderer:
             return len(begun)
         # A forced prefix may differ from what the template writes for a finished turn (`<think>` and a newline).
         asked = len(self.template.probe(before))
-        header = re.split(_THOUGHT_MARKS, begun[asked:], maxsplit=1)[0]
+        header = re.split(_REASONING_MARKS, begun[asked:], maxsplit=1)[0]
         if whole.startswith(begun[:asked] + header):
             return asked + len(header)
         start = num_common(begun, whole)
@@ -124,9 +124,9 @@ class TemplateRenderer:
             raise _unusable("The chat template does not start an assistant turn with its generation prompt.")
         return start
 
-    def _rest_of_thought(self, begun: str, reply: str, message: Message) -> str:
-        """The thought that the generation prompt opens and the rendered turn does not show; often an empty one."""
-        opener = re.search(rf"({_THOUGHT_MARKS})\s*$", begun)
+    def _rest_of_reasoning(self, begun: str, reply: str, message: Message) -> str:
+        """The reasoning that the generation prompt opens and the rendered turn does not show; it is often empty."""
+        opener = re.search(rf"({_REASONING_MARKS})\s*$", begun)
         if opener is None or re.search("/|END", opener[1]):
             return ""
         closer = opener[1].replace("START", "END") if "START" in opener[1] else f"{opener[1][0]}/{opener[1][1:]}"

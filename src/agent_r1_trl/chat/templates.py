@@ -22,7 +22,7 @@ from agent_r1_trl.chat.jinja import (
     ChatTemplate,
     calling,
     ends_turns,
-    keeps_thoughts,
+    keeps_reasoning,
     preserves_prefixes,
     supports_tools,
 )
@@ -71,14 +71,14 @@ def choose_chat_template(
     if not supports_tools(own):
         return template, False
     preserves = preserves_prefixes(own)
-    if is_rendered_anew or (preserves and ends_turns(own) and keeps_thoughts(own)):
+    if is_rendered_anew or (preserves and ends_turns(own) and keeps_reasoning(own)):
         return template, True
     training = _training_variant(_with_template(tokenizer, template), trl)
     if preserves and (training is None or not _is_better(ChatTemplate(tokenizer, training), own)):
         return template, True
     if training is not None:
         return training, True
-    # A thinking model's turn always has a thought; how one without a thought is rendered does not matter then.
+    # A thinking model's turn always has reasoning; how one without reasoning is rendered does not matter then.
     if preserves_prefixes(own, reasoning_content="thought"):
         return template, True
     raise ChatFormatError(
@@ -226,7 +226,7 @@ def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str 
 
 
 def _is_better(training: ChatTemplate, template: ChatTemplate) -> bool:
-    return ends_turns(training) and (keeps_thoughts(training) or not ends_turns(template))
+    return ends_turns(training) and (keeps_reasoning(training) or not ends_turns(template))
 
 
 def without_tools(tokenizer: Any, template: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Rewards for reasoning: whether there is a thought in its place, what it says about what was read; and for length.
+"""Rewards for reasoning: whether there is reasoning in its place, what it says about what was read; and for length.
 
 RAGEN (arXiv 2504.20073, section 4) finds that reasoning fades in multi-turn training unless the reward looks at it.
 All of them read the policy's own text alone, but for `grounded_thinking`, which compares it with what was observed.
@@ -21,7 +21,7 @@ def is_well_formed_turn(
 ) -> bool:
     """Whether a message thinks first and then acts; the arguments are those of `thinking_format`."""
     said = read_message(message, tag=tag, opened_by_template=opened_by_template)
-    if not said.is_well_formed or len(set(words_of(said.thought))) < min_words:
+    if not said.is_well_formed or len(set(words_of(said.reasoning))) < min_words:
         return False
     if message.get("malformed_tool_call") or message.get("cut_off"):
         return False
@@ -39,20 +39,20 @@ def thinking_format(
 ) -> float:
     """Share of turns that think first and then act, in [0, 1]. An outcome, for `reward_funcs`.
 
-    A turn counts if it has exactly one thought, closed and before everything else, with at least `min_words` different
-    words, and after it a tool call or the text's only `<answer>...</answer>`. It is a share, so that more turns
-    earn no more.
+    A turn counts if it has exactly one reasoning block, closed and before everything else, with at least `min_words`
+    different words, and after it a tool call or the text's only `<answer>...</answer>`. It is a share, so that more
+    turns earn no more.
 
-    Failure modes: the content of the thought is not judged, so any sentence of `min_words` words earns it
-    (`grounded_thinking` looks at what it says). Where the chat grammar reads thoughts into a field of their own, two
-    thoughts in one turn arrive as one, and an opening tag that was left out is added.
+    Failure modes: the content of the reasoning is not judged, so any sentence of `min_words` words earns it
+    (`grounded_thinking` looks at what it says). Where the chat grammar reads reasoning into a field of its own, two
+    reasoning blocks in one turn arrive as one, and a missing opening tag is added.
 
     Args:
         trajectory: a `Trajectory`, a list of messages, or a text.
-        tag: of a thought that stands in the text; a thought in a field of its own needs none.
+        tag: of reasoning that stands in the text; reasoning in a field of its own needs none.
         answer_tag: of an answer without a call; None: any visible text is an answer.
-        min_words: number of different words below which a thought is empty.
-        opened_by_template: the chat template writes the opening tag, so that turns begin inside the thought.
+        min_words: number of different words below which reasoning is empty.
+        opened_by_template: the chat template writes the opening tag, so that turns begin inside the reasoning.
     """
     options = _format_options(tag, answer_tag, min_words, opened_by_template)
     if isinstance(trajectory, Trajectory):
@@ -118,18 +118,18 @@ def grounded_thinking(
     tag: str = THINK_TAG,
     opened_by_template: bool = False,
 ) -> list[float | None]:
-    """Whether a thought takes up what was just observed, in [0, 1] per turn. For `turn_reward_funcs`.
+    """Whether reasoning takes up what was just observed, in [0, 1] per turn. For `turn_reward_funcs`.
 
     New are the content words and numbers of the observation before the turn that stood nowhere earlier: not in the
     prompt, not in what the policy wrote, not in earlier observations. With n of them in the observation and m in the
-    thought, the turn earns min(m, own, target) / min(n, target), where `own` counts the different content words of
-    the thought that are not in the observation. None where nothing new was observed, as before the first turn.
+    reasoning, the turn earns min(m, own, target) / min(n, target), where `own` counts the different content words of
+    the reasoning that are not in the observation. None where nothing new was observed, as before the first turn.
 
     A pasted observation earns nothing: words inside a verbatim run of more than `max_run` content words are not
-    counted, and a thought that only repeats has no words of its own. Observations alone earn nothing either; what
-    they say can raise the reward only through words that the thought repeats.
+    counted, and reasoning that only repeats has no words of its own. Observations alone earn nothing either; what
+    they say can raise the reward only through words that the reasoning repeats.
 
-    Failure modes: shuffled excerpts with `target` words of the policy's own are paid; a thought may mention what is
+    Failure modes: shuffled excerpts with `target` words of the policy's own are paid; reasoning may mention what is
     beside the point; where observations come from a closed vocabulary (a grid of symbols), nothing is new after a few
     turns. Words are compared as written: inflected forms and translations are different words.
 
@@ -137,9 +137,9 @@ def grounded_thinking(
         trajectory: a `Trajectory`.
         target: number of new words that earns the whole reward.
         max_run: longest verbatim run, in content words, that still counts as mentioning.
-        max_words: number of content words of a thought that are read, so that a word list does not pay.
+        max_words: number of content words of reasoning that are read, so that a word list does not pay.
         max_total: what one trajectory can earn; turns are paid in order.
-        tag: of a thought that stands in the text.
+        tag: of reasoning that stands in the text.
         opened_by_template: the chat template writes the opening tag.
     """
     for name, value in {"target": target, "max_run": max_run, "max_words": max_words}.items():
@@ -154,8 +154,8 @@ def grounded_thinking(
             scores.append(None)
             known.update(written_words(turn.message))
             continue
-        thought = read_message(turn.message, tag=tag, opened_by_template=opened_by_template).thought
-        said = content_words(words_of(thought))[:max_words]
+        reasoning = read_message(turn.message, tag=tag, opened_by_template=opened_by_template).reasoning
+        said = content_words(words_of(reasoning))[:max_words]
         scores.append(_share_taken_up(said, observed, known, target, max_run))
         known.update(observed, written_words(turn.message))
         observed = content_words(words_in(text_of(message.get("content")) for message in turn.observations))

@@ -1,6 +1,6 @@
 """What the policy wrote in a trajectory, apart from what it read.
 
-Prompts, tool results and other observations are never searched for tags. A thought is either in a field of its own,
+Prompts, tool results and other observations are never searched for tags. Reasoning is either in a field of its own,
 where the chat grammar puts it, or between the tags of the assistant's own text.
 """
 
@@ -14,28 +14,28 @@ from agent_r1_trl.rewards.words import words_of
 from agent_r1_trl.tools.calls import values_of
 from agent_r1_trl.trajectory import Message, Trajectory
 
-THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class Said(NamedTuple):
     """One assistant message, read."""
 
-    thought: str
-    """What was thought; "" if nothing was, or if it is not well formed."""
+    reasoning: str
+    """What the reasoning says; "" if there is none, or if it is not well formed."""
     visible: str
-    """The text outside the thought."""
+    """The text outside the reasoning."""
     is_well_formed: bool
-    """Exactly one thought, closed, before everything else; its words may still be none."""
+    """Exactly one reasoning block, closed, before everything else; its words may still be none."""
 
 
 def read_message(message: Message, *, tag: str = THINK_TAG, opened_by_template: bool = False) -> Said:
-    """Separate the thought of an assistant message from the rest; the options are those of `thinking_format`.
+    """Separate the reasoning of an assistant message from the rest; the options are those of `thinking_format`.
 
-    >>> read_message({"role": "assistant", "content": "<think>Why?</think>Because."}).thought
+    >>> read_message({"role": "assistant", "content": "<think>Why?</think>Because."}).reasoning
     'Why?'
     """
     content = text_of(message.get("content"))
-    own_field = next((text for name in THOUGHT_FIELDS if (text := text_of(message.get(name)))), "")
+    own_field = next((text for name in REASONING_FIELDS if (text := text_of(message.get(name)))), "")
     parts = split_tags(content, tag)
     tags = parts[1::2]
     if own_field:
@@ -68,8 +68,8 @@ def text_of(content: Any) -> str:
 
 
 def written_words(message: Message) -> list[str]:
-    """All words that the policy wrote in a message: thought, text and the values of its calls."""
-    texts = [text_of(message.get(name)) for name in (*THOUGHT_FIELDS, "content")]
+    """All words that the policy wrote in a message: reasoning, text and the values of its calls."""
+    texts = [text_of(message.get(name)) for name in (*REASONING_FIELDS, "content")]
     for call in message.get("tool_calls") or ():
         if isinstance(call, Mapping):
             texts += values_of(call.get("function", call).get("arguments"))

@@ -151,7 +151,7 @@ POLICIES: dict[str, Callable[[ContextView, int], Sequence[Message]] | None] = {
     "summarise": None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": drop_observations,
     "step": step,
-    # Everything as the chat template shows it: `agent_r1_trl.chat.thoughts` renders the same messages anew.
+    # Everything as the chat template shows it: `agent_r1_trl.chat.reasoning` renders the same messages anew.
     STRIP_POLICY: lambda view, num_turns: view.messages,
 }
 """Name in `context.policy` -> what rewrites the context; None where nothing decides before each turn."""
@@ -205,7 +205,7 @@ def check_thinking(chat: Any, policy: str) -> None:
     Raises:
         ValueError: the format renders contexts anew and the policy does not, or the other way round.
     """
-    strips = chat.thought_rule is not None
+    strips = chat.reasoning_rule is not None
     if strips != (policy == STRIP_POLICY):
         raise ValueError(
             f"context.policy={policy!r} with a chat format {'' if strips else 'not '}made by thinking='strip': "

@@ -50,7 +50,7 @@ class GoodEnv(ToolEnv):
         return float("Paris" in trajectory.final_text)
 
 
-# Families whose published templates drop the thoughts of earlier turns, and for which TRL ships no other template.
+# Families whose published templates drop the reasoning of earlier turns, and for which TRL ships no other template.
 DROPPING = ("gemma4", "gemma4_v5", "gptoss")
 
 
@@ -79,7 +79,7 @@ def test_a_good_tokenizer_has_no_findings(family):
     checks = run_doctor(make_tokenizer(family), tools=[search], num_conversations=12)
     dropped = ["warning"] if family in DROPPING else []
     assert [check.level for check in flagged(checks)] == dropped, flagged(checks)
-    assert all("changes thoughts" in check.message for check in flagged(checks))
+    assert all("changes reasoning" in check.message for check in flagged(checks))
     assert {check.check for check in checks} >= {"chat template", "tokenizer", "parser", "masks", "environment: tools"}
 
 
@@ -131,7 +131,7 @@ def changed(template, *pairs):
 
 
 BROKEN_TEMPLATES = {
-    "strips earlier thoughts": (
+    "strips earlier reasoning": (
         changed(
             QWEN,
             ("{%- for message in messages %}", "{%- for message in messages %}{%- set last = loop.last %}"),
@@ -213,15 +213,15 @@ def test_a_grammar_that_does_not_fit_the_template_is_flagged():
 
 
 def as_cohere_2_moe(tokenizer, *markers: str) -> PreTrainedTokenizerFast:
-    """Command R7B's with what Cohere 2 MoE writes: a thought that the prompt opens, and a text in other markers."""
+    """Command R7B's with what Cohere 2 MoE writes: reasoning that the prompt opens, and a text in other markers."""
     opening, closing = markers
     template, header, _ = tokenizer.chat_template.rpartition("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
     template += "{% if add_generation_prompt %}" + header + "<|START_THINKING|>{% endif %}"
-    thought = "{% if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>{% endif %}"
+    reasoning = "{% if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>{% endif %}"
     tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
     tokenizer.chat_template = (
-        template.replace("<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>", thought)
-        .replace("<|START_RESPONSE|>{{ m.content }}", thought + opening + "{{ m.content }}")
+        template.replace("<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>", reasoning)
+        .replace("<|START_RESPONSE|>{{ m.content }}", reasoning + opening + "{{ m.content }}")
         .replace("<|END_RESPONSE|>", closing)
     )
     return tokenizer
@@ -241,14 +241,14 @@ def test_markers_that_stay_in_what_was_said_are_flagged():
     assert "is read as '<|BEGIN_WORDS|>said.<|END_WORDS|>'" in found[0].message
 
 
-def test_an_empty_thought_of_the_prompt_that_earlier_turns_lack_is_a_warning_with_a_fix_that_works():
+def test_empty_reasoning_of_the_prompt_that_earlier_turns_lack_is_a_warning_with_a_fix_that_works():
     qwq = FORMATS["qwq"]()
     qwq.chat_template = qwq.chat_template.replace(
         "assistant\n<think>\n{% endif %}", "assistant\n<think>\n</think>{% endif %}"
     )
     for tokenizer in (qwq, FORMATS["command_r7b"]()):
         (found,) = flagged(examine(tokenizer, tools=[search]))
-        assert found.level == "warning" and "leaves the empty thought" in found.message
+        assert found.level == "warning" and "leaves the empty reasoning" in found.message
         assert "context='strip_thinking'" in found.fix
         assert flagged(examine(tokenizer, tools=[search], thinking="strip")) == []
     assert flagged(examine(tokenizer, tools=[search], chat_template_kwargs={"enable_thinking": True})) == []

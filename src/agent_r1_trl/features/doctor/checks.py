@@ -265,23 +265,23 @@ def _check_appending(report: Report, chat: ChatFormat, tools: Sequence[Schema] |
         fix = suggestion(chat.tokenizer, chat.chat_template)
         report.error("chat template", f"Not prefix preserving: {broken}.", fix)
         return
-    if chat.thought_rule is not None:
-        report.ok("chat template", "Thoughts are dropped before each turn where the template drops them.")
+    if chat.reasoning_rule is not None:
+        report.ok("chat template", "Reasoning is dropped before each turn where the template drops it.")
         return
-    # With a forced opener only turns with a thought can agree; the last difference is theirs.
+    # With a forced opener only turns with reasoning can agree; the last difference is theirs.
     difference, place = found[[*found][-1]]
     if difference and len(found) > 1:
         keep = [name for name in ("preserve_thinking", "clear_thinking") if name in chat.chat_template]
         switch = f"chat_template_kwargs={{'{keep[0]}': {keep[0].startswith('preserve')}}} or " if keep else ""
-        text = "The template changes thoughts once something follows"
-        fix = f"{_STRIP} Or pass {switch}a chat_template that keeps thoughts"
-    elif place == "empty thought":
-        text = "The template leaves the empty thought of its generation prompt out of earlier turns"
+        text = "The template changes reasoning once something follows"
+        fix = f"{_STRIP} Or pass {switch}a chat_template that keeps reasoning"
+    elif place == "empty reasoning":
+        text = "The template leaves the empty reasoning of its generation prompt out of earlier turns"
         fix = f"{_STRIP} Or pass a chat_template that writes it in every turn"
     else:
         text = "The template writes earlier messages in another way in a longer conversation"
         fix = "Pass a chat_template that leaves earlier messages alone"
-    if difference or place == "empty thought":
+    if difference or place == "empty reasoning":
         text = f"{text}: {difference}. A rollout keeps its ids, a server with this template renders others."
         report.warning("chat template", text, f"{fix}, and serve the model with it.")
 
@@ -427,7 +427,7 @@ def _roll_out(chat: ChatFormat, scene: _Scene) -> Trajectory:
         max_completion_length=10 * _TURN_TOKENS,
         max_tokens_per_turn=_TURN_TOKENS,
         max_observation_tokens=_TURN_TOKENS,
-        context="keep" if chat.thought_rule is None else STRIP_POLICY,  # type: ignore[arg-type]
+        context="keep" if chat.reasoning_rule is None else STRIP_POLICY,  # type: ignore[arg-type]
     )
     with contextlib.closing(RolloutRunner(lambda: scene, generator, chat, limits)) as runner:
         return runner.run([RolloutRequest(example={})])[0]

@@ -26,35 +26,35 @@ _ANSWER: Message = {"role": "assistant", "content": "said"}
 
 
 @dataclass(frozen=True)
-class ThoughtRule:
-    """What a chat template does with the thoughts of earlier turns."""
+class ReasoningRule:
+    """What a chat template does with the reasoning of earlier turns."""
 
     drops: bool
-    """Some thought of an earlier turn is not shown."""
+    """Some reasoning of an earlier turn is not shown."""
     tags: tuple[str, str] | None
-    """What stands around a thought in `content`, for a template that knows no `reasoning_content`; else None."""
+    """What stands around reasoning in `content`, for a template that knows no `reasoning_content`; else None."""
     is_local: bool
     """The end of a conversation tells what becomes of it when it goes on."""
 
 
-def find_rule(template: ChatTemplate) -> ThoughtRule:
+def find_rule(template: ChatTemplate) -> ReasoningRule:
     """The rule of a template, found by rendering conversations of a few turns."""
-    tags, thought = None, {"reasoning_content": _MARK}
-    shown = [_MARK in text for text in _probes(template, thought)]
+    tags, reasoning = None, {"reasoning_content": _MARK}
+    shown = [_MARK in text for text in _probes(template, reasoning)]
     closer = _CLOSERS.search(template.source)
     if not any(shown) and closer:
         around = (closer[0].replace("/", "", 1), closer[0])
-        inside = {"content": with_thought(around, _MARK, "said")}
+        inside = {"content": with_reasoning(around, _MARK, "said")}
         found = [_MARK in text for text in _probes(template, inside)]
         if any(found):
-            tags, thought, shown = around, inside, found
-    return ThoughtRule(drops=not all(shown), tags=tags, is_local=_is_local(template, thought))
+            tags, reasoning, shown = around, inside, found
+    return ReasoningRule(drops=not all(shown), tags=tags, is_local=_is_local(template, reasoning))
 
 
-def _is_local(template: ChatTemplate, thought: Message) -> bool:
+def _is_local(template: ChatTemplate, reasoning: Message) -> bool:
     """Whether a long conversation of all kinds of turns is the same text, rendered at once and by its ends."""
-    calls, answers = [calling(), tool_answer("t")], [_ANSWER | thought, _QUESTION]
-    thinking = [calling(**thought), tool_answer("t")]
+    calls, answers = [calling(), tool_answer("t")], [_ANSWER | reasoning, _QUESTION]
+    thinking = [calling(**reasoning), tool_answer("t")]
     turns = [*[thinking] * 5, calls, [_ANSWER, _QUESTION], answers, answers, calls, calls]
     turns += [*[thinking] * 4, answers, calls, answers, thinking]
     whole = [_QUESTION]
@@ -70,26 +70,26 @@ def _is_local(template: ChatTemplate, thought: Message) -> bool:
     return True
 
 
-def with_thought(tags: tuple[str, str], thought: str, content: str) -> str:
-    """A content with its thought in front, as models write it."""
-    return f"{tags[0]}\n{thought}\n{tags[1]}\n\n{content}"
+def with_reasoning(tags: tuple[str, str], reasoning: str, content: str) -> str:
+    """A content with its reasoning in front, as models write it."""
+    return f"{tags[0]}\n{reasoning}\n{tags[1]}\n\n{content}"
 
 
-def _probes(template: ChatTemplate, thought: Message) -> Iterator[str]:
-    """Conversations in which one turn, never the last, has the thought, as far as the template takes them."""
-    called = [_QUESTION, calling(**thought), tool_answer("t")]
-    for conversation in ([_QUESTION, _ANSWER | thought, _QUESTION], called, [*called, _ANSWER, _QUESTION]):
+def _probes(template: ChatTemplate, reasoning: Message) -> Iterator[str]:
+    """Conversations in which one turn, never the last, has the reasoning, as far as the template takes them."""
+    called = [_QUESTION, calling(**reasoning), tool_answer("t")]
+    for conversation in ([_QUESTION, _ANSWER | reasoning, _QUESTION], called, [*called, _ANSWER, _QUESTION]):
         if text := template.attempt(conversation, generation_prompt=True):
             yield text
 
 
-def check_drops(rule: ThoughtRule, *, thinks: bool, kwargs: dict[str, Any]) -> None:
-    """Refuse `thinking='strip'` where it would do nothing: the template knows no thoughts, or it keeps them all."""
+def check_drops(rule: ReasoningRule, *, thinks: bool, kwargs: dict[str, Any]) -> None:
+    """Refuse `thinking='strip'` where it would do nothing: the template knows no reasoning, or it keeps all of it."""
     if thinks and rule.drops:
         return
-    reason = "knows no thoughts"
+    reason = "knows no reasoning"
     if thinks:
-        reason = "keeps the thoughts of earlier turns" + (f" with chat_template_kwargs={kwargs}" if kwargs else "")
+        reason = "keeps the reasoning of earlier turns" + (f" with chat_template_kwargs={kwargs}" if kwargs else "")
     raise ChatFormatError(
         f"thinking='strip' has no effect: the chat template {reason}, so a server shows them as they were sampled.",
         "Use thinking='keep', in a recipe context: keep.",
@@ -151,7 +151,7 @@ class RenderedConversation:
 class History:
     """One conversation, rendered before every turn."""
 
-    def __init__(self, template: ChatTemplate, encoder: TextEncoder, rule: ThoughtRule, tools: Any) -> None:
+    def __init__(self, template: ChatTemplate, encoder: TextEncoder, rule: ReasoningRule, tools: Any) -> None:
         self._template, self._encoder, self._rule = template, encoder, rule
         hidden = encoder.hide(list(tools), special_only=True) if tools else None
         self.conversation = RenderedConversation(template, hidden, is_local=rule.is_local)
@@ -192,7 +192,7 @@ class History:
         plain = readable(rest, self._template.source, where="observations")
         told: list[Message] = self._encoder.hide([{"content": "", **observation} for observation in plain])
         yield [*prompt, self._said(turn), *told]
-        # GPT-OSS's template refuses a call with a thought and a text before it.
+        # GPT-OSS's template refuses a call with reasoning and a text before it.
         without = self._said({**turn, "reasoning_content": None})
         yield [*prompt, without, *told]
         yield [*prompt, without, *({"role": "user", "content": message["content"]} for message in told)]
@@ -202,9 +202,9 @@ class History:
         names = ("role", "content", "reasoning_content", "tool_calls")
         kept = {name: self._encoder.hide(turn[name], special_only=True) for name in names if turn.get(name)}
         message = {"content": "", **kept}
-        thought = message.pop("reasoning_content", None)
-        if thought and self._rule.tags:
-            message["content"] = with_thought(self._rule.tags, thought, message["content"])
-        elif thought:
-            message["reasoning_content"] = thought
+        reasoning = message.pop("reasoning_content", None)
+        if reasoning and self._rule.tags:
+            message["content"] = with_reasoning(self._rule.tags, reasoning, message["content"])
+        elif reasoning:
+            message["reasoning_content"] = reasoning
         return message
