@@ -342,7 +342,9 @@ def test_no_package_is_larger_than_its_budget():
 AVOIDED = re.compile(
     r'"""(Of|The same)\b|\bcures?\b|_cure\b|\bunder way\b|\bsigns? of life\b|'
     r"\bsettle(_\w+)?\b|\bcassette\b|\bsaid once\b|\broll[ _-]?back(?<!rollback)|\b\w*_passes(_of)?\b|"
-    r"\brollout is cut\b|\brollouts\.cut\b",
+    r"\brollout is cut\b|\brollouts\.cut\b|\brollouts?(\.| is | was | that )?play(s|ed)?\b|nothing_?played|"
+    r"\b(trajector\w+|rows?|groups?|examples?) (is|are|was|were|be) played\b|servers?( .{,20}| %s is |_)left[ _]out\b|"
+    r"\b(an?|the|its|earlier|no|empty) thoughts?\b",
     re.IGNORECASE,
 )
 """Docstrings that begin without a subject, and words for which CONTRIBUTING.md has another one."""
