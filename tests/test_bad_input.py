@@ -163,7 +163,7 @@ def make_trainer(folder, **arguments):
 
 
 @pytest.mark.parametrize(
-    ("env", "name"), [(Env(), "env=Env instance"), (NeedsArgument, "env=NeedsArgument"), (5, "env=int")]
+    ("env", "name"), [(Env(), "an instance"), (NeedsArgument, "env=NeedsArgument"), (5, "env=5 is an instance")]
 )
 def test_what_is_no_factory_of_environments_is_refused(env, name, tmp_path):
     assert_refused(lambda: make_trainer(tmp_path, env=env), name)

@@ -163,7 +163,7 @@ def test_a_request_of_the_environment_that_is_too_long_is_not_the_policys():
         async def step(self, message):
             raise RequestTooLongError("maximum context length is 512 tokens")
 
-    trajectory, _ = play([say("a")] * 3, env=SimulatedUser)
+    trajectory, _ = roll_out([say("a")] * 3, env=SimulatedUser)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "512 tokens" in trajectory.error
 
 

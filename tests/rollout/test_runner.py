@@ -355,6 +355,8 @@ def test_the_watchdog_is_quiet_while_something_moves(runner_of, caplog):
 
 def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_is_rolled_out():
     frozen, inner = [], []
+    num_before = gc.get_freeze_count()  # of the whole suite
+    gc.unfreeze()
 
     class Looking(AddEchoEnv):
         def step(self, message):
@@ -381,3 +383,5 @@ def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_
         assert gc.get_freeze_count() > 1000, "what the program has frozen itself stays so"
     finally:
         gc.unfreeze()
+        if num_before:
+            gc.freeze()

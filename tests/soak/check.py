@@ -61,11 +61,11 @@ def _corrupted(folder: Path) -> Iterator[str]:
                 yield f"step {record.step}, trajectory {record.index}, turn {index}: the sampler never said this"
     for path in folder.glob("journal/rank*/*.journal"):
         rollout = read_rollout(path)
-        for trajectory in rollout.trajectories if rollout else ():
+        for number, trajectory in enumerate(rollout.trajectories if rollout else ()):
             for index, turn in enumerate(trajectory.turns):
                 sampled = (turn.generation.token_ids, turn.generation.logprobs)
                 if not _is_known(sampled, answers[turn.sampled["context"]]):
-                    where = f"{path.relative_to(folder)}, trajectory {trajectory.number}, turn {index}"
+                    where = f"{path.relative_to(folder)}, trajectory {number}, turn {index}"
                     yield f"{where}: the sampler never said this"
     for entry in _steps(folder):
         gap = entry.get("sampling/sampling_logp_difference/max", 0.0)

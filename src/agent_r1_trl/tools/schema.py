@@ -85,7 +85,9 @@ class Interface:
             self._look_at(self._later)
             self._later = None
         shown = _as_trl_shows(self._name, self._text, self._description, self._arguments) or self._own_schema
-        return complete_schema(shown)
+        found = complete_schema(shown)
+        _check_defaults(self._name, self._arguments, found["function"]["parameters"]["properties"])
+        return found
 
     @functools.cached_property
     def _validator(self) -> Any:
@@ -378,6 +380,22 @@ def describe_signature(schema: Schema) -> str:
         for name, value in parameters.get("properties", {}).items()
     ]
     return f"{function['name']}({', '.join(described)})"
+
+
+def _check_defaults(tool_name: str, arguments: Sequence[Argument], properties: Schema) -> None:
+    import jsonschema
+
+    for argument in arguments:
+        name, value = argument.name, argument.default
+        default = list(value) if type(value) is tuple else value
+        if type(default) not in (str, int, float, bool, list, dict):
+            continue  # None and private sentinels mean "not given" under any hint
+        error = next(jsonschema.Draft202012Validator(properties[name]).iter_errors(default), None)
+        if error is not None:
+            raise ToolSchemaError(
+                f"Tool {tool_name!r}: {name}={default!r:.100} contradicts its type hint ({error.message:.200}): "
+                "correct the default or the hint."
+            )
 
 
 def _spell_out_nullable(node: Any) -> Any:
