@@ -149,9 +149,9 @@ def _moves_rows(name: str, values: tuple[str, ...] | None = None) -> Clash:
     """TRL averages, or takes a quantile, inside each micro-batch, between which no row may then be moved."""
     return Clash.of(
         {"update_layout": (), "max_tokens_per_micro_batch": (), name: values},
-        f"this moves rows between micro-batches, and {name} depends on which rows share one. Set "
-        "update_layout='packed' or 'padded', which move none without max_tokens_per_micro_batch, or "
-        "gradient_accumulation_steps=1.",
+        f"this moves rows between micro-batches, and {name} depends on which rows share one. Remove "
+        "max_tokens_per_micro_batch and set update_layout='packed' or 'padded', which then move none; without it, "
+        "gradient_accumulation_steps=1 does as well.",
         lambda c: (
             c.max_tokens_per_micro_batch is not None
             or (c.update_layout in REGROUPING_LAYOUTS and c.gradient_accumulation_steps > 1)
