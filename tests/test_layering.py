@@ -294,31 +294,31 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1595, 7),
-    "advantages": (1271, 5),
-    "chat": (2908, 13),
-    "cli": (2708, 15),
-    "critic": (634, 3),
-    "environments": (1478, 10),
-    "evaluation": (1288, 9),
+    "(nouns)": (1468, 7),
+    "advantages": (1150, 5),
+    "chat": (2685, 13),
+    "cli": (2629, 15),
+    "critic": (613, 3),
+    "environments": (1324, 8),
+    "evaluation": (1166, 8),
     "features/__init__.py": (133, 1),
-    "features/doctor": (2090, 9),
-    "features/echo_trap": (2243, 13),
-    "features/games": (1368, 9),
-    "features/hub": (1135, 8),
-    "features/journal": (1470, 10),
-    "features/reliability": (1564, 8),
-    "features/sampling": (940, 7),
-    "features/sandbox": (1658, 12),
-    "features/search": (366, 4),
-    "features/serve": (1236, 9),
-    "generation": (4387, 27),
-    "recording": (1129, 6),
-    "rewards": (936, 8),
-    "rollout": (3203, 19),
-    "tools": (2997, 16),
-    "trainers": (7271, 16),
-    "update": (1904, 8),
+    "features/doctor": (2027, 9),
+    "features/echo_trap": (1960, 12),
+    "features/games": (1247, 8),
+    "features/hub": (984, 7),
+    "features/journal": (1353, 10),
+    "features/reliability": (1418, 8),
+    "features/sampling": (813, 7),
+    "features/sandbox": (1596, 10),
+    "features/search": (358, 4),
+    "features/serve": (1056, 8),
+    "generation": (4049, 25),
+    "recording": (1049, 6),
+    "rewards": (816, 8),
+    "rollout": (2814, 15),
+    "tools": (2645, 15),
+    "trainers": (6512, 16),
+    "update": (1718, 8),
 }
 
 
@@ -348,7 +348,7 @@ AVOIDED = re.compile(
     re.IGNORECASE,
 )
 """Docstrings that begin without a subject, and words for which CONTRIBUTING.md has another one."""
-MAX_RAISES = 14.83
+MAX_RAISES = 12.7
 """`raise` per 1,000 lines of the files as they are."""
 
 
