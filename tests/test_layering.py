@@ -299,7 +299,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "chat": (2685, 13),
     "cli": (2629, 15),
     "critic": (613, 3),
-    "environments": (1324, 8),
+    "environments": (1328, 8),
     "evaluation": (1166, 8),
     "features/__init__.py": (133, 1),
     "features/doctor": (2027, 9),

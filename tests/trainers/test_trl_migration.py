@@ -225,7 +225,7 @@ def test_without_a_data_set_the_environment_owns_the_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"env": AddEnv()}, "Pass env=AddEnv"),
+        ({"env": AddEnv()}, "pass env=AddEnv"),
         ({"env": AddEnv, "tools": [plain_add]}, "put them into its `tools`"),
         ({"env": AddEnv, "environment_factory": Counter}, "environment_factory"),
         ({"env": AddEnv, "rollout_func": print}, "rollout_func"),
@@ -241,7 +241,7 @@ def test_contradictory_arguments_are_refused_with_the_fix(tmp_path, arguments, m
 
 def test_the_wrong_number_of_reward_weights_is_refused(tmp_path):
     args = make_args(tmp_path, reward_weights=[1.0, 1.0])
-    with pytest.raises(ValueError, match="one weight per function of yours"):
+    with pytest.raises(ValueError, match=r"reward_weights=\[1.0, 1.0\] has 2 entries.*one per function of yours"):
         build(tmp_path, env=AddEnv, reward_funcs=[lambda **kwargs: []], args=args)
 
 

@@ -51,9 +51,13 @@ def resolve_env_factory(
 
 def _checked_env_factory(env: Any, others: Sequence[str]) -> EnvFactory:
     if others:
-        problem: str | None = f"brings its own tools (its attribute `tools`): remove {' and '.join(others)}"
-    elif not callable(env) or (hasattr(env, "step") and not inspect.isclass(env)):
-        problem = "is an instance, and every trajectory needs its own"
+        raise ValueError(
+            f"env={env_name(env)} brings its own tools: remove {' and '.join(others)}, or put them into its `tools`."
+        )
+    problem: str | None
+    if not callable(env) or (hasattr(env, "step") and not inspect.isclass(env)):
+        instead = f": pass env={type(env).__name__}" if hasattr(env, "step") else ""
+        problem = f"is an instance, and every trajectory needs its own{instead}"
     else:
         problem = makes_environments(env)
     if problem is None:
