@@ -26,9 +26,11 @@ class FakeServer:
 
     Args:
         adapters: serve LoRA (then whole weights cannot be sent).
+        host: address where it listens.
     """
 
-    def __init__(self, *, adapters=False):
+    def __init__(self, *, adapters=False, host="127.0.0.1"):
+        self.host = host
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.adapters = adapters
@@ -106,7 +108,7 @@ class FakeServer:
         app.router.add_post("/v1/unload_lora_adapter", self._unload_adapter)
         runner = web.AppRunner(app, shutdown_timeout=0.01, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        await web.TCPSite(runner, self.host, self.port, reuse_address=True).start()
         self._runner = runner
 
     async def _end(self, runner):
