@@ -149,7 +149,7 @@ def test_a_model_that_does_not_fit_ends_with_what_would_help(model, capsys, monk
     monkeypatch.setenv("COLUMNS", "200")
     assert run(["--model_name_or_path", model, "--gpu_memory_gb", "80", "--num_processes", "8"]) == 1
     *_, changes = capsys.readouterr().out.partition("\ndoes not fit: ")
-    assert -1 < changes.index("zero_stage: 3: ") < changes.index("zero_stage: 1: ")
+    assert -1 < changes.index("accelerate_config: zero3: ") < changes.index("accelerate_config: zero1: ")
 
 
 def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tmp_path, capsys):

@@ -369,11 +369,12 @@ def find_savings(setup: MemorySetup) -> dict[str, float]:
         changes += [{"load_in_4bit": True}, {"dtype": "bfloat16"}]
     if setup.critic is not None:
         changes.append({"critic": "head"})
-    peaks = {
-        ", ".join(f"{name}: {value}" for name, value in change.items()): find_peak(
-            estimate_memory(replace(setup, **change))
-        )
-        for change in changes
-    }
+
+    def said(change: dict[str, Any]) -> str:
+        """As a recipe or a command line says it: the stage of ZeRO is that of the launcher's file."""
+        files = {"zero_stage": lambda stage: f"accelerate_config: zero{stage}"}
+        return ", ".join(files[name](value) if name in files else f"{name}: {value}" for name, value in change.items())
+
+    peaks = {said(change): find_peak(estimate_memory(replace(setup, **change))) for change in changes}
     now = find_peak(estimate_memory(setup))
     return {change: peak for change, peak in sorted(peaks.items(), key=lambda item: item[1]) if peak < now}
