@@ -302,7 +302,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "environments": (1328, 8),
     "evaluation": (1166, 8),
     "features/__init__.py": (133, 1),
-    "features/doctor": (2027, 9),
+    "features/doctor": (2028, 9),
     "features/echo_trap": (1960, 12),
     "features/games": (1247, 8),
     "features/hub": (984, 7),
