@@ -327,7 +327,9 @@ def test_savings_are_real_and_sorted():
     savings = find_savings(setup := MemorySetup(shape=BILLION, critic="model", **sizes))
     assert list(savings.values()) == sorted(savings.values())
     assert max(savings.values()) < find_peak(estimate_memory(setup))
-    assert {"accelerate_config: zero3", "critic: head", "update_layout: packed, max_tokens_per_micro_batch: 1024"} <= {*savings}
+    assert {"accelerate_config: zero3", "critic: head", "update_layout: packed, max_tokens_per_micro_batch: 1024"} <= {
+        *savings
+    }
     assert {"load_in_4bit: True", "dtype: bfloat16"} <= {*find_savings(MemorySetup(shape=LORA_BILLION))}
 
 
