@@ -16,9 +16,16 @@ from tests.trainers.helpers import make_trainer
 def current(monkeypatch):
     """The GPU of each thread, as `torch.cuda.set_device` left it; one of a name that was never set is the first."""
     found = {}
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.__setitem__(threading.get_ident(), device))
+
+    def set_device(device):
+        if isinstance(device, torch.device) and device.index is None:
+            raise ValueError("Expected a torch.device with a specified index or an integer, but got:cuda")
+        found[threading.get_ident()] = device if isinstance(device, int) else device.index
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: found.get(threading.get_ident(), 0))
     monkeypatch.setattr(pool, "_preparations", [])
-    return lambda: str(found.get(threading.get_ident(), "cuda:0"))
+    return lambda: f"cuda:{torch.cuda.current_device()}"
 
 
 def test_tools_environments_and_rewards_find_the_gpu_of_their_rank(tmp_path, current):
@@ -64,6 +71,25 @@ def test_tools_environments_and_rewards_find_the_gpu_of_their_rank(tmp_path, cur
     assert seen == dict.fromkeys(
         ("tool", "async tool", "reset", "outcome", "async turn reward", "async reward"), "cuda:1"
     )
+
+
+def test_a_process_alone_whose_device_has_no_index_stays_on_its_gpu(current):
+    torch.cuda.set_device(3)
+    use_gpu_in_threads(torch.device("cuda"), None)
+    other = threading.Thread(target=lambda: seen.append([current(), pool.prepare_thread(), current()]))
+    seen = []
+    other.start()
+    other.join()
+    assert seen == [["cuda:0", None, "cuda:3"]]
+
+
+def test_a_gpu_that_cannot_be_used_is_said_where_the_trainer_is_made(monkeypatch):
+    def refuse(index):
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        use_gpu_in_threads(torch.device("cuda:9"), None)
 
 
 def test_a_rank_without_a_gpu_sets_none(current):

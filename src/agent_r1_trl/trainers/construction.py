@@ -204,7 +204,9 @@ def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:
     """
     if device.type != "cuda":
         return
-    set_device = functools.partial(torch.cuda.set_device, device)
+    index = torch.cuda.current_device() if device.index is None else device.index  # a process alone is on "cuda"
+    set_device = functools.partial(torch.cuda.set_device, index)
+    set_device()  # whatever is wrong with it must show here: it would end a thread that somebody waits for
     prepare_threads_with(set_device)
     if reward_loop is not None:
         reward_loop.call_soon_threadsafe(set_device)
