@@ -99,6 +99,21 @@ def test_no_layer_copies_a_mask(dtype, window):
     assert any(mask.shape[1] % 8 for mask in masks.values()), "else nothing was asked of the strides"
 
 
+def test_heads_that_share_one_key_head_are_no_views_of_it(monkeypatch):
+    attention, strides = torch.nn.functional.scaled_dot_product_attention, []
+
+    def look(query, key, value, **options):
+        strides.extend([key.stride(1), value.stride(1)])
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", look)
+    model = make_model("qwen3", num_key_value_heads=1)
+    use_packed_attention(model, share_prefixes=True)
+    with torch.no_grad():
+        packed_log_probs(model, model.base_model, pack(*forked(), share_prefixes=True))
+    assert strides and 0 not in strides
+
+
 def test_a_mask_of_double_precision_stays_one_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         assert Layout([], *[torch.zeros(0)] * 4).mask(2, 4, torch.zeros(1).double()).dtype == torch.float64

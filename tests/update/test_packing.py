@@ -106,7 +106,7 @@ SHAPE = {
 def make_model(family, **options):
     torch.manual_seed(0)
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
-    policy = model(config(**SHAPE, head_dim=8, **options))
+    policy = model(config(**SHAPE | options, head_dim=8))
     for parameter in policy.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, 0, 0.2)

@@ -53,13 +53,20 @@ def join_rows(parts: list[Inputs]) -> Inputs:
 
 
 def take_rows(rows: Inputs, index: Any) -> Inputs:
-    """Some rows of a batch; what has no rows stays."""
+    """Some rows of a batch; what has no rows stays.
+
+    An entry of a subclass may be a list, or lie on the host: there an index from a GPU is refused.
+    """
     taken = {}
     for name, value in rows.items():
         if isinstance(value, list):
-            value = [value[place] for place in torch.arange(len(value))[index].tolist()]
-        taken[name] = value[index] if has_rows(value) else value
+            value = [value[place] for place in torch.arange(len(value))[_beside(index, "cpu")].tolist()]
+        taken[name] = value[_beside(index, value.device)] if has_rows(value) else value
     return taken
+
+
+def _beside(index: Any, device: torch.device | str) -> Any:
+    return index.to(device) if isinstance(index, torch.Tensor) else index
 
 
 def set_valid_scales(buffer: list[dict[str, Any]], *, steps_per_update: int, accelerator: Any) -> None:

@@ -64,8 +64,10 @@ def packed_attention(
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 queries,
-                repeat_kv(keys, groups),
-                repeat_kv(values, groups),
+                # PyTorch's kernel for masks is wrong on heads that are views of one, where a block of queries has one
+                # alone and no gradient is asked for (pytorch/pytorch#191937, seen on an H100).
+                repeat_kv(keys, groups).contiguous(),
+                repeat_kv(values, groups).contiguous(),
                 attn_mask=packed_layout.mask(queries.shape[2], keys.shape[2], query, window) if has_mask else None,
                 is_causal=not has_mask,
                 dropout_p=dropout,
