@@ -224,6 +224,9 @@ def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float,
 def prepare(args: argparse.Namespace, layout: str, folder: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A trainer that is ready for `optimizer_step`, and its batch on its device."""
     trainer = make_trainer(args, layout, folder)
+    if args.checkpointing:  # transformers does so in `train`
+        trainer.model.gradient_checkpointing_enable(trainer.args.gradient_checkpointing_kwargs)
+        assert trainer.model.is_gradient_checkpointing
     trainer.create_optimizer()
     trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped.train()

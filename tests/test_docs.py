@@ -56,10 +56,11 @@ def test_links_to_headings_find_their_heading(page):
 def heading_anchor(heading: str) -> str:
     """GitHub's anchor of a heading.
 
-    >>> heading_anchor("What each `length` means, and why")
+    >>> heading_anchor("What each `length` means, and [why](page.md)")
     'what-each-length-means-and-why'
     """
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

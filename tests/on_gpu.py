@@ -1,0 +1,42 @@
+"""`pytest -p tests.on_gpu`: trainings that ask for the CPU run on the GPU; collective calls take its tensors alone.
+
+NCCL moves tensors of GPUs only. With one process nothing is moved, so what is handed to accelerate is looked at here.
+"""
+
+import accelerate
+import torch
+from transformers import TrainingArguments
+
+
+def _tensors(value):
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def _on_gpu(name):
+    inner = getattr(accelerate.Accelerator, name)
+
+    def collective(self, tensor, *args, **kwargs):
+        for leaf in _tensors(tensor):
+            if leaf.device.type != self.device.type:
+                raise RuntimeError(f"Accelerator.{name}: a tensor on {leaf.device}, the process is on {self.device}")
+        return inner(self, tensor, *args, **kwargs)
+
+    return collective
+
+
+def _train_on_gpu(self):
+    self.use_cpu = False
+    _prepare(self)
+
+
+if not torch.cuda.is_available():
+    raise RuntimeError("tests.on_gpu: no CUDA device was found.")
+_prepare, TrainingArguments.__post_init__ = TrainingArguments.__post_init__, _train_on_gpu
+for _name in ("gather", "reduce", "pad_across_processes", "gather_for_metrics"):
+    setattr(accelerate.Accelerator, _name, _on_gpu(_name))
