@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import agents
 import langchain_core.tools
 import pytest
 import smolagents
@@ -174,7 +173,6 @@ def of_line(make):
 
 MOVES = {"e4": '"from_square": 12', "e5": '"from_square": 52', "Nc3": '"from_square": 1,'}
 PACKAGES = {
-    "openai-agents": of_line(lambda: wrapped(lambda diary: agents.function_tool(diary.write))),
     "smolagents": of_line(lambda: wrapped(SmolWrite)),
     "langchain": of_line(lambda: wrapped(of_langchain)),
     # The server, not the tool, says what the model reads of an exception.

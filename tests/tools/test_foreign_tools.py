@@ -1,13 +1,10 @@
 """Tools of other libraries behave as ours, their failures included."""
 
 import asyncio
-import json
-import threading
 import time
 import types
 from typing import Annotated, ClassVar
 
-import agents
 import langchain_core.tools
 import pydantic
 import pytest
@@ -98,10 +95,6 @@ class SmolClass(smolagents.Tool):
         return multiply(a, b or 3)
 
 
-def agents_sdk(function=multiply, **settings):
-    return agents.function_tool(function, name_override="multiply", strict_mode=False, **settings)
-
-
 KINDS = {
     "langchain": langchain,
     "langchain async": langchain_async,
@@ -109,8 +102,6 @@ KINDS = {
     "langchain of mcp": langchain_of_mcp,
     "smolagents": lambda: smolagents.tool(multiply),
     "smolagents class": SmolClass,
-    "agents": agents_sdk,
-    "agents async": lambda: agents_sdk(multiply_async),
 }
 
 
@@ -164,24 +155,6 @@ def test_a_model_reads_the_schemas_that_langchain_sends():
     assert wrong.error.value == "invalid_arguments"
 
 
-@pytest.mark.parametrize("is_strict", [True, False])
-def test_a_model_reads_the_schemas_that_the_agents_library_sends(is_strict):
-    from agents.models.chatcmpl_converter import Converter
-
-    def shallow(depth: int | None = None, title: str = "t") -> str:
-        return f"{depth} {title}"
-
-    shallow.__doc__ = "Look.\n\nArgs:\n    depth: How deep.\n    title: Of the picture."
-    given = agents.function_tool(shallow, strict_mode=is_strict)
-    sent = Converter.tool_to_openai(given)
-    assert as_tool(given).schema == sent and sent["function"]["strict"] is is_strict
-    assert sent["function"]["parameters"].get("required") == (["depth", "title"] if is_strict else None)
-    referring = agents.function_tool(look, strict_mode=is_strict)
-    shown = as_tool(referring).schema["function"]
-    assert shown["strict"] is is_strict and not any(key in json.dumps(shown) for key in ("$ref", "$defs"))
-    assert shown["parameters"]["properties"]["where"]["properties"]["x"]["type"] == "integer"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tool_of_another_library_that_fails_counts_as_failing_and_says_why(kind):
     failed, fine = run(KINDS[kind](), {"a": 13}, {"a": 2})
@@ -202,29 +175,14 @@ def test_calls_of_such_a_tool_run_at_once_and_within_their_time(kind):
     assert late.error.value == "timeout" and time.perf_counter() - began < 1
 
 
-def test_the_agents_librarys_own_limit_on_time_holds():
-    item = agents_sdk(multiply_async, timeout=0.1)
-    assert run(item, {"a": 2, "b": 150})[0].error.value == "timeout"
-    assert tool(timeout_s=3)(item).timeout_s == 3
-
-
 def test_the_text_that_an_author_chose_for_failures_is_what_the_model_reads():
-    def explain(context, error):
-        return f"No luck: {error}"
-
     def unlucky(a: int, b: int = 3) -> int:
         raise langchain_core.tools.ToolException("thirteen is unlucky")
 
     handled = langchain(unlucky)
     handled.handle_tool_error = "No luck."
-    of_agents = agents_sdk(failure_error_function=explain)
-    for item, text in ((of_agents, "No luck: thirteen is unlucky"), (handled, "No luck.")):
-        (failed,) = run(item, {"a": 13})
-        assert (failed.error.value, failed.content, failed.is_models_mistake) == ("exception", text, None)
-    (outage,) = run(tool(attempts=1)(of_agents), {"a": 14})
-    assert outage.is_infrastructure_failure
-    (raised,) = run(agents_sdk(failure_error_function=None), {"a": 13})
-    assert "ValueError: thirteen is unlucky" in raised.content
+    (failed,) = run(handled, {"a": 13})
+    assert (failed.error.value, failed.content, failed.is_models_mistake) == ("exception", "No luck.", None)
 
 
 def test_a_failed_result_of_mcp_counts_as_failing():
@@ -254,27 +212,6 @@ def test_a_tool_that_loads_a_model_loads_it_once_for_all_calls_of_a_turn():
     given = SmolClass()
     assert [result.content for result in run(given, *[{"a": 2}] * 8)] == ["6"] * 8
     assert given.loaded == 1
-
-
-def test_a_hanging_tool_of_the_agents_library_holds_up_no_other_and_not_the_end_of_the_program():
-    release = threading.Event()
-
-    def multiply(a: int) -> int:
-        return a if release.wait(0 if a else 20) or a else 0
-
-    try:
-        began = time.perf_counter()
-        results = run(agents_sdk(multiply), *[{"a": 0}] * 40, *[{"a": 1}] * 3, timeout_s=0.3, max_workers=8)
-        assert [result.content for result in results[-3:]] == ["1"] * 3
-        assert time.perf_counter() - began < 8
-    finally:
-        release.set()
-
-
-def test_a_release_of_the_agents_library_that_hides_failures_is_refused():
-    old = types.SimpleNamespace(name="multiply", description="", params_json_schema={}, on_invoke_tool=print)
-    with pytest.raises(ToolSchemaError, match=r"'multiply'.*pip install --upgrade 'openai-agents>=0.10'"):
-        as_tool(old)
 
 
 def test_environments_offer_such_tools_in_every_form():

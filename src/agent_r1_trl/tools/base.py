@@ -88,7 +88,6 @@ class Tool:
         found = read_foreign(fn)
         if found is not None:
             backend = backend or _declares_backend(fn)
-            timeout_s = getattr(fn, "timeout_seconds", None) if timeout_s is None else timeout_s
             fn, schema = found[0], schema or found[1]
         if not callable(fn) or inspect.isclass(fn):
             raise ValueError(

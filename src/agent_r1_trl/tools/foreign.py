@@ -1,34 +1,30 @@
-"""Tools of other libraries: LangChain, smolagents, the OpenAI Agents SDK; results of MCP.
+"""Tools of other libraries: LangChain and smolagents; results of MCP.
 
 They are recognised by what they have, so none of these libraries is needed here. Each brings its schema as its
 library sends it to a model, and makes its own objects of the arguments.
 
-LangChain, the Agents SDK and MCP can hand a failure to the model as if it were a result. Here it stays a failure, of
+LangChain and MCP can hand a failure to the model as if it were a result. Here it stays a failure, of
 which the model reads the text that the tool's author chose: `HandledError`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import importlib
 import inspect
 import json
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agent_r1_trl.tools.faults import HandledError
 from agent_r1_trl.tools.schema import Schema, inline_references
-from agent_r1_trl.tools.signature import ToolSchemaError
 
 
 def read_foreign(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
     """The function behind a tool of another library, and its schema; None if `obj` is no such tool."""
     if inspect.isroutine(obj) or inspect.isclass(obj) or not isinstance(getattr(obj, "name", None), str):
         return None
-    for read in (_langchain, _smolagents, _openai_agents):
+    for read in (_langchain, _smolagents):
         found = read(obj)
         if found is not None:
             named = {"name": obj.name, "description": obj.description or "", **found[1]}
@@ -89,63 +85,6 @@ def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
         return obj(**arguments)
 
     return call, {"parameters": {"type": "object", "properties": shown, "required": required}}
-
-
-def _openai_agents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:
-    parameters = getattr(obj, "params_json_schema", None)
-    if not isinstance(parameters, dict) or not callable(getattr(obj, "on_invoke_tool", None)):
-        return None
-    if not hasattr(obj, "_failure_error_function"):
-        raise ToolSchemaError(
-            f"Tool {obj.name!r}: this release of openai-agents returns a tool's failures as results, and does not say "
-            "which they are: pip install --upgrade 'openai-agents>=0.10'."
-        )
-    explain: Any = None if obj._use_default_failure_error_function else obj._failure_error_function
-    errors: dict[int, Exception] = {}
-
-    async def explain_and_note(context: Any, error: Exception) -> Any:
-        errors[id(context)] = error
-        text = explain(context, error)
-        return await text if inspect.isawaitable(text) else text
-
-    asked = copy.copy(obj)
-    asked._use_default_failure_error_function = False  # its one text for every error tells the model nothing
-    asked._failure_error_function = explain_and_note if explain else None
-
-    async def call_async(**arguments: Any) -> Any:
-        text = json.dumps(arguments)
-        made_by = importlib.import_module("agents.tool_context").ToolContext
-        context = made_by(context=None, tool_name=obj.name, tool_call_id=obj.name, tool_arguments=text)
-        try:
-            result = await asked.on_invoke_tool(context, text)
-        finally:
-            error = errors.pop(id(context), None)
-        if error is not None:
-            raise HandledError(str(result)) from error
-        return result
-
-    def call(**arguments: Any) -> Any:
-        # The library would run it on the few threads of asyncio, where calls that hang hold up all others.
-        with asyncio.Runner() as runner:
-            runner.get_loop().set_default_executor(_ThisThread())
-            return runner.run(call_async(**arguments))
-
-    is_plain = getattr(obj.on_invoke_tool, "__agents_sync_function_tool__", False)
-    described = {"parameters": parameters, "strict": bool(getattr(obj, "strict_json_schema", True))}
-    return (call if is_plain else call_async), described
-
-
-class _ThisThread(ThreadPoolExecutor):
-    """Runs what it is given at once, on the thread that asks: here one that the executor may give up."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the function and return a future that is done."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # as the executor's own threads
-            future.set_exception(error)
-        return future
 
 
 def text_of_mcp(result: Any) -> Any:
