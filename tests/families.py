@@ -89,22 +89,6 @@ _DEEPSEEK_V31 = """\
 {%- endfor %}
 {%- if add_generation_prompt and ns.after_user %}<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}{% endif %}"""
 
-_KIMI_K2 = """\
-{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}<|im_user|>user<|im_middle|>{{ m.content }}<|im_end|>
-{%- elif m.role == 'system' %}<|im_system|>system<|im_middle|>{{ m.content }}<|im_end|>
-{%- elif m.role == 'tool' %}
-{{- '<|im_system|>' + (m.name or 'tool') + '<|im_middle|>## Return of ' + m.tool_call_id + '\\n' + m.content }}<|im_end|>
-{%- else %}<|im_assistant|>assistant<|im_middle|>{{ m.content or '' }}
-{%- if m.tool_calls %}<|tool_calls_section_begin|>
-{%- for call in m.tool_calls %}<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>
-{{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -}}
-<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"""
-
 # Turns end with the token that opens the next message.
 _GLM_47 = """\
 [gMASK]<sop>
@@ -131,46 +115,6 @@ _GLM_47 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>
 {{- '</think>' if (enable_thinking is defined and not enable_thinking) else '<think>' }}{% endif %}"""
-
-_MINIMAX_M2 = """\
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
-]~!b[]~b]system
-{{ messages[0].content if messages[0].role == 'system' else 'You are a helpful assistant.' }}
-{%- if tools %}
-
-<tools>{{ tools | tojson }}</tools>{% endif %}[e~[
-{% for m in messages %}
-{%- if m.role == 'user' %}]~b]user
-{{ m.content }}[e~[
-{% elif m.role == 'tool' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}]~b]tool{% endif %}
-<response>{{ m.content }}</response>
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}[e~[
-{% endif %}
-{%- elif m.role == 'assistant' %}]~b]ai
-{% if m.reasoning_content and loop.index0 > ns.last %}<think>
-{{ m.reasoning_content }}
-</think>
-
-{% endif %}
-{{- m.content or '' }}
-{%- if m.tool_calls %}
-<minimax:tool_call>
-{% for call in m.tool_calls -%}
-<invoke name="{{ call.function.name }}">
-{% for k, v in call.function.arguments.items() -%}
-<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>
-{% endfor -%}
-</invoke>
-{% endfor -%}
-</minimax:tool_call>
-{%- endif %}[e~[
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}]~b]ai
-<think>
-{% endif %}"""
 
 _SEED_OSS = """\
 {%- if tools %}<seed:bos>system
@@ -295,56 +239,10 @@ _HERMES_3 = {
     ),
 }
 
-# The generation prompt is always written, whether it is asked for or not, with empty reasoning unless one is asked for.
-_COMMAND_R7B = """\
-{{ bos_token }}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble
-{% if tools %}{{ tools | tojson }}{% endif %}{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif -%}
-<|END_OF_TURN_TOKEN|>
-{%- set ns = namespace(call=0) %}
-{%- set ids = messages | selectattr('tool_calls', 'defined') | map(attribute='tool_calls') | sum(start=[]) | map(attribute='id') | list %}
-{%- for m in messages %}
-{%- if m.role == 'user' %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>{{ m.content }}<|END_OF_TURN_TOKEN|>
-{%- elif m.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
-{%- if m.tool_calls %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>[
-    {% for call in m.tool_calls -%}
-    {"tool_call_id": "{{ ns.call }}", "tool_name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}
-    {{- ',' if not loop.last else '' }}
-    {% set ns.call = ns.call + 1 %}{% endfor %}
-]<|END_ACTION|><|END_OF_TURN_TOKEN|>
-{%- else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>{% endif %}
-{%- elif m.role == 'tool' and (loop.first or messages[loop.index0 - 1].role != 'tool') -%}
-<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[
-{%- set block = namespace(over=false) %}
-{%- for result in messages[loop.index0:] %}
-{%- if result.role != 'tool' %}{% set block.over = true %}{% endif %}
-{%- if not block.over %}{{ ',' if not loop.first else '' }}
-    {
-        "tool_call_id": "{{ ids.index(result.tool_call_id) }}",
-        "results": {
-            "0": {{ result.content | tojson }}
-        },
-        "is_error": null
-    }
-{%- endif %}
-{%- endfor %}
-]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>
-{%- endif %}
-{%- endfor %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>
-{%- if not enable_thinking %}<|START_THINKING|><|END_THINKING|>{% endif %}"""
-
 _DEEPSEEK_TOKENS = (
     "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜▁pad▁｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
     "<｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁output▁begin｜> "
     "<｜tool▁output▁end｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>"
-)
-_KIMI_TOKENS = (
-    "[BOS] [EOS] [PAD] <|im_end|> <|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
-    "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>"
-)
-_COMMAND_TOKENS = (
-    "<BOS_TOKEN> <PAD> <|START_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> <|USER_TOKEN|> <|CHATBOT_TOKEN|> <|SYSTEM_TOKEN|> "
-    "<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|> "
-    "<|START_TOOL_RESULT|> <|END_TOOL_RESULT|>"
 )
 _LFM2_TOKENS = (
     "<|startoftext|> <|pad|> <|im_start|> <|im_end|> <|tool_list_start|> <|tool_list_end|> <|tool_call_start|> "
@@ -391,13 +289,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
         _DEEPSEEK_V31, _DEEPSEEK_TOKENS, "<think> </think>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>",
         "<｜▁pad▁｜>",
     ),
-    "kimi_k2": _built(_KIMI_K2, _KIMI_TOKENS, "<think> </think>", "[BOS]", "<|im_end|>", "[PAD]"),
     "glm_4_5": _built(read_template("glm4moe"), *_GLM),
     "glm_4_7": _built(_GLM_47, *_GLM),
-    "minimax_m2": _built(
-        _MINIMAX_M2, "]~!b[ ]~b] [e~[ <pad>", "<think> </think> <minimax:tool_call> </minimax:tool_call>", None, "[e~[",
-        "<pad>",
-    ),
     "seed_oss": _built(
         _SEED_OSS, "<seed:bos> <seed:eos> <seed:pad>",
         "<seed:think> </seed:think> <seed:tool_call> </seed:tool_call>", "<seed:bos>", "<seed:eos>", "<seed:pad>",
@@ -406,9 +299,6 @@ FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "nemotron_3": _trl("qwen3", "nemotron_3_nano"),
     "lfm2": _built(read_template("lfm2_v2"), *_LFM2),
     "lfm2_5": _built(read_template("lfm2_2_5"), *_LFM2),
-    "command_r7b": _built(
-        _COMMAND_R7B, _COMMAND_TOKENS, "", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<PAD>",
-    ),
     "gemma4": lambda: make_tokenizer("gemma4"),
     "gpt_oss": lambda: make_tokenizer("gptoss"),
 }  # fmt: skip

@@ -163,8 +163,6 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(row):
     script = [calling("look_up", {"query": "a"}), said[0], calling("look_up", {"query": "b"}), said[1]]
     for message in script[::2]:
         message["tool_calls"][0]["id"] = ""
-    if family == "command_r7b":  # its models number their calls through the conversation
-        script[2]["tool_calls"][0]["id"] = "1"
     turns = [chat.encode_reply(message) for message in script]
     env = _Env(len(script))
     limits = RolloutLimits(max_turns=9, max_completion_length=4000)
@@ -203,7 +201,6 @@ REWRITTEN = ("hermes_3", "mistral_nemo", "mistral_small_3_2")
 
 def without_reasoning(text: str) -> str:
     text = re.sub(r"(?s)<(seed:)?think>.*?</(seed:)?think>\s*|</think>|<think>\s*", "", text)
-    text = re.sub(r"(?s)<\|START_THINKING\|>.*?<\|END_THINKING\|>", "", text)
     text = text.replace("<|channel>thought\n<channel|>", "")
     # What a turn ends with once another follows, and what is left open at the end.
     text = text.replace("<|return|>", "<|end|>")

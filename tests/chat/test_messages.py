@@ -14,7 +14,7 @@ from agent_r1_trl.tools import ToolExecutor
 from agent_r1_trl.trajectory import ToolErrorKind
 from tests.families import FAMILIES
 
-TEXT = ("qwen2_5", "qwen3", "llama3_1", "gemma4", "ministral_3", "deepseek_v3_1", "kimi_k2", "gpt_oss")
+TEXT = ("qwen2_5", "qwen3", "llama3_1", "gemma4", "ministral_3", "deepseek_v3_1", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", TEXT)

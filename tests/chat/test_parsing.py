@@ -423,9 +423,7 @@ FLOODS = {  # what is written again and again, per family
     "qwen3_5": ["<function=", "<function=a><parameter=", "<tool_call><function=a>", "<parameter=a>"],
     "mistral_small_3_2": ["[TOOL_CALLS]", "[TOOL_CALLS]search[ARGS]{}", "[THINK]"],
     "deepseek_v3_1": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{}", " ", "```"],
-    "minimax_m2": ["<minimax:tool_call><invoke name=", "<minimax:tool_call><invoke name=a><parameter name="],
     "glm_4_5": ["<arg_key>", "<tool_call>a<arg_key>b</arg_key><arg_value>c", "<tool_call>"],
-    "kimi_k2": ["<|tool_call_begin|>functions.a:0<|tool_call_argument_begin|>{}<|tool_call_end|>"],
     "lfm2": ["<|tool_call_start|>[a(b='c')]<|tool_call_end|>", "a'", "f(a='"],
 }  # fmt: skip
 

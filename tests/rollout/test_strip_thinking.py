@@ -43,8 +43,8 @@ FOREIGN = """\
 
 MAKERS = FAMILIES | {"foreign": lambda: make_tokenizer("qwen3", chat_template=FOREIGN)}
 STRIPPING = [
-    *("qwen3", "qwen3_thinking_2507", "qwen3_5", "qwq", "deepseek_v3_1", "glm_4_5", "glm_4_7", "minimax_m2"),
-    *("nemotron_nano_2", "nemotron_3", "lfm2_5", "command_r7b", "gemma4", "gpt_oss", "foreign"),
+    *("qwen3", "qwen3_thinking_2507", "qwen3_5", "qwq", "deepseek_v3_1", "glm_4_5", "glm_4_7"),
+    *("nemotron_nano_2", "nemotron_3", "lfm2_5", "gemma4", "gpt_oss", "foreign"),
 ]
 PROMPT = [{"role": "user", "content": "Which time is it?"}]
 
@@ -105,9 +105,6 @@ CONVERSATION = [
 def said_in(family, chat):
     """The turns as a model of the family says them."""
     turns = copy.deepcopy(CONVERSATION)
-    if family == "command_r7b":  # its models number their calls, and think only before them
-        for number, turn in enumerate(turn for turn in turns if "tool_calls" in turn):
-            turn["tool_calls"][0]["id"] = str(number)
     if family == "foreign":
         for turn in turns:
             turn["content"] = f"<think>\n{turn.pop('reasoning_content')}\n</think>\n\n{turn['content']}"
@@ -143,11 +140,10 @@ def test_every_context_is_what_the_published_template_shows(family):
 
 
 ALWAYS = [[turn] for turn in range(len(CONVERSATION))]
-# Command R7B's prompt writes empty reasoning that is in no earlier turn, unless it is told to think.
 NEVER = [
     [*range(len(CONVERSATION))]
 ]  # nothing reasoning that is dropped: DeepSeek does not think, unless it is told to
-ROWS = {"qwq": ALWAYS, "nemotron_nano_2": ALWAYS, "deepseek_v3_1": NEVER, "command_r7b": ALWAYS}
+ROWS = {"qwq": ALWAYS, "nemotron_nano_2": ALWAYS, "deepseek_v3_1": NEVER}
 """Turns of each row; in other families a tool loop is one row."""
 
 
@@ -179,16 +175,6 @@ def test_a_template_that_forces_reasoning_drops_it_all():
     first, second = f"</think>A.{end}<｜User｜>And now, 1?<｜Assistant｜>", f"</think>B.{end}<｜User｜>And now, 2?"
     assert texts_of(chat, log)[2].endswith(f"<｜Assistant｜>{first}{second}<｜Assistant｜><think>")
     assert len(trajectory.rows) == 3
-
-
-def test_what_a_template_drops_of_answers_alone_is_dropped():
-    end = "<|END_OF_TURN_TOKEN|>"
-    chat = ChatFormat(MAKERS["command_r7b"](), thinking="strip", chat_template_kwargs={"enable_thinking": True})
-    answer = "<|START_THINKING|>secret<|END_THINKING|><|START_RESPONSE|>A.<|END_RESPONSE|>" + end
-    trajectory, log = roll_out(chat, [said_in("command_r7b", chat)[0], *spoken(chat, answer, answer)])
-    check_contexts("command_r7b", trajectory, log, chat)
-    assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[0, 1], [2]]
-    assert "first thought" in texts_of(chat, log)[2] and "secret" not in texts_of(chat, log)[2]
 
 
 # -------------------------------------------------------------------- reasoning that are none
@@ -319,9 +305,7 @@ def test_whatever_is_sampled_contexts_are_rendered_and_every_id_is_in_one_row(fa
 
 
 @pytest.mark.parametrize("answers", [False, True])
-@pytest.mark.parametrize(
-    "family", mostly_nightly([name for name in STRIPPING if name != "command_r7b"], "qwen3", "qwq", "gpt_oss")
-)
+@pytest.mark.parametrize("family", mostly_nightly(STRIPPING, "qwen3", "qwq", "gpt_oss"))
 def test_a_turn_of_a_long_conversation_renders_and_encodes_as_much_as_one_of_a_short_one(family, answers, monkeypatch):
     chat = chat_of(family)
     turns = [thinks(f"thought {number}", query="a" * (number % 3)) for number in range(40)]

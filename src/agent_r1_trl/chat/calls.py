@@ -56,14 +56,9 @@ def json_call(body: str, tools: Any) -> list[Call]:
 
 
 def json_calls(body: str, tools: Any) -> list[Call]:
-    """`[{"name": ..., "arguments": {...}, "id": ...}]` or one such object; Cohere's key names are known as well."""
+    """`[{"name": ..., "arguments": {...}, "id": ...}]` or one such object."""
     value = strict_json(body)
-    calls = value if isinstance(value, list) else [value]
-    for item in calls:
-        for theirs, ours in (("tool_name", "name"), ("tool_call_id", "id"), ("parameters", "arguments")):
-            if isinstance(item, dict) and theirs in item and ours not in item:
-                item[ours] = item.pop(theirs)
-    return _some(calls)
+    return _some(value if isinstance(value, list) else [value])
 
 
 def mistral_calls(body: str, tools: Any) -> list[Call]:
@@ -94,17 +89,6 @@ def deepseek_calls(body: str, tools: Any) -> list[Call]:
     return [{"name": name.strip(), "arguments": strict_json(arguments)}]
 
 
-def kimi_calls(body: str, tools: Any) -> list[Call]:
-    """`functions.name:0<marker>{...}`; what stands before the marker is the call's id."""
-    call_id, found, arguments = body.partition("<|tool_call_argument_begin|>")
-    if not found:
-        raise ValueError("the call has no <|tool_call_argument_begin|> before its arguments")
-    name, numbered, _ = call_id.strip().removeprefix("functions.").partition(":")
-    if not numbered:
-        raise ValueError(f"the call begins with {call_id.strip()[:40]!r}, not with functions.name:number")
-    return [{"name": name, "arguments": strict_json(arguments), "id": call_id.strip()}]
-
-
 # ---------------------------------------------------------------- XML
 
 
@@ -113,15 +97,6 @@ def function_calls(body: str, tools: Any) -> list[Call]:
     return [
         _from_tags(name, inside, r"<parameter=(?P<key>[^>\n]{1,128})>", "</parameter>", tools, _without_wrapping)
         for name, inside in _blocks(body, r"<function=(?P<name>[^>\n]{1,128})>", "</function>")
-    ]
-
-
-def invoke_calls(body: str, tools: Any) -> list[Call]:
-    """`<invoke name="name"><parameter name="key">value</parameter></invoke>`; a value is taken as it stands."""
-    key = r"<parameter name=(?P<q>[\"']?)(?P<key>[^>\n]{1,128}?)(?P=q)>"
-    return [
-        _from_tags(name, inside, key, "</parameter>", tools, str)
-        for name, inside in _blocks(body, r"<invoke name=[\"']?(?P<name>[^>\n]{1,128}?)[\"']?>", "</invoke>")
     ]
 
 
@@ -283,7 +258,7 @@ def _value(node: ast.AST) -> Any:
 
 
 _READERS: tuple[Reader, ...] = (
-    json_call, json_calls, mistral_calls, deepseek_calls, kimi_calls, function_calls, invoke_calls, pair_calls,
+    json_call, json_calls, mistral_calls, deepseek_calls, function_calls, pair_calls,
     python_calls,
 )  # fmt: skip
 READERS = {reader.__name__: reader for reader in _READERS}

@@ -24,17 +24,12 @@ _SAID: Message = {"role": "assistant", "content": "said."}
 _CONTROL_TOKEN = re.compile(r"<([|\uff5c])[^\s<>|\uff5c]{1,64}\1>|<\|\w{1,64}>|<\w{1,64}\|>")
 
 
-def speak(chat: ChatFormat, message: Message, num_calls: int) -> list[int]:
-    """The ids of a reply; its calls are changed to have the ids that the policy would have written.
-
-    `num_calls` is the number of calls before it, for templates that number them.
-    """
+def speak(chat: ChatFormat, message: Message) -> list[int]:
+    """The ids of a reply; its calls are changed to have the ids that are read from it."""
     reply = chat.encode_reply(message)
-    calls = message.get("tool_calls") or []
-    read = [call["id"] for call in chat.parse(reply).get("tool_calls", [])]
-    for index, (call, call_id) in enumerate(zip(calls, read, strict=False)):
-        call["id"] = str(num_calls + index) if call_id.isdecimal() else call_id
-    return chat.encode_reply(message) if calls else reply
+    for call, read in zip(message.get("tool_calls") or (), chat.parse(reply).get("tool_calls", ()), strict=False):
+        call["id"] = read["id"]
+    return reply
 
 
 def empty_reasoning(chat: ChatFormat) -> str:
@@ -59,7 +54,6 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, reasoning
     ids = chat.encode_prompt(conversation, tools)
     empty = empty_reasoning(chat)
     difference, found = "", ""
-    num_calls = 0
     for number in range(3):
         message: Message = {"role": "assistant", "content": f"answer {number}"}
         observation: Message = {"role": "user", "content": f"next {number}"}
@@ -67,9 +61,8 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, reasoning
             message = calling(name, {"query": "x"})
         if reasoning:
             message["reasoning_content"] = reasoning
-        reply = speak(chat, message, num_calls)
+        reply = speak(chat, message)
         if calls := message.get("tool_calls"):
-            num_calls += 1
             observation = tool_answer(f"result {number}", name) | {"tool_call_id": calls[0]["id"]}
         delta = chat.encode_observations(message, [observation], tools)[0]
         ids += reply + delta

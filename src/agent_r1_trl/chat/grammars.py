@@ -38,31 +38,14 @@ GRAMMARS: dict[str, Grammar] = {
         "deepseek_calls", r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>",
         r"<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?", "<｜tool▁call", "<｜tool▁sep｜>",
     ),
-    "kimi": _grammar(
-        "kimi_calls", r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>",
-        r"<\|tool_call_end\|>\s*(?:<\|tool_calls_section_end\|>)?", "<|tool_call",
-    ),
-    "minimax": _grammar(
-        "invoke_calls", r"<minimax:tool_call>", r"</minimax:tool_call>\s*", "minimax:tool_call>", "<invoke name="
-    ),
     "seed": _grammar(
         "function_calls", r"<seed:tool_call>", r"</seed:tool_call>\s*", "seed:tool_call>", "<function=",
         reasoning=("<seed:think>", "</seed:think>"),
     ),
     "nemotron_nano": _grammar("json_calls", r"<TOOLCALL>", r"</TOOLCALL>\s*", "TOOLCALL>"),
     "lfm2": _grammar("python_calls", r"<\|tool_call_start\|>", r"<\|tool_call_end\|>\s*", "<|tool_call_"),
-    "command": _grammar(
-        "json_calls", r"<\|START_ACTION\|>", r"<\|END_ACTION\|>\s*", "_ACTION|>",
-        reasoning=("<|START_THINKING|>", "<|END_THINKING|>"),
-    ),
 }  # fmt: skip
 """Name -> grammar; the names are accepted as `response_template`."""
-GRAMMARS["command"]["fields"]["content"] = {
-    "open": ["<|START_RESPONSE|>", "<|START_TEXT|>"],
-    "close": ["<|END_RESPONSE|>", "<|END_TEXT|>"],
-    "content": "text",
-}
-
 _OF_TRL = {"llama3": "llama3_template", "gpt_oss": "gptoss_template", "gemma4": "gemma4_template"}
 GRAMMAR_NAMES = (*GRAMMARS, *_OF_TRL)
 """What `response_template` takes as a name."""
@@ -72,12 +55,9 @@ GRAMMAR_NAMES = (*GRAMMARS, *_OF_TRL)
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek", ("<｜tool▁call▁begin｜>",)),
-    ("kimi", ("<|tool_call_begin|>", "<|im_middle|>")),
-    ("minimax", ("<minimax:tool_call>",)),
     ("seed", ("<seed:tool_call>",)),
     ("nemotron_nano", ("<TOOLCALL>",)),
     ("lfm2", ("<|tool_call_start|>",)),
-    ("command", ("<|START_ACTION|>",)),
     ("glm", ("<arg_key>", "<tool_call>")),
     ("qwen3_coder", ("<function=", "<tool_call>")),
     ("hermes", ("<tool_call>",)),

@@ -19,7 +19,8 @@ from agent_r1_trl.chat.jinja import CALL_ID, ChatTemplate, calling, tool_answer
 from agent_r1_trl.trajectory import Message
 
 # Markers of reasoning in any family's generation prompt, opening and closing.
-_REASONING_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>"
+_REASONING_MARKS = r"</?(?:\w+:)?think>|\[/?THINK\]"
+_QUESTION: Message = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,6 @@ class TemplateRenderer:
         self._said = encoder.mark("s")
         self._question: Message = {"role": "user", "content": self._said}
         self._asked, self._begun = (template.attempt([self._question], generation_prompt=on) for on in (False, True))
-        self._ids_are_names = supports_tools and self._shows_ids_for_names()
-        self._numbers_calls = supports_tools and self._shows_numbers_for_ids()
         self.text_end = self._find_end(self._stand_in(), {"role": "user", "content": "."})
         """How a turn without calls ends."""
         self.call_end = self.text_end
@@ -95,25 +94,26 @@ class TemplateRenderer:
     def reply(self, message: Message) -> tuple[str, str]:
         """The end of a prompt, from its last control token, and the reply, end-of-turn token included."""
         end = self.call_end if message.get("tool_calls") else self.text_end
-        message = self._with_ids(message)
-        before, after, stop = self._before(message), [], None
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": _with_ids(calls)}
+        after, stop = [], None
         if end.needs_follower:
             stop = self.encoder.mark("f")
             after = [self._follower(message.get("tool_calls"), stop)]
-        begun = self.template.probe(before, generation_prompt=True)
-        whole = self.template.probe([*before, message, *after], generation_prompt=bool(stop))
-        start = self._reply_start(before, begun, whole)
+        begun = self.template.probe([_QUESTION], generation_prompt=True)
+        whole = self.template.probe([_QUESTION, message, *after], generation_prompt=bool(stop))
+        start = self._reply_start(begun, whole)
         until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
         said = self._rest_of_reasoning(begun, whole[start:until], message) + whole[start:until]
         tokens = self.encoder.valid_tokens(begun)
         return begun[tokens[-1][0] if tokens else 0 :], said
 
-    def _reply_start(self, before: Sequence[Message], begun: str, whole: str) -> int:
+    def _reply_start(self, begun: str, whole: str) -> int:
         """Where in `whole`, a conversation with the reply, the policy's part begins."""
         if whole.startswith(begun):
             return len(begun)
         # A forced prefix may differ from what the template writes for a finished turn (`<think>` and a newline).
-        asked = len(self.template.probe(before))
+        asked = len(self.template.probe([_QUESTION]))
         header = re.split(_REASONING_MARKS, begun[asked:], maxsplit=1)[0]
         if whole.startswith(begun[:asked] + header):
             return asked + len(header)
@@ -127,9 +127,9 @@ class TemplateRenderer:
     def _rest_of_reasoning(self, begun: str, reply: str, message: Message) -> str:
         """The reasoning that the generation prompt opens and the rendered turn does not show; it is often empty."""
         opener = re.search(rf"({_REASONING_MARKS})\s*$", begun)
-        if opener is None or re.search("/|END", opener[1]):
+        if opener is None or "/" in opener[1]:
             return ""
-        closer = opener[1].replace("START", "END") if "START" in opener[1] else f"{opener[1][0]}/{opener[1][1:]}"
+        closer = f"{opener[1][0]}/{opener[1][1:]}"
         return "" if closer in reply else f"{message.get('reasoning_content') or ''}\n{closer}\n\n"
 
     def _follower(self, calls: Any, content: str) -> Message:
@@ -157,57 +157,16 @@ class TemplateRenderer:
                 return Staging(end=end, delta=delta, glue=glue, marks=marks[: len(rest)])
         raise _unusable("The chat template does not show a user message after an assistant turn.")
 
-    # ---------------------------------------------------------------- ids of calls
-
-    def _shows_ids_for_names(self) -> bool:
-        """Whether calls are written by their ids alone, as Kimi's `functions.name:0` is."""
-        name = self.encoder.mark("n")
-        text = self.template.attempt([self._question, calling(name), tool_answer(".", "f")])
-        return name not in text and CALL_ID in text
-
-    def _shows_numbers_for_ids(self) -> bool:
-        """Whether calls are numbered through the conversation, as Command-R's are."""
-        mark = self.encoder.mark("o0")
-        turns, before = [self._question], []
-        for call_id in (CALL_ID, CALL_ID[:-1] + "7"):
-            call = {**calling()["tool_calls"][0], "id": call_id}
-            turns += [{**calling(), "tool_calls": [call]}, {**tool_answer(mark), "tool_call_id": call_id}]
-            before.append(self.template.attempt(turns).rpartition(mark)[0][-90:])
-        return {pair for pair in zip(*before, strict=False) if pair[0] != pair[1]} == {("0", "1")}
-
-    def _with_ids(self, message: Message) -> Message:
-        """The message with ids of the form that its template shows."""
-        calls = message.get("tool_calls")
-        if not calls or (not self._ids_are_names and all(call.get("id") for call in calls)):
-            return message
-        named = [{**call, "id": self._id_of(call, index)} for index, call in enumerate(calls)]
-        return {**message, "tool_calls": named}
-
-    def _id_of(self, call: Any, index: int) -> str:
-        """The call's own id if the template can show it, else one that it can."""
-        if not self._ids_are_names:
-            return call.get("id") or f"{CALL_ID[:7]}{index:02d}"
-        is_named = re.fullmatch(r"functions\..+:\d+", call.get("id") or "")
-        return call["id"] if is_named else f"functions.{call['function']['name']}:{index}"
-
-    def _before(self, message: Message) -> list[Message]:
-        """What stands before a stand-in turn: a question, and for Command-R as many calls as were numbered so far."""
-        question: Message = {"role": "user", "content": "."}
-        first = str((message.get("tool_calls") or [{}])[0].get("id") or "")
-        count = int(first) if self._numbers_calls and re.fullmatch(r"[1-9]\d{0,2}", first) else 0
-        calls = [{**calling()["tool_calls"][0], "id": str(number)} for number in range(count)]
-        answers = [{**tool_answer("."), "tool_call_id": call["id"]} for call in calls]
-        return [question, *([{**calling(), "tool_calls": calls}, *answers] if calls else [])]
-
     # ---------------------------------------------------------------- stand-ins
 
     def _stand_in(self, calls: Sequence[Any] = ()) -> Message:
         """An assistant turn that says `_said`, or makes calls whose arguments say it."""
         if not calls:
             return {"role": "assistant", "content": self._said}
-        saying = [calling(call["function"]["name"], {"x": self._said})["tool_calls"][0] for call in calls]
-        for index, (call, said) in enumerate(zip(calls, saying, strict=True)):
-            said["id"] = self._id_of(call, index)
+        saying = [
+            calling(call["function"]["name"], {"x": self._said})["tool_calls"][0] | {"id": call["id"]}
+            for call in _with_ids(calls)
+        ]
         return {**calling(), "tool_calls": saying}
 
     def _stagings(
@@ -254,7 +213,7 @@ class TemplateRenderer:
         raise _unusable("The chat template ends this turn in another way than others of its kind.")
 
     def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
-        conversation = [*self._before(reply), reply, *rest]
+        conversation = [_QUESTION, reply, *rest]
         try:
             text = self.template.render(
                 conversation, tools or self.template.probe_tools, generation_prompt=generation_prompt
@@ -309,6 +268,11 @@ class TemplateRenderer:
             if token not in opening:
                 return TurnEnd(lead=after[:start], sampled=token, rendered=token, needs_follower=True)
         return None
+
+
+def _with_ids(calls: Sequence[Any]) -> list[Any]:
+    """The calls, each with an id."""
+    return [{**call, "id": call.get("id") or f"{CALL_ID[:7]}{index:02d}"} for index, call in enumerate(calls)]
 
 
 def num_common(first: str, second: str) -> int:

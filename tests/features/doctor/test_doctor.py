@@ -14,11 +14,10 @@ from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
 from tests.families import FAMILIES as FORMATS
-from tests.tokenizers import FAMILIES, make_tokenizer, read_template
+from tests.tokenizers import FAMILIES, build_tokenizer, make_tokenizer, read_template
 
 QWEN = read_template("qwen2_5_training")
 PLAIN = (
@@ -212,50 +211,20 @@ def test_a_grammar_that_does_not_fit_the_template_is_flagged():
     assert "are not read back" in found[0].message and "response_template" in found[0].fix
 
 
-def as_cohere_2_moe(tokenizer, *markers: str) -> PreTrainedTokenizerFast:
-    """Command R7B's with what Cohere 2 MoE writes: reasoning that the prompt opens, and a text in other markers."""
-    opening, closing = markers
-    template, header, _ = tokenizer.chat_template.rpartition("<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>")
-    template += "{% if add_generation_prompt %}" + header + "<|START_THINKING|>{% endif %}"
-    reasoning = "{% if m.reasoning_content %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>{% endif %}"
-    tokenizer.add_special_tokens({"additional_special_tokens": list(markers)})
-    tokenizer.chat_template = (
-        template.replace("<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|>", reasoning)
-        .replace("<|START_RESPONSE|>{{ m.content }}", reasoning + opening + "{{ m.content }}")
-        .replace("<|END_RESPONSE|>", closing)
-    )
-    return tokenizer
-
-
-def test_markers_that_stay_in_what_was_said_are_flagged():
-    tokenizer = as_cohere_2_moe(FORMATS["command_r7b"](), "<|START_TEXT|>", "<|END_TEXT|>")
-    assert flagged(examine(tokenizer, tools=[search])) == []
-    prompt = [{"role": "user", "content": "q"}]
-    chat = ChatFormat(tokenizer)
-    reply = chat.encoder.encode("so<|END_THINKING|><|START_TEXT|>said<|END_TEXT|><|END_OF_TURN_TOKEN|>")
-    message = {"role": "assistant", "content": "said", "reasoning_content": "so"}
-    assert chat.parse(reply, chat.encode_prompt(prompt)) == message
-
-    unknown = as_cohere_2_moe(FORMATS["command_r7b"](), "<|BEGIN_WORDS|>", "<|END_WORDS|>")
-    found = errors_of(examine(unknown, tools=[search]), "parser")
-    assert "is read as '<|BEGIN_WORDS|>said.<|END_WORDS|>'" in found[0].message
-
-
 def test_empty_reasoning_of_the_prompt_that_earlier_turns_lack_is_a_warning_with_a_fix_that_works():
     qwq = FORMATS["qwq"]()
     qwq.chat_template = qwq.chat_template.replace(
         "assistant\n<think>\n{% endif %}", "assistant\n<think>\n</think>{% endif %}"
     )
-    for tokenizer in (qwq, FORMATS["command_r7b"]()):
-        (found,) = flagged(examine(tokenizer, tools=[search]))
-        assert found.level == "warning" and "leaves the empty reasoning" in found.message
-        assert "context='strip_thinking'" in found.fix
-        assert flagged(examine(tokenizer, tools=[search], thinking="strip")) == []
-    assert flagged(examine(tokenizer, tools=[search], chat_template_kwargs={"enable_thinking": True})) == []
+    (found,) = flagged(examine(qwq, tools=[search]))
+    assert found.level == "warning" and "leaves the empty reasoning" in found.message
+    assert "context='strip_thinking'" in found.fix
+    assert flagged(examine(qwq, tools=[search], thinking="strip")) == []
 
 
 def test_control_tokens_that_the_tokenizer_does_not_know_are_flagged():
-    checks = examine(FORMATS["kimi_k2"](), tools=[search], chat_template="qwen2_5_training")
+    tokenizer = build_tokenizer([("<|im_end|>", True)], None, "<|im_end|>", None, "")
+    checks = examine(tokenizer, tools=[search], chat_template="qwen2_5_training")
     assert "<|im_start|>, no token of the tokenizer" in errors_of(checks, "chat template")[0].message
 
 

@@ -101,8 +101,8 @@ def test_the_template_and_the_grammar_of_the_recipe_are_examined(examine):
     assert "chat_template='qwen9'" in examine(1, chat_template="qwen9")
     assert "response_template='morse'" in examine(1, response_template="morse")
     assert " error " not in examine(0, chat_template="qwen2_5_training", response_template="hermes")
-    # Kimi's markers in place of Qwen's: what the template writes cannot be read.
-    assert "are not read back" in examine(1, "--response_template", "kimi")
+    # Mistral's markers in place of Qwen's: what the template writes cannot be read.
+    assert "are not read back" in examine(1, "--response_template", "mistral")
 
 
 def test_a_recipe_too_large_for_the_gpu_is_warned_of(examine, monkeypatch):

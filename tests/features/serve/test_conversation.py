@@ -81,7 +81,7 @@ def trained(chat, limits, turns=TURNS):
 
 
 OFTEN = ("qwen2_5", "qwen3", "gpt_oss")
-RARE = ("qwen3_5", "llama3_2", "mistral_small_3_2", "deepseek_v3_1", "glm_4_5", "command_r7b", "gemma4")
+RARE = ("qwen3_5", "llama3_2", "mistral_small_3_2", "deepseek_v3_1", "glm_4_5", "gemma4")
 
 
 @pytest.mark.parametrize("family", [*OFTEN, *(pytest.param(name, marks=pytest.mark.matrix) for name in RARE)])

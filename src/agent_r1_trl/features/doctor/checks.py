@@ -366,13 +366,12 @@ def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None)
         raise AssertionError("scripted environments answer themselves")
 
     shown = [Tool(never_called, schema=schema) for schema in tools or ()]
-    scene, num_calls = _Scene([{"role": "user", "content": _text(chat, rng)}], shown), 0
+    scene = _Scene([{"role": "user", "content": _text(chat, rng)}], shown)
     for number in range(rng.randint(1, 4)):
         kind = rng.choice(["call", "call", "truncated", "text"] if tools else ["truncated", "text"])
         calls = _calls(chat, rng, tools or (), number) if kind == "call" else []
         words = {"role": "assistant", "content": rng.choice(_WORDS) + "."}
-        reply = speak(chat, _assistant(calls) if calls else words, num_calls)
-        num_calls += len(calls)
+        reply = speak(chat, _assistant(calls) if calls else words)
         scene.turns.append((reply[:-1] or reply) if kind == "truncated" else reply)
         told: list[Message] = [
             {"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": _text(chat, rng)}
