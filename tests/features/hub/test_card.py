@@ -50,23 +50,6 @@ def section(text, heading):
 # ---------------------------------------------------------------- results
 
 
-def test_of_a_table_only_the_models_own_results_are_in_the_metadata_one_for_each_data_set():
-    found = [
-        (item.dataset_type, item.dataset_config, item.dataset_split, item.metric_type, item.metric_value)
-        for item in card(evaluation=TABLE).data.eval_results
-    ]
-    assert found == [
-        ("hotpotqa/hotpot_qa", "distractor", "validation", "exact_match", 0.625),
-        ("hotpotqa/hotpot_qa", "distractor", "validation", "f1", 0.3125),
-        ("data/musique.jsonl", None, None, "exact_match", 0.5),
-        ("data/musique.jsonl", None, None, "f1", 0.25),
-        ("data/musique.jsonl", None, None, "pass@4", 0.75),
-    ]
-    (first, second, *_) = card(evaluation=TABLE).data.eval_results
-    assert first.metric_args == {"num_examples": 40, "interval_95": [0.5, 0.75]}
-    assert second.metric_args == {"num_examples": 40}
-
-
 def test_baselines_stand_beside_the_model_in_the_text():
     text = section(card(evaluation=TABLE).text, "Results")
     assert (
@@ -85,23 +68,13 @@ def test_baselines_stand_beside_the_model_in_the_text():
 def test_a_single_row_names_its_own_data_set_rather_than_that_of_the_training():
     facts = {"evaluation": row("model", "test", 0.5, settings=LOCAL | {"temperature": 0.7})}
     made = card(**facts, recipe={"eval_dataset_name": "other/data"})
-    assert made.data.eval_results[0].dataset_name == "data/musique.jsonl"
     text = section(made.text, "Results")
     assert "40 examples of `data/musique.jsonl`, sampled at temperature 0.7;" in text
     assert "| exact\\_match | 0.5 (0.375 to 0.625) |" in text and "###" not in text
 
 
-@pytest.mark.parametrize(
-    "evaluation",
-    [
-        {"rows": [row("base", "test", 0.5)]},
-        {"exact_match": float("nan")},
-        {"exact_match": float("inf"), "f1": "0.5", "success": True},
-    ],
-    ids=["a baseline alone", "not a number", "infinite, a text and a truth"],
-)
-def test_what_is_no_result_of_the_model_is_not_in_the_metadata(evaluation):
-    assert "model-index" not in str(card(evaluation=evaluation))
+def test_what_is_no_finite_number_is_no_result():
+    assert read_scores({"exact_match": float("nan"), "f1": float("inf"), "em": "0.5", "success": True}, {}) == []
 
 
 @pytest.mark.parametrize("text", ['{"rows": 3}', '{"rows": ["x"]}', '{"f1": 0.5, "intervals": [1]}', "[]", "{"])

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from huggingface_hub import EvalResult
-from huggingface_hub.repocard_data import eval_results_to_model_index
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
@@ -273,35 +271,11 @@ def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str
         given = done.pop(name, None) or found
         ids = list(dict.fromkeys(item for item in map(str, _listed(given)) if is_hub_id(item)))
         done[name] = ids[0] if ids and isinstance(given, str) else ids
-    done["model-index"] = model_index(facts) or done.get("model-index")
     return dict(shown_all({name: value for name, value in done.items() if value not in (None, "", [])}))
 
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def model_index(facts: CardFacts) -> list[dict[str, Any]]:
-    """The model's own results in the Hub's form, which takes what stands there for the model's: no baselines."""
-    found = []
-    for scores in facts.scores:
-        parts = {f"dataset_{name}": scores.settings.get(f"dataset_{name}") or None for name in ("config", "split")}
-        data = data_name(scores.data) or "unknown"
-        for name, (value, bounds) in scores.metrics.items() if scores.method == "model" else ():
-            arguments = {"num_examples": scores.num_examples, "interval_95": bounds}
-            result = EvalResult(
-                task_type="text-generation",
-                task_name="Multi-turn tool use",
-                dataset_type=data,
-                dataset_name=data,
-                **(parts if is_hub_id(scores.data) else {}),
-                metric_type=name,
-                metric_name=name.replace("_", " "),
-                metric_value=value,
-                metric_args={name: item for name, item in arguments.items() if item is not None} or None,
-            )
-            found.append(result)
-    return eval_results_to_model_index(facts.model_id.rpartition("/")[2], found) if found else []
 
 
 def is_hub_id(name: str) -> bool:
