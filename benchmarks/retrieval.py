@@ -1,4 +1,4 @@
-"""Retrieval at several sizes: building, searching, and 200 queries at once over HTTP.
+"""Retrieval at several sizes: building and searching.
 
     python benchmarks/retrieval.py --passages 20000 200000 1000000 [--json]
 
@@ -7,10 +7,7 @@ words. A query is four words of a passage, of which none is among the 50 most fr
 words alike). For every size, processes of their own
 
 - build the index (seconds, processor seconds, the peak of their memory, size on the disk),
-- search it, one query after the other (median and 99th percentile, and processor time),
-- serve it, and ask the server `--queries` different queries at once, each on a thread of its own as the tools of that
-  many trajectories do, through one `HttpRetriever`: time until the slowest 1% have their answer, queries per second,
-  the server's processor time for each query and the peak of its memory.
+- search it, one query after the other (median and 99th percentile, and processor time).
 """
 
 from __future__ import annotations
@@ -18,23 +15,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import random
 import resource
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 from _common import check_at_least, make_parser, print_table, report, rounded, run_alone
 
-from agent_r1_trl.features.search import HttpRetriever
 from agent_r1_trl.tools import SearchIndex
 
 VOCABULARY = 200_000
@@ -106,68 +97,6 @@ def measure_search(folder: Path, num_passages: int, num_queries: int) -> dict[st
     }
 
 
-def ask_at_once(retriever: HttpRetriever, queries: list[str]) -> tuple[float, float]:
-    """Seconds of the slowest 1%, and queries per second."""
-    times = [0.0] * len(queries)
-    start_line = threading.Barrier(len(queries) + 1)
-
-    def ask(number: int, query: str) -> None:
-        start_line.wait()
-        start = time.perf_counter()
-        retriever.search(query, 5)
-        times[number] = time.perf_counter() - start
-
-    threads = [threading.Thread(target=ask, args=item) for item in enumerate(queries)]
-    for thread in threads:
-        thread.start()
-    start_line.wait()
-    start = time.perf_counter()
-    for thread in threads:
-        thread.join()
-    return percentile(times, 0.99), len(queries) / (time.perf_counter() - start)
-
-
-def peak_mb(pid: int) -> float:
-    """Of a process that still runs; where the system keeps no peak, what it takes now."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        return psutil.Process(pid).memory_info().rss / 2**20
-    (kilobytes,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-    return int(kilobytes) / 1024
-
-
-def measure_http(folder: Path, num_passages: int, num_queries: int, rounds: int) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "agent_r1_trl.cli",
-        "serve-retriever",
-        str(folder / "corpus.jsonl"),
-        "--port",
-        "0",
-    ]
-    own_cache = {**os.environ, "AGENT_R1_TRL_CACHE": str(folder)}
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own_cache)
-    figures = {}
-    try:
-        assert server.stdout is not None
-        server.stdout.readline()
-        url = server.stdout.readline().removeprefix("retriever: ").strip()
-        retriever = HttpRetriever(url, timeout_s=60.0)
-        retriever.search("warm up", 5)
-        processor = sum(psutil.Process(server.pid).cpu_times()[:2])
-        rows = [ask_at_once(retriever, make_queries(num_passages, num_queries, seed=10 + n)) for n in range(rounds)]
-        figures["http_p99_ms"] = 1000 * statistics.median(row[0] for row in rows)
-        figures["http_queries_per_s"] = statistics.median(row[1] for row in rows)
-        spent = sum(psutil.Process(server.pid).cpu_times()[:2]) - processor
-        figures["http_processor_ms"] = 1000 * spent / (rounds * num_queries)
-        figures["server_peak_mb"] = peak_mb(server.pid)
-    finally:
-        server.kill()
-        server.wait()
-    return figures
-
-
 # ---------------------------------------------------------------- the whole
 
 
@@ -177,9 +106,9 @@ def measure(args: argparse.Namespace, num_passages: int) -> dict[str, float]:
     try:
         with (folder / "corpus.jsonl").open("w", encoding="utf-8") as corpus:
             corpus.writelines(json.dumps(passage) + "\n" for passage in make_passages(num_passages))
-        for part in ("build", "search", "http"):
+        for part in ("build", "search"):
             arguments = ["--part", part, "--folder", str(folder), "--passages", str(num_passages)]
-            row |= run_alone(__file__, [*arguments, "--queries", str(args.queries), "--rounds", str(args.rounds)])
+            row |= run_alone(__file__, [*arguments, "--queries", str(args.queries)])
     finally:
         shutil.rmtree(folder)
     return row
@@ -188,12 +117,11 @@ def measure(args: argparse.Namespace, num_passages: int) -> dict[str, float]:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--passages", type=int, nargs="+", default=[20_000, 200_000])
-    parser.add_argument("--queries", type=int, default=200, help="at once, and one after the other")
-    parser.add_argument("--rounds", type=int, default=5, help="of queries at once; the median counts")
+    parser.add_argument("--queries", type=int, default=200, help="one after the other")
     parser.add_argument("--folder", help="where the indexes are kept meanwhile; default: the folder for such files")
-    parser.add_argument("--part", choices=("build", "search", "http"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("build", "search"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    check_at_least(parser, args, 1, "queries", "rounds")
+    check_at_least(parser, args, 1, "queries")
     if min(args.passages) < 1:
         parser.error(f"--passages={args.passages}: must be 1 or more.")
     return args
@@ -206,7 +134,6 @@ def main() -> None:
         parts = {
             "build": lambda: measure_build(folder, number),
             "search": lambda: measure_search(folder, number, args.queries),
-            "http": lambda: measure_http(folder, number, args.queries, args.rounds),
         }
         print(json.dumps(parts[args.part]()))
         return

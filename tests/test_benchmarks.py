@@ -57,7 +57,7 @@ TINY = {
         ["--ranks", "1", "2", "--trajectories", "8", "--steps", "3", "--longest", "8", "--width", "32"],
         {"rows"},
     ),
-    "retrieval.py": (["--passages", "50", "--queries", "4", "--rounds", "1"], {"rows"}),
+    "retrieval.py": (["--passages", "50", "--queries", "4"], {"rows"}),
     "rollout_concurrency.py": (
         ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
         {

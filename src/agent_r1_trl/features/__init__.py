@@ -52,11 +52,7 @@ FEATURES = {
     ),
     "sandbox": FeatureRow("tools that run a model's code", None, {}),
     "games": FeatureRow("games as environments", None, {}),
-    "search": FeatureRow(
-        "search servers",
-        None,
-        {"serve-retriever": "serve a corpus over HTTP"},
-    ),
+    "search": FeatureRow("search servers", None, {}),
     "doctor": FeatureRow(
         "checks before a run",
         None,

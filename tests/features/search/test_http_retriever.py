@@ -12,8 +12,8 @@ import pytest
 from agent_r1_trl import InfrastructureError, SearchQAEnv
 from agent_r1_trl.features.search import HttpRetriever
 from agent_r1_trl.features.search.http import read_answer, read_hit
-from agent_r1_trl.features.search.server import write_hit
 from agent_r1_trl.tools import Passage, make_search_tool, open_retriever
+from agent_r1_trl.tools.search_corpus import join_contents
 from tests.environments.helpers import message
 from tests.features.search.retrieval_server import documents, scored, serving, usual
 
@@ -100,10 +100,9 @@ def test_a_document_without_an_id_is_known_by_its_text():
 @pytest.mark.parametrize("title", ["", "Oslo", 'The "Old" Town', "Málaga"])
 @pytest.mark.parametrize("text", ["one line", "two\nlines", '"quoted"\nstart'])
 def test_a_passage_survives_the_way_there_and_back(title, text):
-    passage = Passage(id="7", title=title, text=text, score=1.5)
-    assert read_hit(write_hit(passage, with_score=True)) == passage
-    bare = read_hit(write_hit(passage, with_score=False))
-    assert (bare.id, bare.title, bare.text) == ("7", title, text)
+    document = {"id": "7", "title": title, "contents": join_contents(title, text)}
+    assert read_hit({"document": document, "score": 1.5}) == Passage(id="7", title=title, text=text, score=1.5)
+    assert read_hit(document) == Passage(id="7", title=title, text=text)
 
 
 # -------------------------------------------------------------------- requests

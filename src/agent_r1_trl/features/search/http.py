@@ -3,8 +3,8 @@ r"""A retriever behind HTTP, in the protocol of Search-R1, which many retrieval 
     POST /retrieve {"queries": ["capital of Norway"], "topk": 3, "return_scores": true}
     -> {"result": [[{"document": {"id": "7", "contents": "\"Oslo\"\nThe capital of Norway."}, "score": 11.2}]]}
 
-Without scores the documents stand alone: {"result": [[{"id": ..., "contents": ...}]]}. Our own server's documents have
-their `title` as well, so that the first line of a text without a title is not taken for one.
+Without scores the documents stand alone: {"result": [[{"id": ..., "contents": ...}]]}. Where documents have their
+`title` as well, the first line of a text without a title is not taken for one.
 """
 
 from __future__ import annotations
