@@ -150,8 +150,7 @@ def test_a_hint_that_names_nothing_is_refused_with_its_name():
     def fn(x: "NoSuchType"): ...  # noqa: F821
 
     with pytest.raises(ToolSchemaError, match="NoSuchType"):
-        schema_of(fn)
-    Tool(fn)  # a name that is defined later, as that of the class around a method, is not yet a mistake
+        Tool(fn)
 
 
 def test_names_that_no_template_can_spell_are_refused():

@@ -15,7 +15,6 @@ import itertools
 import json
 import re
 import secrets
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,7 +149,7 @@ class TextEncoder:
             if flag:
                 spans.append((start, len(text)))
         encoding = self._tokenize(text)
-        return list(encoding.ids), _reach_into(spans, encoding.offsets)
+        return list(encoding.ids), [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
 
     def truncate(self, text: str, max_tokens: int) -> str:
         """A prefix of plain text, as long as possible, that encodes to at most `max_tokens` ids."""
@@ -264,18 +263,6 @@ def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[s
             return [(delta, True)]
         segments += [(heard, True), (piece, False)]
     return [*segments, (rest, True), (glue, False)]
-
-
-def _reach_into(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """(N,) whether each of N tokens has characters in one of the spans."""
-    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
-    if starts != sorted(starts) or ends != sorted(ends):
-        return [any(a < end and b > start for start, end in spans) for a, b in offsets]
-    flags = [False] * len(offsets)
-    for start, end in spans:
-        first, last = bisect_right(ends, start), bisect_left(starts, end)
-        flags[first:last] = [True] * (last - first)
-    return flags
 
 
 def _encodable(text: str) -> str:

@@ -24,7 +24,6 @@ from agent_r1_trl.tools.signature import (
     STARS,
     Argument,
     ToolSchemaError,
-    UndefinedHintError,
     check_name,
     doc_text,
     function_parameters,
@@ -51,16 +50,9 @@ class Interface:
         # It outlives the function's environment, so it keeps what the function says, and not the function.
         self._name, self._description = name, description
         self._arguments: list[Argument] = []
-        self._later: Callable[..., Any] | None = None
         if schema is not None:
             self.schema = schema
             return
-        try:
-            self._look_at(fn)
-        except UndefinedHintError:  # not yet, as in a class body that names its own class
-            self._later = fn
-
-    def _look_at(self, fn: Callable[..., Any]) -> None:
         first_part, self._arguments = read_function(fn, self._name)
         self._text = doc_text(fn)
         if not (self._description or first_part):
@@ -81,9 +73,6 @@ class Interface:
     @functools.cached_property
     def schema(self) -> Schema:
         """See `Tool.schema`."""
-        if self._later is not None:
-            self._look_at(self._later)
-            self._later = None
         shown = _as_trl_shows(self._name, self._text, self._description, self._arguments) or self._own_schema
         found = complete_schema(shown)
         _check_defaults(self._name, self._arguments, found["function"]["parameters"]["properties"])

@@ -26,10 +26,6 @@ class ToolSchemaError(RunError, ValueError):
     exit_code = 2
 
 
-class UndefinedHintError(ToolSchemaError):
-    """A type hint names something that is not defined, or not yet."""
-
-
 @dataclass(frozen=True)
 class Argument:
     """One argument of a tool."""
@@ -67,9 +63,9 @@ def check_name(name: Any) -> str:
     return name
 
 
-def undescribed(tool_name: str, why: str, kind: type[ToolSchemaError] = ToolSchemaError) -> ToolSchemaError:
+def undescribed(tool_name: str, why: str) -> ToolSchemaError:
     """The error about a function, with the remedy that always works."""
-    return kind(f"Tool {tool_name!r}: {why} Or describe it yourself: Tool(fn, schema={{...}}).")
+    return ToolSchemaError(f"Tool {tool_name!r}: {why} Or describe it yourself: Tool(fn, schema={{...}}).")
 
 
 def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -104,9 +100,8 @@ def _read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
     try:
         return typing.get_type_hints(target, include_extras=True)
     except Exception as error:
-        kind = UndefinedHintError if isinstance(error, NameError) else ToolSchemaError
-        why = f"its type hints cannot be read ({error}). Import what they name at the top of the module."
-        raise undescribed(tool_name, why, kind) from error
+        why = f"its type hints cannot be read ({error}). Import or define what they name above the tool."
+        raise undescribed(tool_name, why) from error
 
 
 _UNUSABLE: dict[Any, str] = {
