@@ -232,11 +232,11 @@ def test_a_keyboard_interrupt_in_an_async_tool_on_the_main_thread_is_the_users()
 
 
 def test_a_tool_without_a_usable_schema_fails_its_call_only():
-    def late(x: "NotYetDefined"):  # noqa: F821
+    def look(x: int = "one"):
         """Look."""
 
-    bad, good = run([late, echo], ("late", {"x": 1}), ("echo", {"text": "a"}))
-    assert bad.error is ToolErrorKind.EXCEPTION and "NotYetDefined" in bad.content
+    bad, good = run([look, echo], ("look", {"x": 1}), ("echo", {"text": "a"}))
+    assert bad.error is ToolErrorKind.EXCEPTION and "x='one' contradicts its type hint" in bad.content
     assert good.content == "a"
 
 
