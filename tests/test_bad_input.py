@@ -1,7 +1,7 @@
 """What a user gets wrong in code is refused with the flag, its value and a fix.
 
-Covered: both configurations, tools, environments and arguments of the trainers. Not covered: the commands
-(tests/cli), what a model gets wrong (tests/rollout).
+Covered: both configurations, environments and arguments of the trainers. Not covered: the commands
+(tests/cli), tools (tests/tools), what a model gets wrong (tests/rollout).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 import pytest
 from datasets import Dataset
 
-from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, ToolEnv, tool
+from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, ToolEnv
 from agent_r1_trl.rewards import exact_match
-from agent_r1_trl.tools import ToolSchemaError, calculator
+from agent_r1_trl.tools import calculator
 from tests.trainers.helpers import unfold
 
 CURE = re.compile(
@@ -77,65 +77,6 @@ def test_a_setting_that_cannot_hold_is_refused(case, tmp_path):
     name, value = next(iter(settings.items()))
     settings = unfold({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **settings})
     assert_refused(lambda: config_class(**settings).check_supported(), f"{name}={value!r}", *names)
-
-
-# ---------------------------------------------------------------- tools
-
-
-def no_docstring(query: str) -> str:
-    return query
-
-
-def no_hint(query) -> str:
-    """Search.
-
-    Args:
-        query: The words.
-    """
-    return query
-
-
-def bad_default(query: str, k: int = "three") -> str:  # type: ignore[assignment]
-    """Search.
-
-    Args:
-        query: The words.
-        k: How many.
-    """
-    return query * int(k)
-
-
-def any_number(*queries: str) -> str:
-    """Search.
-
-    Args:
-        queries: The words.
-    """
-    return " ".join(queries)
-
-
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [(no_docstring, "docstring"), (no_hint, "'query"), (bad_default, "k='three'"),
-     (any_number, "*queries")],
-)  # fmt: skip
-def test_a_tool_that_no_model_can_read_is_refused(function, name):
-    with pytest.raises(ToolSchemaError) as error:
-        _ = tool(function).schema
-    assert f"'{function.__name__}'" in str(error.value) and name in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: tool(no_hint, timeout_s=-1), "timeout_s=-1"),
-        (lambda: tool(no_hint, name="two words"), "'two words'"),
-        (lambda: tool("search"), "'search'"),
-        (lambda: tool(tool(no_hint)), "'no_hint'"),
-    ],
-)
-def test_a_tool_setting_that_cannot_hold_is_refused(make, name):
-    assert_refused(make, name)
 
 
 # ---------------------------------------------------------------- environments in code

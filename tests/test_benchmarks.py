@@ -16,116 +16,31 @@ from tests.effort import short
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
-# file -> (arguments of a run that takes seconds, names of its JSON line)
+# file -> arguments of a run that takes seconds
 TINY = {
-    "context_policies.py": (["--turns", "2", "--tokens", "40", "--context", "400"], {"rows"}),
-    "critic_memory.py": (["--layers", "1", "--rank", "2"], {"adapter_over_grpo", "model_over_grpo"}),
-    "filter_cost.py": (
-        ["--model", "tiny", "--groups", "4", "--prompt", "4", "--median", "4", "--longest", "8", "--repeats", "1"],
-        {
-            f"{trainer}_{name}"
-            for trainer in ("grpo", "ppo")
-            for name in (
-                *("ratio", "processor_ratio", "token_share"),
-                *("full_s", "filtered_s", "full_processor_s", "filtered_processor_s"),
-            )
-        },
-    ),
-    "gpu.py": (["--toy"], {"rows"}),
-    "journal_cost.py": (
-        ["--trajectories", "2", "--turns", "2", "--tokens", "2", "--repeats", "1"],
-        {"share", "ratio", "rollout_s", "with_journal_s", "resume_s", "bytes_per_token", "megabytes"},
-    ),
-    "long_rollout.py": (
-        ["--turns", "2", "--tokens", "32", "--trajectories", "1", "--all-turns", "2", "--repeats", "1"],
-        {"rows"},
-    ),
-    "overlap.py": (
-        ["--trajectories", "16", "--steps", "4", "--tokens", "2"],
-        {
-            "over_max",
-            "speedup",
-            "update_s",
-            "rollout_s",
-            "step_s",
-            "overlapped_step_s",
-            "overlapped_wait_s",
-            "overlapped_staleness",
-        },
-    ),
-    "ranks.py": (
-        ["--ranks", "1", "2", "--trajectories", "8", "--steps", "3", "--longest", "8", "--width", "32"],
-        {"rows"},
-    ),
-    "retrieval.py": (["--passages", "50", "--queries", "4"], {"rows"}),
-    "rollout_concurrency.py": (
-        ["--trajectories", "2", "--latency", "0.01", "--median", "0.01", "--turns", "2", "--repeats", "1"],
-        {
-            "tool_phase_s",
-            "tool_phase_max_s",
-            "trl_tool_phase_s",
-            "no_latency_s",
-            "trl_no_latency_s",
-            "rollout_s",
-            "trl_rollout_s",
-            "ratio",
-            "critical_path_s",
-            "over_critical_path",
-            "longest_tools_s",
-            "all_tools_s",
-        },
-    ),
-    "rollout_scale.py": (
-        ["--at-once", "4", "--queue", "8", "--latency", "0.01", "--workers", "4"],
-        {"rows"},
-    ),
-    "rollout_throughput.py": (
-        ["--trajectories", "2", "--median", "0.01", "--turns", "1", "2", "--repeats", "1"],
-        {"rows"},
-    ),
-    "shaping.py": (
-        ["--rollouts", "1", "--seeds", "0", "--shapes", "2x4x2", "--examples", "2"],
-        {"rows"},
-    ),
-    "dynamic_sampling.py": (
-        [
-            *("--variants", "both", "--max-steps", "1", "--keys", "4", "--prompts", "2", "--group-size", "2"),
-            *("--in-reach", "1", "--start-steps", "2"),
-        ],
-        {"rows"},
-    ),
-    "echo_trap.py": (["--recipes", "inaction", "--max-steps", "1", "--cold-steps", "1"], {"rows"}),
-    "long_agents.py": (
-        [
-            *("--policies", "window", "--algos", "grpo", "--max-steps", "1", "--cold-steps", "1"),
-            *("--num-examples", "2"),
-        ],
-        {"rows"},
-    ),
-    "sandbox_start.py": (
-        ["--sandboxes", "2", "--repeats", "1"],
-        {
-            *(f"{backend}_{name}_s" for backend in ("sandlock", "limits") for name in ("alone", "call", "together")),
-            *("alone_ratio", "call_ratio", "together_ratio"),
-        },
-    ),
-    "train_step.py": (
-        [
-            *("--model", "tiny", "--groups", "2", "--group-size", "2", "--micro-batch", "2", "--prompt", "16"),
-            *("--median", "12", "--longest", "40", "--repeats", "1", "--layouts", "trl", "tokens"),
-        ],
-        {
-            "action_tokens",
-            *(
-                f"{layout}_{name}"
-                for layout in ("trl", "tokens")
-                for name in (
-                    *("tokens_per_s", "processor_s", "peak_mb", "step_mb"),
-                    *("speedup", "processor_speedup", "memory_ratio", "step_memory_ratio"),
-                )
-            ),
-        },
-    ),
+    name: arguments.split()
+    for name, arguments in {
+        "context_policies.py": "--turns 2 --tokens 40 --context 400",
+        "critic_memory.py": "--layers 1 --rank 2",
+        "dynamic_sampling.py": "--variants both --max-steps 1 --keys 4 --prompts 2 --group-size 2 --in-reach 1 "
+        "--start-steps 2",
+        "echo_trap.py": "--recipes inaction --max-steps 1 --cold-steps 1",
+        "filter_cost.py": "--model tiny --groups 4 --prompt 4 --median 4 --longest 8 --repeats 1",
+        "gpu.py": "--toy",
+        "journal_cost.py": "--trajectories 2 --turns 2 --tokens 2 --repeats 1",
+        "long_agents.py": "--policies window --algos grpo --max-steps 1 --cold-steps 1 --num-examples 2",
+        "long_rollout.py": "--turns 2 --tokens 32 --trajectories 1 --all-turns 2 --repeats 1",
+        "overlap.py": "--trajectories 16 --steps 4 --tokens 2",
+        "ranks.py": "--ranks 1 2 --trajectories 8 --steps 3 --longest 8 --width 32",
+        "retrieval.py": "--passages 50 --queries 4",
+        "rollout_concurrency.py": "--trajectories 2 --latency 0.01 --median 0.01 --turns 2 --repeats 1",
+        "rollout_scale.py": "--at-once 4 --queue 8 --latency 0.01 --workers 4",
+        "rollout_throughput.py": "--trajectories 2 --median 0.01 --turns 1 2 --repeats 1",
+        "sandbox_start.py": "--sandboxes 2 --repeats 1",
+        "shaping.py": "--rollouts 1 --seeds 0 --shapes 2x4x2 --examples 2",
+        "train_step.py": "--model tiny --groups 2 --group-size 2 --micro-batch 2 --prompt 16 --median 12 --longest 40 "
+        "--repeats 1 --layouts trl tokens",
+    }.items()
 }
 COMPUTED = {"scaling_model.py"}
 """Measures nothing; `test_scaling_model.py` tests it."""
@@ -156,13 +71,11 @@ def run_benchmark(name, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", short(TINY, "gpu.py", "rollout_concurrency.py", "train_step.py"))
 def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
-    arguments, names = TINY[name]
-    result = run_benchmark(name, *arguments, "--json")
+    result = run_benchmark(name, *TINY[name], "--json")
     assert result.returncode == 0, result.stderr
     *table, last = result.stdout.strip().splitlines()
     assert any("┃" in line for line in table)
     figures = json.loads(last)
-    assert set(figures) == names
     rows = figures.get("rows", [figures])
     several = {
         "context_policies.py": 7,
@@ -174,7 +87,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     }
     assert len(rows) == several.get(name, 1)
     for row in rows:
-        assert all(math.isfinite(value) for value in row.values())
+        assert row and all(math.isfinite(value) for value in row.values())
         assert not row.get("failed")
 
 
@@ -276,21 +189,6 @@ def test_a_collapse_is_summed_up_and_drawn(tmp_path):
     )  # fmt: skip
     benchmark.draw(tmp_path / "plot.png", "inaction", {7: (plain, guarded)})
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_the_throughput_table_has_a_row_for_each_number_of_turns(capsys):
-    benchmark = load_benchmark("rollout_throughput.py")
-    args = benchmark.parse_arguments(["--turns", "1", "3"])
-    names = ("ours_s", "barrier_s", "trl_s", "bound_s", "speedup", "over_barrier", "over_bound")
-    benchmark.show([{"turns": turns, **dict.fromkeys(names, 1.25)} for turns in args.turns], args)
-    table = capsys.readouterr().out
-    assert "64 trajectories" in table and table.count("1.25") == 14
-
-
-def test_the_policy_of_the_throughput_benchmark_learns_six_turns_at_most(capsys):
-    with pytest.raises(SystemExit):
-        load_benchmark("rollout_throughput.py").parse_arguments(["--turns", "7"])
-    assert "1 to 6" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------- gpu.py: one chance on a machine that is lent

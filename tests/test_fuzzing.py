@@ -1,11 +1,7 @@
 """Every property test asks `tests/effort.py` how much it tries, so that `make fuzz` reaches it."""
 
 import ast
-import os
 import random
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,47 +64,3 @@ def test_rounds_repeat_with_their_seed_and_differ_without(monkeypatch, capsys):
     other = draw()
     assert other[0] == random.Random("5 0").random() and not set(other) & set(plain)
     assert "round 2 of FUZZ_SEED=5" in capsys.readouterr().out
-
-
-FAILING = """
-import pytest
-from hypothesis import given, settings, strategies as st
-from tests.effort import examples, random_rounds
-
-@settings(max_examples=examples(200))
-@given(st.integers())
-def test_with_hypothesis(number):
-    with open("tried.txt", "a") as file:
-        print(number, file=file)
-    assert number < 1000
-
-def test_by_hand():
-    for rng in random_rounds(50):
-        assert rng.random() < 0.9
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_failure_prints_what_repeats_it_and_comes_first_in_the_next_run(tmp_path, workers):
-    (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "effort.py", "own_process.py"):
-        shutil.copy(TESTS / name, tmp_path / "tests" / name)
-    (tmp_path / "tests" / "test_failing.py").write_text(FAILING, encoding="utf-8")
-    (tmp_path / "pyproject.toml").write_text(
-        '[tool.pytest.ini_options]\npythonpath = ["."]\naddopts = ["--import-mode=importlib"]\nmarkers = ["fuzz"]\n',
-        encoding="utf-8",
-    )
-
-    def run():
-        (tmp_path / "tried.txt").unlink(missing_ok=True)
-        env = {**os.environ, "CI": "true", "PYTHONPATH": "", "FUZZ_SEED": "3"}
-        command = [sys.executable, "-m", "pytest", "-n", workers, "-p", "no:cacheprovider", "tests"]
-        printed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120).stdout
-        return printed, [int(line) for line in (tmp_path / "tried.txt").read_text().split()]
-
-    printed, tried = run()
-    assert "@reproduce_failure(" in printed and "2 failed" in printed
-    assert "of FUZZ_SEED=3" in printed
-    assert tried[0] != 1000
-    assert run()[1][0] == 1000  # the smallest that fails

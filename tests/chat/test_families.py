@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.chat.grammars import name_of_grammar
+from agent_r1_trl.chat.grammars import GRAMMAR_NAMES, named_grammar
 from agent_r1_trl.chat.jinja import calling
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.features.doctor import run_doctor
@@ -78,7 +78,7 @@ def cells_of(tokenizer: PreTrainedTokenizerFast) -> list[str]:
         reasoning = "dropped" if "changes reasoning" in messages else "kept"
     return [
         "own" if chat.template_to_save == tokenizer.chat_template else "TRL's",
-        f"`{name_of_grammar(chat.grammar)}`",
+        f"`{next(name for name in GRAMMAR_NAMES if named_grammar(name) == chat.grammar)}`",
         "rewritten later" if re.search("earlier messages in another way|empty reasoning", messages) else "exact",
         "wrong" if "masks" in checks else "exact",
         "some are not" if "parser" in checks else "all",

@@ -91,18 +91,6 @@ def test_other_mappings_are_put_over_the_recipes_as_well(recipe):
     assert arguments.chat_template_kwargs == {"enable_thinking": False, "style": "short"}
 
 
-def test_a_seed_repeats_an_evaluation(recipe):
-    path = recipe()
-    for folder, seed in {"first": "5", "again": "5", "other": "6"}.items():
-        flags = ["--temperature", "1", "--seed", seed, "--output_dir", folder, "--num_examples", "1"]
-        assert main(["eval", "--config", path, *flags]) == 0
-    tokens = {
-        folder: [record.trajectory.completion_ids for record in read_records(folder, split="eval")]
-        for folder in ("first", "again", "other")
-    }
-    assert tokens["first"] == tokens["again"] != tokens["other"]
-
-
 def test_without_an_output_directory_the_rows_to_train_on_are_rolled_out_and_nothing_is_written(recipe, capsys):
     assert main(["eval", "--config", recipe(output_dir=None, eval_dataset_name=None)]) == 0
     printed = capsys.readouterr().out

@@ -9,11 +9,10 @@ import functools
 import importlib
 import time
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import langchain_core.tools
 import pytest
-import smolagents
 from fsspec.implementations.memory import MemoryFileSystem
 
 from agent_r1_trl import StopReason, Tool, ToolEnv
@@ -66,18 +65,6 @@ class Plain:
 
 
 Diary = watched(Plain, "write", slow="slow")
-
-
-class SmolWrite(smolagents.Tool):
-    name, description, output_type = "write", "Write a line.", "string"
-    inputs: ClassVar = {"line": {"type": "string", "description": "What to write."}}
-
-    def __init__(self, diary):
-        self.diary = diary
-        super().__init__()
-
-    def forward(self, line):
-        return self.diary.write(line)
 
 
 def of_langchain(diary):
@@ -173,7 +160,6 @@ def of_line(make):
 
 MOVES = {"e4": '"from_square": 12', "e5": '"from_square": 52', "Nc3": '"from_square": 1,'}
 PACKAGES = {
-    "smolagents": of_line(lambda: wrapped(SmolWrite)),
     "langchain": of_line(lambda: wrapped(of_langchain)),
     # The server, not the tool, says what the model reads of an exception.
     "mcp": of_line(of_mcp)._replace(bad=("", "Error executing tool write")),

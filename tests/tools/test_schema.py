@@ -93,6 +93,14 @@ def test_a_hint_that_json_cannot_express_is_refused():
             schema_of(fn)
 
 
+def test_a_default_of_another_type_than_the_hint_is_refused():
+    @with_doc
+    def fn(x: int = "three"): ...
+
+    with pytest.raises(ToolSchemaError, match=r"'fn': x='three' contradicts"):
+        schema_of(fn)
+
+
 def test_a_missing_docstring_or_hint_is_refused():
     def bare(x: str): ...
 

@@ -77,11 +77,6 @@ def named_grammar(name: str) -> Grammar:
     return copy.deepcopy(getattr(trl, _OF_TRL[name]))
 
 
-def name_of_grammar(grammar: Grammar) -> str | None:
-    """The name of a grammar; None if it has none."""
-    return next((name for name in GRAMMAR_NAMES if named_grammar(name) == grammar), None)
-
-
 def find_grammar(template: str) -> Grammar | None:
     """The grammar of a template, known by the markers in its source; None if there is none."""
     for name, marks in _MARKS:
