@@ -195,22 +195,11 @@ def test_the_script_of_the_readme_trains(tmp_path, monkeypatch, tiny_model_folde
 @pytest.fixture
 def tiny_model_folder(tmp_path):
     """An untrained two-layer Qwen2 with a small tokenizer of the Qwen family."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     from tests.tokenizers import make_tokenizer
+    from tests.trainers.helpers import make_policy
 
     tokenizer = make_tokenizer("qwen2_5")
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     folder = tmp_path / "tiny-model"
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    make_policy(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

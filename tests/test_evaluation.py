@@ -22,6 +22,7 @@ from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv
+from tests.trainers.helpers import make_policy
 
 
 def rolled_out(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **info) -> Trajectory:
@@ -30,19 +31,9 @@ def rolled_out(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **inf
     items = [Turn(start=0, end=0, message={"role": "assistant"}) for _ in range(turns)]
     if items:
         items[0].tool_results = calls
-    return Trajectory(
-        prompt_messages=[],
-        prompt_ids=[],
-        completion_ids=[],
-        action_mask=[],
-        logprobs=[],
-        turn_ids=[],
-        authors=[],
-        turns=items,
-        stop_reason=reason,
-        outcome_reward=reward,
-        info=info,
-    )
+    names = ("prompt_messages", "prompt_ids", "completion_ids", "action_mask", "logprobs", "turn_ids", "authors")
+    values = {name: [] for name in names}
+    return Trajectory(**values, turns=items, stop_reason=reason, outcome_reward=reward, info=info)
 
 
 def result_of(values, name="exact_match", **settings) -> EvaluationResult:
@@ -262,23 +253,8 @@ def test_when_every_environment_fails_each_cause_is_said_with_its_count(tokenize
 
 @pytest.fixture(scope="module")
 def model_folder(tokenizer, tmp_path_factory):
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=600,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     folder = tmp_path_factory.mktemp("model")
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    make_policy(tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -289,7 +265,7 @@ LIMITS = RolloutLimits(max_turns=2, max_tokens_per_turn=5, max_completion_length
 def test_a_saved_model_is_evaluated_within_its_context(model_folder):
     result = evaluate_model(model_folder, Adder, ROWS[:2], limits=LIMITS)
     assert result.num_examples == 2 and result.settings["model"] == str(model_folder)
-    assert result.settings["limits"]["max_model_length"] == 600
+    assert result.settings["limits"]["max_model_length"] == 1024
     assert all(0 < t.num_action_tokens <= 10 for t in result.trajectories)
 
 

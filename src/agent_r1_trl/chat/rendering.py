@@ -52,11 +52,6 @@ class Staging:
 class TemplateRenderer:
     """Renders conversations with one template.
 
-    Args:
-        template: renders.
-        encoder: knows the control tokens.
-        supports_tools: whether the template renders calls and tool messages.
-
     Raises:
         ChatFormatError: if the template does not end turns in a way that a rollout can follow.
     """

@@ -69,9 +69,7 @@ class RecipeParser:
     def parse(self, argv: Sequence[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """Read the recipe and then the command line, which takes precedence; `--help` is answered here.
 
-        Args:
-            argv: the arguments.
-            defaults: values for settings that neither the recipe nor the command line gives.
+        `defaults` are values for settings that neither gives.
 
         Raises:
             UsageError: there is a mistake in either.

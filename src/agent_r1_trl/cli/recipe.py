@@ -182,14 +182,8 @@ def read_value(place: str, name: str, value: Any, hint: Any, allowed: Sequence[A
     """Check a value against the type of its field.
 
     Text is converted, because YAML takes 1e-5 for text and a command line knows nothing else. Any other value must
-    have the type already: `true` is not a number, and 1 is not a boolean.
-
-    Args:
-        place: where it stands, for errors.
-        name: of the setting.
-        value: as YAML or the command line has it.
-        hint: the annotation of the field.
-        allowed: the choices, where the annotation does not list them.
+    have the type already: `true` is not a number, and 1 is not a boolean. Errors name the `place`; `allowed` are the
+    choices, where the annotation does not list them.
     """
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     choices = list(allowed) or [

@@ -25,12 +25,7 @@ def moved(place: Place, action: str) -> Place:
 
 
 def read_grid(level: str, letters: str, owner: str) -> list[str]:
-    """The rows of a level.
-
-    Args:
-        level: rows of equal length, one per line.
-        letters: the letters that a level may hold.
-        owner: name of the environment, for the error.
+    """The rows of a level; errors name its `owner`.
 
     Raises:
         ValueError: the rows differ in length, or hold other letters.

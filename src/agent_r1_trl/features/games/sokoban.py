@@ -152,13 +152,7 @@ class SokobanEnv(GameEnv):
 
 
 def next_state(free: set[Place], state: State, action: str) -> State | None:
-    """What an action leads to; None if something is in the way.
-
-    Args:
-        free: places that are no wall.
-        state: where player and boxes are.
-        action: name of a move.
-    """
+    """What an action leads to, with `free` the places that are no wall; None if something is in the way."""
     player = moved(state.player, action)
     if player not in free:
         return None

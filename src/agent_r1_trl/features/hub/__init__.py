@@ -31,12 +31,7 @@ def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
 
 
 def finish_card(trainer: Any, path: Path) -> None:
-    """Add what is known of the run to the card that TRL wrote, and take out what the Hub would refuse.
-
-    Args:
-        trainer: the one that trained the model.
-        path: of the card.
-    """
+    """Add what is known of the run to the card that TRL wrote at `path`, and take out what the Hub would refuse."""
     from agent_r1_trl import __version__
     from agent_r1_trl.environments.factory import env_name, tool_schemas
     from agent_r1_trl.features.hub.card import READ_SETTINGS, SETTINGS, make_card, read_facts
@@ -71,11 +66,7 @@ def _import_path(factory: Any) -> str | None:
 
 @contextlib.contextmanager
 def uploads_checked(args: Any) -> Iterator[None]:
-    """While it lasts, transformers' uploads of folders leave out what is not asked for, and refuse secrets.
-
-    Args:
-        args: of the trainer.
-    """
+    """While it lasts, transformers' uploads of folders leave out what is not asked for, and refuse secrets."""
     from huggingface_hub.utils import filter_repo_objects
     from transformers.utils.hub import hf_api
 

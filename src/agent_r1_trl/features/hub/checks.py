@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from agent_r1_trl.settings import Clash, Need
 
 NEEDS = (Need("push.trajectories", {"record_trajectories": ("jsonl",)}),)
@@ -15,12 +12,3 @@ CLASHES = (
         "this trainer has no critic. Remove push.critic, or train with MultiTurnPPOTrainer.",
     ),
 )
-
-
-def resolve(config: Any) -> None:
-    """Nothing follows from them."""
-
-
-def find_problems(config: Any) -> Iterator[str]:
-    """None besides those of the tables."""
-    yield from ()

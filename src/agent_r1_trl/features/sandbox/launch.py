@@ -39,14 +39,7 @@ SPARE_TASKS = 256
 
 
 class Interpreter:
-    """A running interpreter, seen from its supervisor.
-
-    Args:
-        pid: its process, the leader of its own session.
-        requests: descriptor to write requests to.
-        answers: descriptor to read answers from.
-        output: descriptor to read what the code prints from.
-    """
+    """A running interpreter, the leader of its own session, and the descriptors of its pipes."""
 
     def __init__(self, pid: int, requests: int, answers: int, output: int) -> None:
         self.pid = pid

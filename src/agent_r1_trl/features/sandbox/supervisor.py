@@ -85,11 +85,9 @@ class Call:
 
 
 class Supervisor:
-    """Serves one sandbox over `control` until the other side closes it.
+    """Serves one sandbox over `control`, a stream of JSON lines, until the other side closes it.
 
-    Args:
-        control: stream of JSON lines, requests in and results out.
-        settings: `backend`, `directory` and the limits by name.
+    `settings` are `backend`, `directory` and the limits by name.
     """
 
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
@@ -293,11 +291,7 @@ def supervise(control: socket.socket, settings: dict[str, Any]) -> None:
 
 
 class ForkServer:
-    """Forks supervisors for one trainer, and leaves nothing behind when it ends.
-
-    Args:
-        control: socket of messages.
-    """
+    """Forks supervisors for one trainer, and leaves nothing behind when it ends."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

@@ -32,11 +32,7 @@ THREADS = 128
 
 
 class Session:
-    """The sandbox of one trajectory: made with its first call, freed with the trajectory.
-
-    Args:
-        make: makes the sandbox.
-    """
+    """The sandbox of one trajectory: made with its first call, freed with the trajectory."""
 
     def __init__(self, make: Callable[[], Sandbox]) -> None:
         self.make = make

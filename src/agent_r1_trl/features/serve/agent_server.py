@@ -32,8 +32,7 @@ class AgentServer:
         agent: model, chat format and limits; `max_concurrency` is how many requests are sampled at once.
         env_factory: makes environments.
         name: of the model, as clients ask for it.
-        params: how tokens are drawn if a request does not say.
-        seed: the same.
+        params, seed: of sampling if a request does not say.
         row: further columns that the environment reads.
         host: the address that the server will listen at. Unless that is every address of the machine, requests must
             name it (or the machine itself) as their host: a page in a browser whose own name was made to lead here
