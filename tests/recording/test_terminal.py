@@ -79,13 +79,6 @@ def test_a_character_cut_by_the_token_limit_is_one_mark_and_what_follows_is_whol
     assert spans[-1].text == "東"
 
 
-def test_a_character_shared_by_two_authors_is_shown_once(tokenizer):
-    rocket = tokenizer.encode("🚀", add_special_tokens=False)
-    pieces = [(Author.POLICY, rocket[:2]), (Author.ENVIRONMENT, rocket[2:])]
-    _, spans = decode_spans(from_pieces(tokenizer, pieces), tokenizer)
-    assert [span.text for span in spans] == ["", "🚀"]
-
-
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
 def test_joined_spans_are_the_decoded_stream(family):
     tokenizer = make_tokenizer(family)

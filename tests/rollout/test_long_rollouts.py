@@ -1,8 +1,6 @@
 """A turn of a long rollout costs what one of a short rollout costs: what is read, written and decoded is counted."""
 
 import asyncio
-import itertools
-import random
 import time
 
 import pytest
@@ -14,13 +12,11 @@ from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.generation import Generation, Generator
 from agent_r1_trl.generation.base import GenerationError
 from agent_r1_trl.generation.vllm.server import _as_generation
-from agent_r1_trl.recording import terminal
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 from tests.generation.helpers import SAMPLED
 from tests.rollout.helpers import chat_of, roll_out
-from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 
 CONTEXTS = [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9], [1, 2], [1, 2, 3]]
@@ -130,38 +126,3 @@ def test_a_server_that_writes_tokens_as_text_is_refused():
     choice = {"finish_reason": "stop", "logprobs": {"tokens": ["Oslo"], "token_logprobs": [-1.0]}}
     with pytest.raises(GenerationError, match="as text, not as ids"):
         _as_generation(choice)
-
-
-# ---------------------------------------------------------------- the local cache
-
-
-# ---------------------------------------------------------------- records and their display
-
-
-class Counting:
-    """A tokenizer that counts the ids it decodes."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-        self.num_decoded = 0
-
-    def decode(self, ids, **options):
-        self.num_decoded += len(ids)
-        return self.tokenizer.decode(ids, **options)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4"])
-def test_a_long_trajectory_is_decoded_a_few_times_and_divided_where_it_was_divided(family):
-    tokenizer = Counting(make_tokenizer(family))
-    rng = random.Random(family)
-    text = tokenizer.tokenizer.encode("東京の首都🙂 naïve \ufffd ", add_special_tokens=False)
-    ids = [rng.choice([*text, *range(40, 300)]) for _ in range(1000)]  # borders inside of characters, broken bytes
-    trajectory = trajectory_of(100, 10, ids=ids)
-    _, found = terminal.decode_spans(trajectory, tokenizer)
-    assert len(found) == 200 and tokenizer.num_decoded < 10 * len(ids)
-    full = tokenizer.decode([1, 2, 3, *ids], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    ends = [3, *(3 + span.end for span in found)]
-    cuts = [terminal._cut_position(tokenizer, [1, 2, 3, *ids][:end], full) for end in ends]
-    cuts[-1] = len(full)
-    pieces = [full[left : max(left, right)] for left, right in itertools.pairwise(cuts)]
-    assert [span.text for span in found] == [terminal._collapse(piece) for piece in pieces]
