@@ -62,7 +62,6 @@ class Watchdog:
         self._interval_s, self._stall_timeout_s = interval_s, stall_timeout_s
         self._tick_s = min(1.0, (interval_s or 4.0) / 4, (stall_timeout_s or 4.0) / 4)
         self._has_ended = threading.Event()
-        self._timer = _Timer(stall_timeout_s)
         self._asked_at: float | None = None
         """When the loop was asked to answer; None once it has."""
         self._said_at = self._moved_at = time.monotonic()
@@ -70,27 +69,43 @@ class Watchdog:
 
     def start(self) -> None:
         """Begin to watch."""
-        self._timer.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """The rollout has ended."""
         self._has_ended.set()
-        self._timer.stop()
 
     def _watch(self) -> None:
-        while not self._has_ended.wait(self._tick_s):
-            now = time.monotonic()
-            self._timer.postpone()
-            try:
-                lost = self._lost(now)
-                if lost is not None:
-                    self._timer.stop()  # closing may take longer than it waits
-                    self._give_up(lost)
+        try:
+            self._postpone_exit()
+            while not self._has_ended.wait(self._tick_s):
+                self._postpone_exit()
+                if self._has_given_up(time.monotonic()):
                     return
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _postpone_exit(self) -> None:
+        """Have all stacks printed, and the process ended, if it takes too long until this is called again.
+
+        `faulthandler` needs no Python to run. A process has one such timer: a rollout beside this one sets it anew.
+        """
+        if self._stall_timeout_s is not None:
+            with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # there is no stderr
+                faulthandler.dump_traceback_later(self._stall_timeout_s + GRACE_S, exit=True, file=sys.__stderr__)
+
+    def _has_given_up(self, now: float) -> bool:
+        try:
+            lost = self._lost(now)
+            if lost is None:
                 self._report(now)
-            except Exception:  # a message is not worth a rollout
-                logger.exception("The rollout's watchdog failed; it goes on.")
+                return False
+            faulthandler.cancel_dump_traceback_later()  # closing may take longer than it waits
+            self._give_up(lost)
+            return True
+        except Exception:  # a message is not worth a rollout
+            logger.exception("The rollout's watchdog failed; it goes on.")
+            return False
 
     def _lost(self, now: float) -> Exception | None:
         """Ask the loop to answer; why it must be given up, if its thread has ended or it has not answered for long."""
@@ -186,38 +201,3 @@ def _stack_of(thread: threading.Thread) -> str:
 
 def _progress(drafts: Sequence[Draft]) -> list[tuple[str, int]]:
     return [(draft.phase, len(draft.completion_ids)) for draft in drafts]
-
-
-class _Timer:
-    """Prints all stacks and ends the process with exit code 1, unless it is postponed again and again.
-
-    It is `faulthandler`'s, which needs no Python to run. A process has one, which the first rollout takes. The
-    interpreter may stand still for `limit_s` seconds and `GRACE_S` on top.
-    """
-
-    _lock = threading.Lock()
-    _holder: _Timer | None = None
-
-    def __init__(self, limit_s: float | None) -> None:
-        self._limit_s = limit_s
-
-    def start(self) -> None:
-        try:
-            has_output = sys.__stderr__ is not None and sys.__stderr__.fileno() >= 0
-        except (OSError, ValueError):  # no output to print the stacks to
-            has_output = False
-        with self._lock:
-            if self._limit_s is not None and has_output and _Timer._holder is None:
-                _Timer._holder = self
-        self.postpone()
-
-    def postpone(self) -> None:
-        with self._lock:
-            if _Timer._holder is self and self._limit_s is not None and sys.__stderr__ is not None:
-                faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=sys.__stderr__)
-
-    def stop(self) -> None:
-        with self._lock:
-            if _Timer._holder is self:
-                _Timer._holder = None
-                faulthandler.cancel_dump_traceback_later()
