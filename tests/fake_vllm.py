@@ -98,8 +98,7 @@ class FakeServer:
 
     async def _listen(self):
         app = web.Application(middlewares=[self._note])
-        for route in ("/health", "/is_sleeping"):
-            app.router.add_get(route, self._health)
+        app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/collective_rpc", self._rpc)

@@ -87,7 +87,6 @@ def test_each_kind_of_use_is_collected_from_our_source():
         Use("member", "vllm.distributed.utils:StatelessProcessGroup", "world_size"),  # set for the base's code
         Use("field", vllm_uses.FIELDS_OF["/v1/completions"], "return_tokens_as_token_ids"),
         Use("route", "", "POST /collective_rpc"),
-        Use("route", "", "GET /is_sleeping"),
         Use("program", "", "vllm.entrypoints.openai.api_server"),
     } <= set(uses)
 

@@ -1,6 +1,5 @@
 """A trainer that finds no vLLM server at the address it was given, or an unfit one, says what is there instead."""
 
-import ipaddress
 import json
 import threading
 import time
@@ -10,9 +9,6 @@ import pytest
 from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
-from agent_r1_trl.generation.vllm import server_routes
-from agent_r1_trl.generation.vllm.settings import ServerSettings
-from tests.fake_vllm import FakeServer
 from tests.servers import free_port, send_json
 
 
@@ -104,28 +100,3 @@ def test_a_server_without_the_worker_extension_says_how_to_start_it():
         with pytest.raises(GenerationError, match=r"VLLM_SERVER_DEV_MODE=1.*--worker-extension-cls"):
             generator.sync(nn.Linear(2, 2))
         generator.close()
-
-
-# -------------------------------------------------------------------- who else can reach the development routes
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.5"])
-def test_development_routes_that_a_network_can_reach_are_warned_of(address, monkeypatch, caplog):
-    monkeypatch.setattr(server_routes, "_addresses_of", lambda host: [ipaddress.ip_address(address)])
-    with FakeServer() as server:
-        start(server.url).close()
-    assert ("development routes" in caplog.text) == (address == "10.0.0.5")
-
-
-def test_development_routes_at_a_public_address_are_refused_unless_asked_for(monkeypatch):
-    monkeypatch.setattr(server_routes, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
-    with FakeServer() as server:
-        with pytest.raises(GenerationError, match=r"servers\.allow_public=True"):
-            start(server.url)
-        start(server.url, settings=ServerSettings(allow_public=True)).close()
-
-
-def test_a_public_server_of_adapters_without_development_routes_is_fine(monkeypatch):
-    monkeypatch.setattr(server_routes, "_addresses_of", lambda host: [ipaddress.ip_address("8.8.8.8")])
-    with Stub(READY, (404, {"detail": "Not Found"})) as server:
-        start(server.url).close()

@@ -363,7 +363,6 @@ TABLE = {
         Refused("ib", {"servers.weight_transfer": "nccl"}, **SERVERS),
         Refused("nccl", SERVER, **ENGINE),
     ),
-    "servers.allow_public": (Acts(effects.engine, True, **SERVER), Refused(True, SERVER, **ENGINE)),
     "servers.request_timeout": (Acts(effects.engine, 9.0, **SERVER), Acts(effects.engine, 9.0)),
     "vllm_gpu_memory_utilization": (Acts(effects.engine, 0.5), Refused(0.5, {"vllm_mode": "colocate"}, **SERVERS)),
     "vllm_max_model_length": (Acts(effects.engine, 99), Acts(effects.limits, 99, **SERVERS)),

@@ -100,7 +100,7 @@ TRL_NEEDS = (
     Need("num_completions_to_print log_unique_prompts", {"log_completions": (True,)}),
     Need(
         "vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout servers.health_timeout "
-        "servers.retry_window servers.sync_timeout servers.weight_transfer servers.allow_public",
+        "servers.retry_window servers.sync_timeout servers.weight_transfer",
         {"vllm_mode": ("server",)},
     ),
     Need("vllm_gpu_memory_utilization vllm_model_impl vllm_dtype", {"vllm_mode": ("colocate",)}),

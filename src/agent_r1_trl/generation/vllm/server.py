@@ -47,7 +47,6 @@ from agent_r1_trl.generation.vllm.server_routes import (
     NoAdaptersError,
     UnfitServerError,
     ask_each,
-    check_exposure,
     check_urls,
     hello,
     identity_of,
@@ -83,7 +82,7 @@ class VLLMServerGenerator(Generator):
 
     Raises:
         ValueError: a URL is not one, or comes twice.
-        GenerationError: a server does not answer within `startup_timeout_s`; see also `servers.allow_public`.
+        GenerationError: a server does not answer within `startup_timeout_s`.
     """
 
     def __init__(
@@ -105,8 +104,6 @@ class VLLMServerGenerator(Generator):
         self._next_place = itertools.count(self._rank)  # ranks start at different servers
         try:
             models = self._http.run(wait_for_servers(self._http, self.urls, startup_timeout_s))
-            is_public = settings.allow_public
-            self._http.run(check_exposure(self._http, self.urls, allow_public=is_public, may_warn=self._rank == 0))
         except GenerationError:
             self._http.close()
             raise

@@ -1,16 +1,13 @@
 """What the trainer asks a vLLM server besides completions: its model, its workers, adapters and cache.
 
-Covered here: one request each, what a refusal means, and who else can reach a server. Not covered: which servers are
-sampled from (`fleet.py`).
+Covered here: one request each, and what a refusal means. Not covered: which servers are sampled from (`fleet.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,39 +96,6 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
             f"({'; '.join(waiting.values())}). Start them first (docs/serving.md), or raise vllm_server_timeout."
         ) from error
     return dict(zip(urls, models, strict=True))
-
-
-async def check_exposure(http: HTTPClient, urls: Sequence[str], *, allow_public: bool, may_warn: bool = True) -> None:
-    """Look at who else can reach the development routes of the servers, which have no password.
-
-    `may_warn` of addresses in a private network is False on all ranks but one.
-
-    Raises:
-        GenerationError: a server with these routes has a public address, and `allow_public` is off.
-    """
-    for url in urls:
-        try:
-            await http.request("GET", f"{url}/is_sleeping", timeout_s=10.0)
-        except HTTPError:
-            continue  # it has no such routes, as a server of adapters need not
-        addresses = await asyncio.to_thread(_addresses_of, str(urlsplit(url).hostname))
-        if any(address.is_global for address in addresses) and not allow_public:
-            raise GenerationError(
-                f"servers.urls: {url} has a public address and open development routes (VLLM_SERVER_DEV_MODE=1), "
-                "with which anybody can replace its weights. Reach it through a private network or an SSH tunnel, or "
-                "set servers.allow_public=True if a firewall keeps others out."
-            )
-        if may_warn and not all(address.is_loopback for address in addresses):
-            logger.warning(
-                "The development routes of %s can be reached from its network, and have no password: whoever calls "
-                "them can replace the weights. docs/serving.md says how to keep others out.",
-                url,
-            )
-
-
-def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    found = {str(entry[4][0]).partition("%")[0] for entry in socket.getaddrinfo(host, None)}
-    return [ipaddress.ip_address(address) for address in found]
 
 
 # -------------------------------------------------------------------- requests

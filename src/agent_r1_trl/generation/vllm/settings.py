@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from agent_r1_trl.settings import Flag, OneOf, Positive, Seconds, SettingsGroup, Texts, setting
+from agent_r1_trl.settings import OneOf, Positive, Seconds, SettingsGroup, Texts, setting
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,4 @@ class ServerSettings(SettingsGroup):
     sync_timeout: Seconds = setting(
         120.0,
         "Seconds that a server may take over one part (256 MiB) of a weight sync. One that takes longer is excluded.",
-    )
-    allow_public: Flag = setting(
-        False, "Use servers whose development routes, which have no password, are open at a public address."
     )
