@@ -41,7 +41,7 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
     rules().note(kwargs)
     if not callable(target) or (hasattr(target, "step") and not inspect.isclass(target)):
         problem: str | None = f"is a {type(target).__name__}, and every trajectory needs its own environment"
-    elif (problem := makes_environments(target, named=True)) is None:
+    elif (problem := makes_environments(target)) is None:
         factory: Callable[[], Any] = functools.partial(target, **kwargs) if kwargs else target
         try:
             with made_and_closed(factory) as env:

@@ -7,12 +7,10 @@ import contextlib
 import functools
 import inspect
 import sys
-import sysconfig
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv, TRLEnvAdapter, has_get_reward
 from agent_r1_trl.tools import as_tool
@@ -154,14 +152,11 @@ def users_environments(environments: Sequence[Any], factory: EnvFactory) -> list
     return [item.environment if isinstance(item, TRLEnvAdapter) else item for item in environments]
 
 
-def makes_environments(target: Any, *, named: bool = False) -> str | None:
+def makes_environments(target: Any) -> str | None:
     """None if an object may be called to make environments; else why not, before anything of it has run.
 
     Classes have `reset` and `step`. Functions are written in Python and not part of the standard library, so that no
     path to `os.system` is ever called.
-
-    If a recipe or a command line `named` it, a function of an installed package must say by its return annotation that
-    it makes environments, since the name is all that is known of it.
     """
     while isinstance(target, functools.partial):
         target = target.func
@@ -174,23 +169,7 @@ def makes_environments(target: Any, *, named: bool = False) -> str | None:
         return f"is {module}.{getattr(called, '__qualname__', called)}, which makes no environments"
     if not inspect.isclass(called) and not inspect.isfunction(called) and not inspect.ismethod(called):
         return "is not written in Python, so it makes no environments"
-    if named and _is_installed(called) and not _returns_environments(called):
-        return "is a function of an installed package, and its return annotation names no class with reset and step"
     return None
-
-
-def _is_installed(obj: Any) -> bool:
-    file = getattr(sys.modules.get(obj.__module__), "__file__", None)
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    return file is not None and any(Path(folder) in Path(file).parents for folder in folders)
-
-
-def _returns_environments(fn: Any) -> bool:
-    try:
-        made = get_type_hints(fn).get("return")
-    except Exception:  # names that are not defined
-        return False
-    return all(callable(getattr(made, name, None)) for name in ("reset", "step"))
 
 
 def env_name(factory: EnvFactory) -> str:
