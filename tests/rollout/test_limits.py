@@ -12,12 +12,6 @@ from tests.effort import examples
 from tests.rollout.helpers import Script, chat_of, roll_out, sampled_ids, scene
 from tests.toys import AddEchoEnv, call, calls, say
 
-
-def test_limits_cannot_be_changed_while_they_are_in_use():
-    with pytest.raises(AttributeError):
-        RolloutLimits().max_turns = 3
-
-
 # -------------------------------------------------------------------- arithmetic
 
 

@@ -33,7 +33,7 @@ def read_number(value: Any, source: str) -> float:
     number = finite_number(value)
     if number is None:
         hint = " Does every path through it end in a return?" if value is None else ""
-        raise RewardError(f"{source} returned {value!r:.200}: must be a finite number.{hint}")
+        raise RewardError(f"{source} returned {value!r:.200}: must be a finite number. Return a float.{hint}")
     return number
 
 

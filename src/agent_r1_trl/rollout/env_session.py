@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from agent_r1_trl.environments.base import RewardError, StepResult
-from agent_r1_trl.environments.reward_values import finite_number
+from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.context_policies import is_context
 from agent_r1_trl.rollout.requests import RolloutRequest
@@ -131,9 +131,9 @@ class EnvSession:
         if not isinstance(parts, Mapping) or not isinstance(results, list | tuple):
             rule = "info as a dict, with a dict of numbers as its reward_parts and a list as its tool_results"
             self._refuse("step", f"{info=!r:.200}", rule)
-        numbers = {str(name): self._number(part, "step") for name, part in parts.items()}
-        info = {**info, "reward_parts": numbers}
-        return StepResult([dict(item) for item in observations], self._number(reward, "step"), is_done, info)
+        info = {**info, "reward_parts": _numbers(parts, f"{self.name}.step")}
+        number = read_number(reward, f"{self.name}.step, as reward,")
+        return StepResult([dict(item) for item in observations], number, is_done, info)
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """Score the finished trajectory. An exception is a bug in a reward function and propagates.
@@ -146,8 +146,8 @@ class EnvSession:
             return 0.0, {}
         result = await self._guard("outcome_reward", method, trajectory)
         value, parts = result if isinstance(result, tuple) else (result, {})
-        numbers = {str(name): self._number(part, "outcome_reward") for name, part in parts.items()}
-        return self._number(value, "outcome_reward"), numbers
+        source = f"{self.name}.outcome_reward"
+        return read_number(value, source), _numbers(parts, source)
 
     async def close(self) -> None:
         """Free what reset and the tools took. A failure to do so is not the trajectory's problem."""
@@ -214,13 +214,9 @@ class EnvSession:
         except BaseException as error:  # the method's own CancelledError is not this task's
             raise _as_exception(error) from error
 
-    def _number(self, value: Any, method: str) -> float:
-        number = finite_number(value)
-        if number is None:
-            raise RewardError(
-                f"{self.name}.{method} returned the reward {value!r:.100}: it must be a finite number. Return a float."
-            )
-        return number
+
+def _numbers(parts: Mapping[Any, Any], source: str) -> dict[str, float]:
+    return {str(name): read_number(part, f"{source}, part {name!r},") for name, part in parts.items()}
 
 
 async def _contained(fn: Callable[..., Any], *args: Any) -> Any:

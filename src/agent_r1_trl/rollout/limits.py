@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from agent_r1_trl.generation.base import SamplingParams
@@ -149,7 +149,7 @@ class RolloutSettings:
 
 @dataclass(kw_only=True)
 class RolloutLimits(RolloutSettings):
-    """The limits of a rollout, which cannot be changed any more.
+    """The limits of a rollout; `replace` makes others.
 
     Raises:
         ValueError: names the limit, its value, the rule and the fix.
@@ -164,13 +164,6 @@ class RolloutLimits(RolloutSettings):
     def __post_init__(self) -> None:
         self.check_limits()
         refuse(find_clashes(self, CLASHES_WITH_THE_MODEL))
-        object.__setattr__(self, "_is_fixed", True)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # By hand: a frozen dataclass cannot inherit from one that configurations inherit, too.
-        if hasattr(self, "_is_fixed"):
-            raise FrozenInstanceError(f"cannot assign to field {name!r}")
-        super().__setattr__(name, value)
 
     def within(self, max_model_length: int | None) -> RolloutLimits:
         """These limits for an engine that takes at most `max_model_length` tokens; None if it does not say."""
