@@ -146,7 +146,6 @@ ADDRESSES = (
     "api.openai.com",
     "ftp://a",
     "http://",
-    "http://a:99999",
     "https://me:password@a",
     "https://a/v1?k=password",
 )

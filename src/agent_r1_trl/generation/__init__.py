@@ -10,11 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams
-    from agent_r1_trl.generation.local.generator import TransformersGenerator
-    from agent_r1_trl.generation.scripted import ScriptedGenerator
-    from agent_r1_trl.generation.vllm.generator import VLLMGenerator
-    from agent_r1_trl.generation.vllm.server import VLLMServerGenerator
+    from agent_r1_trl.generation.base import Generation as Generation
+    from agent_r1_trl.generation.base import GenerationError as GenerationError
+    from agent_r1_trl.generation.base import Generator as Generator
+    from agent_r1_trl.generation.base import SamplingParams as SamplingParams
+    from agent_r1_trl.generation.local.generator import TransformersGenerator as TransformersGenerator
+    from agent_r1_trl.generation.scripted import ScriptedGenerator as ScriptedGenerator
+    from agent_r1_trl.generation.vllm.generator import VLLMGenerator as VLLMGenerator
+    from agent_r1_trl.generation.vllm.server import VLLMServerGenerator as VLLMServerGenerator
 
 _MODULE_OF = {
     "Generation": "base",
@@ -26,16 +29,7 @@ _MODULE_OF = {
     "VLLMGenerator": "vllm.generator",
     "VLLMServerGenerator": "vllm.server",
 }
-__all__ = [
-    "Generation",
-    "GenerationError",
-    "Generator",
-    "SamplingParams",
-    "ScriptedGenerator",
-    "TransformersGenerator",
-    "VLLMGenerator",
-    "VLLMServerGenerator",
-]
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

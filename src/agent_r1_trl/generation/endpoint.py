@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from agent_r1_trl.generation.base import GenerationError, RefusedRequestError, RequestTooLongError
 from agent_r1_trl.safe_text import rules, shown
@@ -182,18 +181,12 @@ def api_url(url: str) -> str:
     Raises:
         ValueError: it is no address of HTTP, or holds a password or a query.
     """
-    has_more = any(mark in url for mark in "@?#")  # it is written into results, where no secret may stand
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # is computed, and may be out of range
-        is_address = parts.scheme in ("http", "https") and parts.hostname
-    except ValueError:
-        is_address = False
-    if has_more or not is_address:
+    match = re.fullmatch(r"(https?://[^/@?#\s]+)(/[^@?#\s]*)?", url)
+    if match is None:
+        given = "***" if any(mark in url for mark in "@?#") else repr(url)  # it is no place for a secret
         raise ValueError(
-            f"endpoint={'***' if has_more else url!r}: it must begin with http:// or https:// and name a host, "
-            "without password, query or fragment (the key comes from an environment variable). Pass one such as "
-            "https://api.openai.com/v1."
+            f"endpoint={given}: it must begin with http:// or https:// and name a host, without password, query or "
+            "fragment (the key comes from an environment variable). Pass one such as https://api.openai.com/v1."
         )
-    path = parts.path.rstrip("/").removesuffix("/chat/completions")
-    return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
+    path = (match[2] or "").rstrip("/").removesuffix("/chat/completions")
+    return match[1] + (path or "/v1")

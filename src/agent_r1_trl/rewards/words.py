@@ -6,14 +6,13 @@ word new or a short text long. Everything here takes time in proportion to the l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
 from agent_r1_trl.rewards.format import FILLERS
-
-_MAX_MEMO = 1 << 16
 
 # A number with its separators; letters and digits, in pieces, so that an endless word counts as many; an ornament.
 _WORD = re.compile(r"\d{1,32}(?:[.,]\d{1,32})+|[^\W_]{1,32}|[^\w\s]{4,32}")
@@ -36,26 +35,16 @@ _COMMON = frozenset(_COMMON_WORDS.split())
 """Function words, and what any reasoning may say whatever it is about."""
 
 
-class _Plain(dict[int, str | None]):
-    """Code point -> what is compared in its place; None for nothing. One character at a time, which stays linear."""
-
-    def __missing__(self, code: int) -> str | None:
-        letter = chr(code)
-        category = unicodedata.category(letter)
-        plain: str | None
-        if letter in FILLERS or category in ("Cc", "Zs", "Zl", "Zp"):
-            plain = " "
-        elif category == "Cf" or category.startswith("M"):
-            plain = None
-        else:
-            parts = unicodedata.normalize("NFKD", letter).casefold()
-            plain = "".join(part for part in parts if not unicodedata.category(part).startswith("M"))
-        if len(self) < _MAX_MEMO:
-            self[code] = plain
-        return plain
-
-
-_PLAIN = _Plain()
+@functools.lru_cache(1 << 16)
+def _plain(letter: str) -> str:
+    """What is compared in place of a character. One at a time: long runs of marks would take more than linear time."""
+    category = unicodedata.category(letter)
+    if letter in FILLERS or category in ("Cc", "Zs", "Zl", "Zp"):
+        return " "
+    if category == "Cf" or category.startswith("M"):
+        return ""
+    parts = unicodedata.normalize("NFKD", letter).casefold()
+    return "".join(part for part in parts if not unicodedata.category(part).startswith("M"))
 
 
 def words_of(text: str) -> list[str]:
@@ -68,7 +57,7 @@ def words_of(text: str) -> list[str]:
     """
     if text.isascii():
         return _WORD.findall(text.lower())
-    return _WORD.findall(_UNSPACED.sub(_pairs, text.translate(_PLAIN)))
+    return _WORD.findall(_UNSPACED.sub(_pairs, "".join(map(_plain, text))))
 
 
 def content_words(words: Iterable[str]) -> list[str]:
