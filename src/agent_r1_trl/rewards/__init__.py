@@ -1,11 +1,10 @@
-"""Reward functions: gold answers, form of an answer, reasoning, composition. Plain Python.
+"""Reward functions: gold answers, form of an answer, reasoning. Plain Python.
 
 prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewards on tokens] -> filter
        -> batch -> advantages -> loss -> step -> sync weights -> next rollout
 """
 
 from agent_r1_trl.rewards.answers import check_golds, exact_match, f1_score, normalize_answer, sub_em
-from agent_r1_trl.rewards.composition import compose
 from agent_r1_trl.rewards.format import extract_answer, format_reward, strip_reasoning
 from agent_r1_trl.rewards.function import RewardFunction
 from agent_r1_trl.rewards.thinking import (
@@ -18,7 +17,6 @@ from agent_r1_trl.rewards.thinking import (
 __all__ = [
     "RewardFunction",
     "check_golds",
-    "compose",
     "exact_match",
     "extract_answer",
     "f1_score",
