@@ -86,23 +86,6 @@ class ContextPolicy(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class OurPolicy:
-    """A policy of the package."""
-
-    rewrite: Callable[[ContextView, int], Sequence[Message]]
-    """From the view and a number of last turns."""
-    num_turns: int = 1
-    num_tokens: int | None = None
-    """A context of up to so many tokens stays whole; None: every context is rewritten."""
-    has_row_per_turn: bool = False
-
-    def __call__(self, view: ContextView) -> Sequence[Message]:
-        """See `ContextPolicy`."""
-        is_short = self.num_tokens is not None and view.num_tokens <= self.num_tokens
-        return view.messages if is_short else self.rewrite(view, self.num_turns)
-
-
 def window(view: ContextView, num_turns: int) -> Sequence[Message]:
     """The prompt and the last turns."""
     return [*view.prompt_messages, *(message for turn in view.turns[-num_turns:] for message in messages_of(turn))]
@@ -157,11 +140,6 @@ POLICIES: dict[str, Callable[[ContextView, int], Sequence[Message]] | None] = {
 """Name in `context.policy` -> what rewrites the context; None where nothing decides before each turn."""
 
 
-def has_row_per_turn(policy: ContextPolicy | None) -> bool:
-    """Whether every turn is a row of its own."""
-    return bool(getattr(policy, "has_row_per_turn", False))
-
-
 def is_context(messages: Any) -> bool:
     """Whether this is a list of messages, at least one."""
     return (
@@ -179,7 +157,12 @@ def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
     rewrite = POLICIES[context.policy]
     if rewrite is None:
         return None
-    return OurPolicy(rewrite, context.turns or 1, context.tokens, has_row_per_turn=rewrite is step)
+
+    def policy(view: ContextView) -> Sequence[Message]:
+        is_short = context.tokens is not None and view.num_tokens <= context.tokens
+        return view.messages if is_short else rewrite(view, context.turns or 1)
+
+    return policy
 
 
 # -------------------------------------------------------------------- thinking

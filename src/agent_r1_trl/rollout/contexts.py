@@ -20,7 +20,6 @@ from agent_r1_trl.rollout.context_policies import (
     POLICIES,
     ContextView,
     find_policy,
-    has_row_per_turn,
     is_context,
     messages_of,
 )
@@ -89,7 +88,7 @@ class Contexts:
         turn.observations, turn.next_context = observations, copy.deepcopy(next_context)
         self._add(turn, ids)
         messages, num_same, context = self._rewritten(sum(draft.lengths) + len(ids))
-        opens_row = has_row_per_turn(self._policy)
+        opens_row = limits.context.policy == "step"  # every turn is a row of its own
         if num_same + len(context) >= (limits.max_model_length or math.inf) or not draft.rewrite_context(
             context, ids, authors, num_same=num_same, opens_row=opens_row, room=room
         ):

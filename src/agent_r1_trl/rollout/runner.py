@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
-from agent_r1_trl.rollout.context_policies import check_thinking, find_policy
+from agent_r1_trl.rollout.context_policies import check_thinking
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of, may_pass
@@ -111,7 +111,6 @@ class RolloutRunner:
         self._check()
 
     def _check(self) -> None:
-        find_policy(self.limits)
         check_room(self.chat, self.limits)
         check_thinking(self.chat, self.limits.context.policy)
 

@@ -26,7 +26,6 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, find_estim
 from agent_r1_trl.features import FEATURES, feature, has_feature, mappings_of
 from agent_r1_trl.generation.vllm.server_routes import check_urls
 from agent_r1_trl.objects import OwnObject, own_object
-from agent_r1_trl.rollout.context_policies import find_policy, has_row_per_turn
 from agent_r1_trl.rollout.limits import find_limit_problems
 from agent_r1_trl.settings import (
     Clash,
@@ -440,11 +439,10 @@ WHOLE_ROWS = {
 
 def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
     """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
-    policy = find_policy(config)
     if config.context.policy == "keep":
         return
     # Where every turn is a row of its own, a ratio of the row is one of the turn.
-    exempt = ("importance_sampling_level",) if has_row_per_turn(policy) else ()
+    exempt = ("importance_sampling_level",) if config.context.policy == "step" else ()
     found = [name for name, accepted in WHOLE_ROWS.items() if getattr(config, name) != accepted and name not in exempt]
     if config.loss_type == "vespo":
         found.append("loss_type")

@@ -25,7 +25,7 @@ from agent_r1_trl.generation.base import (
     current_slot,
 )
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest, run_trajectory
-from agent_r1_trl.rollout.context_policies import check_thinking, find_policy
+from agent_r1_trl.rollout.context_policies import check_thinking
 from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
@@ -93,7 +93,6 @@ class Conversation:
         on_event: Listener | None = None,
     ) -> None:
         self.agent, self.limits = agent, agent.limits.within(getattr(agent.generator, "max_model_length", None))
-        find_policy(self.limits)
         check_room(agent.chat, self.limits)
         check_thinking(agent.chat, self.limits.context.policy)
         self.params, self.seed = params or SamplingParams(temperature=0.0), seed
