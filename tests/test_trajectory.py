@@ -205,41 +205,17 @@ def test_messages_are_the_prompt_the_turns_and_what_was_answered():
     assert trajectory.completion_messages == trajectory.messages[1:]
     assert [result.is_error for result in trajectory.tool_results] == [False, True]
     assert trajectory.final_text == "{oops"
+    trajectory.turns[-1].message["content"] = None
+    assert trajectory.final_text == ""
 
 
 def test_answered_messages_end_with_the_last_turn_and_are_never_empty():
-    trajectory = two_turns_and_an_observation()
-    assert [message["role"] for message in trajectory.completion_messages] == [
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-    ]
+    trajectory = two_turns()
     assert trajectory.answered_messages == trajectory.completion_messages[:-1]
     trajectory.turns[-1].observations = []
     assert trajectory.answered_messages == trajectory.completion_messages
     trajectory.turns = []
     assert trajectory.answered_messages == [{"role": "assistant", "content": ""}]
-
-
-def two_turns_and_an_observation():
-    heard = {"role": "tool", "content": "5"}
-    turns = [
-        Turn(start=position, end=position + 1, message={"role": "assistant", "content": "x"}, observations=[heard])
-        for position in (0, 2)
-    ]
-    policy, other = Author.POLICY, Author.ENVIRONMENT
-    return Trajectory(
-        prompt_messages=[], prompt_ids=[1], completion_ids=[7] * 4, action_mask=[1, 0, 1, 0], logprobs=[0.0] * 4,
-        turn_ids=[0, -1, 1, -1], authors=[policy, other, policy, other], turns=turns, stop_reason=StopReason.MAX_TURNS,
-    )  # fmt: skip
-
-
-def test_a_last_message_without_text_reads_as_an_empty_text():
-    trajectory = two_turns()
-    for content in (None, ""):
-        trajectory.turns[-1].message["content"] = content
-        assert trajectory.final_text == ""
 
 
 def test_a_log_line_stays_short():

@@ -23,21 +23,10 @@ def test_a_prompt_that_continues_an_answer_asks_for_the_next_turn():
     assert [request.turn for request in generator.requests] == [0, 0, 1, 2]
 
 
-def test_a_function_sees_the_seed_and_the_turn():
-    generator = ScriptedGenerator(lambda request: [request.seed, request.turn, request.index])
-    assert ask(generator, [1], seed=40).token_ids == [40, 0, 0]
-    assert ask(generator, [1, 40, 0, 0, 9], seed=41).token_ids == [41, 1, 1]
-
-
 def test_max_tokens_cuts_ids_and_logprobs_alike():
     generator = ScriptedGenerator([ScriptedTurn(token_ids=[4, 5, 6], logprobs=[-0.1, -0.2, -0.3])])
     assert ask(generator, [1], max_tokens=2) == Generation(token_ids=[4, 5], logprobs=[-0.1, -0.2], stop="length")
     assert ask(generator, [1], max_tokens=3).stop == "stop"
-
-
-def test_with_stop_ids_only_an_answer_that_ends_in_one_has_stopped():
-    generator = ScriptedGenerator(lambda request: [5, 6] if request.seed else [5, 2], stop_token_ids=[2])
-    assert (ask(generator, [1], seed=0).stop, ask(generator, [1], seed=1).stop) == ("stop", "length")
 
 
 def test_failures_and_missing_turns_are_raised():

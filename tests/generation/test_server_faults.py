@@ -323,14 +323,6 @@ def test_what_is_longer_than_the_context_of_a_server_ends_as_with_local_engines(
     assert (trajectory.error is None) == bool(room) or tells
 
 
-def test_a_server_with_a_small_context_is_never_asked_for_more_tokens_than_fit():
-    with FakeServer() as server:
-        server.context = len(chat_of().encode_prompt(PROMPT)) + 5
-        with generator_on(server) as generator:
-            trajectory = roll_out(generator, max_tokens_per_turn=None)
-    assert len(trajectory.completion_ids) == 5 and server.num_refused == 0
-
-
 def test_a_request_that_a_server_does_not_know_is_named_and_not_repeated():
     with FakeServer() as server, generator_on(server) as generator:
         server.refusal = "min_p must be in [0, 1], got 7."
