@@ -90,8 +90,8 @@ class Watchdog:
 
         `faulthandler` needs no Python to run. A process has one such timer: a rollout beside this one sets it anew.
         """
-        if self._stall_timeout_s is not None:
-            with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):  # there is no stderr
+        if self._stall_timeout_s is not None and sys.__stderr__ is not None:
+            with contextlib.suppress(OSError, RuntimeError, ValueError):  # it is closed
                 faulthandler.dump_traceback_later(self._stall_timeout_s + GRACE_S, exit=True, file=sys.__stderr__)
 
     def _has_given_up(self, now: float) -> bool:
