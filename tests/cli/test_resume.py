@@ -8,7 +8,7 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
-from agent_r1_trl.trainers.saving import SaveError, SavingTrainer
+from agent_r1_trl.trainers.saving import SavingTrainer
 
 
 @pytest.fixture
@@ -44,9 +44,10 @@ def test_another_seed_is_refused_with_the_fix(recipe_of_run, refusal):
 
 
 def test_a_disk_that_is_full_at_the_end_is_an_error_but_no_mistake(recipe_of_run, monkeypatch, capsys):
-    def train(self, *args, **kwargs):
-        raise SaveError("The last checkpoint could not be written")
+    def save_model(self, folder, **options):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(SavingTrainer, "train", train)
+    monkeypatch.setattr(SavingTrainer, "train", lambda self, **options: None)
+    monkeypatch.setattr(SavingTrainer, "save_model", save_model)
     assert main([*recipe_of_run]) == EXIT_INFRASTRUCTURE
-    assert "error: The last checkpoint could not be written" in capsys.readouterr().err
+    assert "out cannot be written: OSError: [Errno 28] No space left on device" in capsys.readouterr().err

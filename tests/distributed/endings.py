@@ -21,8 +21,9 @@ def run_rank(folder, rank, ending, num_ranks=NUM_RANKS, port=0):
     """Train until `ending`; the exit code is that of the command line.
 
     Endings: `signal`: rank 1 sends SIGTERM to itself while both ranks sample; `environment`: an environment of rank 1
-    breaks the protocol while those of rank 0 hang; `reward`: a reward function raises on rank 1 alone; `kill`: rank 1
-    kills itself while rank 0 samples; `stop`: it stops itself (SIGSTOP); `hang`: nothing happens.
+    breaks the protocol while those of rank 0 hang; `reward`: a reward function raises on rank 1 alone; `disk`: rank 1
+    cannot write its part of a checkpoint; `kill`: rank 1 kills itself while rank 0 samples; `stop`: it stops itself
+    (SIGSTOP); `hang`: nothing happens.
     """
     if num_ranks > 1:
         os.environ |= {
@@ -54,7 +55,7 @@ def train(folder, rank, ending):
             return super().reset(example)
 
         async def step(self, message):
-            if trainer.state.global_step and ending != "reward":
+            if trainer.state.global_step and ending not in ("reward", "disk"):
                 if rank == 1:
                     while len(list(folder.glob("open-0-*"))) < 4:
                         await asyncio.sleep(0.02)
@@ -76,13 +77,19 @@ def train(folder, rank, ending):
 
     trainer = make_trainer(
         folder / "run", env=Env, reward_funcs=reward, max_steps=3, per_device_train_batch_size=4, ddp_timeout=77,
-        failures={"rank_timeout": 5},
+        failures={"rank_timeout": 5}, save_strategy="steps" if ending == "disk" else "no", save_steps=1,
     )  # fmt: skip
+    if ending == "disk" and rank == 1:
+        trainer._save_rng_state = write_nothing
     try:
         trainer.train()
     finally:
         (folder / f"finally-{rank}").write_text(gloo_timeout())
     return 0
+
+
+def write_nothing(folder):
+    raise OSError(28, "No space left on device")
 
 
 def gloo_timeout():

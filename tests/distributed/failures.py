@@ -193,7 +193,7 @@ def compute(folder):
         "outage": error_of(trainer_of(folder / "outage", Outage).train),
         "evaluation": evaluation(folder / "evaluation"),
         "torn": torn(folder / "run"),
-        "saving": saving.full_and_torn(folder / "saving", trainer_of),
+        "saving": saving.torn(folder / "saving", trainer_of),
         "locked": saving.locked(folder / "locked", trainer_of),
     }
 

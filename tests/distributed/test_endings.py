@@ -92,6 +92,14 @@ def test_an_error_of_one_ranks_reward_function_ends_both_and_is_named_once(end, 
     assert still_open(tmp_path) == 0
 
 
+def test_a_checkpoint_that_one_rank_cannot_write_ends_both_and_is_none_of_theirs(end, tmp_path):
+    codes, logs, apart = end("disk")
+    assert codes == [3, 3], logs
+    assert "SaveError: " in logs[0] and "checkpoint-1 cannot be written: OSError: [Errno 28]" in logs[0]
+    assert apart < 15
+    assert not (tmp_path / "run" / "checkpoint-1").exists()
+
+
 def test_a_killed_rank_is_named_by_the_survivor_which_closes_everything_and_ends(end, tmp_path):
     codes, logs, apart = end("kill")
     assert codes[1] == -signal.SIGKILL

@@ -71,8 +71,8 @@ def test_failures_that_are_sampled_again_on_one_rank_count_on_both(found):
     assert [rank["replaced"] for rank in found] == [[[0.5, 0.0]] * failures.NUM_STEPS] * 2
 
 
-def test_what_one_rank_cannot_write_is_no_checkpoint_of_either(found):
-    expected = {"whole": ["checkpoint-1", "checkpoint-3"], "longer": [1, 4], "finished": [1, 1]}
+def test_a_checkpoint_that_one_rank_finds_torn_is_passed_over_by_both(found):
+    expected = {"longer": [1, 3], "finished": [1, 1]}
     assert [rank["saving"] for rank in found] == [expected, expected]
 
 

@@ -253,8 +253,3 @@ def test_a_deepspeed_configuration_that_says_auto_or_the_same_is_accepted(tmp_pa
     deepspeed = {"zero_optimization": {"stage": 1}, **sizes}
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
     assert MultiTurnGRPOConfig(str(tmp_path), deepspeed=deepspeed, bf16=False, use_cpu=True, **given)
-
-
-def test_failing_checkpoints_end_a_run_of_trls_rollout_as_well():
-    assert MultiTurnGRPOConfig(**CPU, failures={"max_failed_saves": 9}).asked_features() == []
-    assert MultiTurnGRPOConfig(**CPU, failures={"max_failed_saves": 9, "window": 9}).asked_features() == ["failures"]

@@ -161,13 +161,8 @@ def test_the_reference_is_synced_from_what_parameters_yields():
     assert "self.sync_target_model(model, self.ref_model" in inspect.getsource(SyncRefModelCallback.on_step_end)
 
 
-def test_a_checkpoint_is_written_by_the_methods_that_are_contained():
-    """Each of `saving.py`'s is called on the trainer; nothing after the last collective is missed."""
+def test_a_checkpoint_is_written_where_the_output_directory_is_said_to_be():
     body = inspect.getsource(Trainer._save_checkpoint)
-    for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"):
-        assert f"self.{name}(output_dir" in body, name
-    assert "self.create_model_card(" in source("_save_checkpoint")
-    assert "self._save(output_dir" in inspect.getsource(Trainer.save_model)
     assert "run_dir = self._get_output_dir(trial=trial)" in body
     assert "rotate_checkpoints(\n                output_dir=run_dir," in body
 

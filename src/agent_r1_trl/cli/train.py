@@ -23,7 +23,6 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.cli.arguments import TrainArguments
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import (
-    DependencyError,
     UsageError,
     is_main_process,
     loading,
@@ -60,12 +59,7 @@ from agent_r1_trl.evaluation.loading import check_model_folder
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
-from agent_r1_trl.trainers.checkpoints import (
-    choose_checkpoint,
-    find_run,
-    save_final_model,
-    set_aside,
-)
+from agent_r1_trl.trainers.checkpoints import choose_checkpoint, find_run, saving, set_aside
 from agent_r1_trl.trainers.config import ModelConfig, get_peft_config, get_quantization_config
 
 COMMAND = "agent-r1-trl train"
@@ -129,7 +123,8 @@ def run(argv: Sequence[str]) -> int:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(progress)
     _train(trainer, checkpoint, progress)
-    _save(trainer, args.output_dir)  # wherever a tool has gone
+    with saving(Path(args.output_dir)):  # absolute by now, wherever a tool has gone
+        trainer.save_model(args.output_dir, _internal_call=True)  # True: nothing is uploaded yet
     if trainer.is_world_process_zero():
         trainer.save_state()
     if args.push_to_hub:
@@ -340,14 +335,6 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
         except Exception as error:  # hides neither how the run ended nor its model
             problem = f"{type(error).__name__}: {error}"
             print(shown(f"warning: the rollouts could not be closed: {problem}"), file=sys.stderr)
-
-
-def _save(trainer: Any, output_dir: str) -> None:
-    if (problem := save_final_model(trainer, output_dir)) is not None:
-        raise DependencyError(
-            f"output_dir={output_dir!r}: the trained model cannot be written ({problem}). Free space there, and "
-            "resume from the last checkpoint (resume_from_checkpoint: true); the model is then written again."
-        )
 
 
 def wants_resume(args: Any) -> bool:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers.trainer_utils import sort_checkpoints
 
@@ -320,27 +319,23 @@ _WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error
 """In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
 
 
+class SaveError(RunError):
+    """A checkpoint or the model cannot be written; names the folder and the cause."""
+
+
 @contextlib.contextmanager
-def write_errors_kept(problems: list[str]) -> Iterator[None]:
-    """Keep errors of the disk for later; whatever else is raised is a mistake in the code."""
+def saving(folder: Path) -> Iterator[None]:
+    """Raise an error of the disk as a `SaveError`; whatever else is raised is a mistake in the code."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
             raise
-        problems.append(" ".join(f"{type(error).__name__}: {error}".split()))
-
-
-def save_final_model(trainer: Any, output_dir: str) -> str | None:
-    """Save the trained model in `output_dir`. All ranks must call it.
-
-    Returns:
-        Why it could not be written, on all ranks alike; None if it was.
-    """
-    problems: list[str] = []
-    with write_errors_kept(problems):
-        trainer.save_model(output_dir, _internal_call=True)  # True: nothing is uploaded yet
-    return next(iter(gather_object(problems)), None)
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SaveError(
+            f"{folder} cannot be written: {cause}. The checkpoints before it are whole. Free space there, and go on "
+            "from the newest one (resume_from_checkpoint: true)."
+        ) from error
 
 
 # -------------------------------------------------------------------- digests of weights

@@ -237,8 +237,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     failures: AsMapping = setting(
         None,
-        "When failing trajectories, steps that are not finite, failing checkpoints and silent ranks end the run, and "
-        "what a signal does, such as {max_share: 0.8}.",
+        "When failing trajectories, steps that are not finite and silent ranks end the run, and what a signal does, "
+        "such as {max_share: 0.8}.",
     )
     outages: AsMapping = setting(
         None, "When a tool counts as down and how long the run waits for it, such as {max_wait: 600}."
@@ -347,8 +347,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             del defaults["truncated_trajectories"]
         for name in ("record_trajectories", "resume_without", "prompts_per_rollout", "updates_per_rollout"):
             del defaults[name]  # serve TRL's rollout as well
-        if {*(plain_value(self, "failures") or {})} <= {"max_failed_saves"}:
-            del defaults["failures"]
         if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
             for name in UNKNOWN_TO_TRL:  # they end nothing
                 del defaults[name]

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,13 +25,11 @@ from trl import GRPOTrainer
 from agent_r1_trl.critic.adapter import gathered
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features import feature, has_feature
-from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.checkpoints import (
     MANIFEST,
     STATE,
     UNFINISHED,
     CheckpointError,
-    OutputInUseError,
     base_fingerprint,
     choose_checkpoint,
     clear_unfinished,
@@ -42,7 +39,7 @@ from agent_r1_trl.trainers.checkpoints import (
     output_lock,
     read_manifest,
     rotate_around,
-    write_errors_kept,
+    saving,
 )
 from agent_r1_trl.trainers.construction import is_placeholder
 from agent_r1_trl.trainers.metrics import write_as_text
@@ -268,18 +265,6 @@ def load_reference(folder: Path, trainer: Any) -> None:
                 parameter.copy_(file.get_tensor(name))
 
 
-_WRITERS = (
-    "create_model_card", "save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state",
-)  # fmt: skip
-"""Methods of the Trainer that write a part of a checkpoint."""
-
-_GO_ON = "Free space there, and go on with resume_from_checkpoint: true, which takes the newest whole checkpoint."
-
-
-class SaveError(RunError):
-    """Checkpoints cannot be written; names the cause and the last whole one."""
-
-
 class SavingTrainer(GRPOTrainer):
     """TRL's trainer; saves and resumes whole checkpoints (`docs/when-things-fail.md`), and uploads nothing private.
 
@@ -294,10 +279,7 @@ class SavingTrainer(GRPOTrainer):
     base: str | None = None
     """Fingerprint of the frozen weights; None where all are trained."""
     _is_saving = False
-    _num_failed_saves = 0
-    """In a row, up to now."""
-    _save_problem: str | None = None
-    """Why the last checkpoint was not written; None if it was."""
+    """Whether the Trainer writes below `UNFINISHED`."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).
@@ -305,16 +287,12 @@ class SavingTrainer(GRPOTrainer):
         Raises:
             CheckpointError: the checkpoint cannot be used.
             OutputInUseError: another run trains in `output_dir`.
-            SaveError: the last checkpoint could not be written, or `failures.max_failed_saves` in a row.
+            SaveError: a checkpoint could not be written.
         """
-        self._num_failed_saves, self._save_problem = 0, None
         self.base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
-            result = self._run(functools.partial(super().train, checkpoint, *args, **kwargs))
-        if self._save_problem is not None:
-            raise SaveError(f"The last checkpoint could not be written: {self._save_problem}. {_GO_ON}")
-        return result
+            return self._run(functools.partial(super().train, checkpoint, *args, **kwargs))
 
     def _run(self, train: Callable[[], Any]) -> Any:
         """Call the Trainer's loop; inside the lock of `output_dir`, whatever else this saves."""
@@ -429,31 +407,26 @@ class SavingTrainer(GRPOTrainer):
         """The Trainer's checkpoint with the rollout in flight, whole or not at all.
 
         Raises:
-            SaveError: `failures.max_failed_saves` in a row could not be written.
+            SaveError: it could not be written.
         """
         run_dir = Path(self._get_output_dir(trial))
         target = run_dir / f"checkpoint-{self.state.global_step}"
         folder = run_dir / UNFINISHED / target.name
-        best = self.state.best_model_checkpoint
-        with self._writing_beside() as problems:
-            with write_errors_kept(problems):
+        with saving(target):
+            self._is_saving = True
+            try:
                 super()._save_checkpoint(model, trial)
-            with write_errors_kept(problems):
-                save_reference(folder, self)
+            finally:
+                self._is_saving = False
+            save_reference(folder, self)
             if self.env_factory is not None:
-                with write_errors_kept(problems):
-                    self.checkpoint.save(folder, self._step, self._buffered_inputs, self.features.state_dict())
-                    self.features.call("save", folder)
-        if self.state.best_model_checkpoint == str(folder):
-            self.state.best_model_checkpoint = str(target)
-        problems = gather_object(problems)
-        if not problems:
-            problems = gather_object(self._finish(folder, target))
-        if problems:
-            self.state.best_model_checkpoint = best
-            self._give_up(folder, target.name, problems[0])
-            return
-        self._num_failed_saves, self._save_problem = 0, None
+                self.checkpoint.save(folder, self._step, self._buffered_inputs, self.features.state_dict())
+                self.features.call("save", folder)
+            if self.state.best_model_checkpoint == str(folder):
+                self.state.best_model_checkpoint = str(target)
+            self.accelerator.wait_for_everyone()
+            with self.accelerator.main_process_first():
+                self._finish(folder, target)
         if self.env_factory is not None:
             self.features.call("saved", self._step)
         if self.args.push_to_hub:
@@ -463,39 +436,12 @@ class SavingTrainer(GRPOTrainer):
             kept = [] if self.env_factory is None else self.features.call("kept_checkpoints")
             rotate_around(run_dir, limit, (best, *itertools.chain(*kept)))
 
-    def _finish(self, folder: Path, target: Path) -> list[str]:
+    def _finish(self, folder: Path, target: Path) -> None:
         """Give the checkpoint its place; where nodes share no disk, each does that with its own files."""
-        problems: list[str] = []
-        with self.accelerator.main_process_first():
-            if self.accelerator.is_local_main_process and folder.is_dir():
-                with write_errors_kept(problems):
-                    if self.args.should_save:
-                        self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
-                    finish(folder, target, describe_run(self, self.base))
-        return problems
-
-    def _give_up(self, folder: Path, name: str, problem: str) -> None:
-        """Tidy up after a checkpoint that could not be written, say so, and count it."""
-        if self.accelerator.is_local_main_process:
-            shutil.rmtree(folder.parent, ignore_errors=True)
-        self._num_failed_saves += 1
-        free = shutil.disk_usage(self.args.output_dir).free / 2**30
-        self._save_problem = f"{name}: {problem} ({free:.2f} GiB are free in output_dir)"
-        self._metrics["train"]["checkpoint/failed_saves"].append(self._num_failed_saves)
-        limit = plain_value(self.args, "failures.max_failed_saves") or 1  # without the feature: none may fail
-        if self._num_failed_saves >= limit:
-            raise SaveError(
-                f"failures.max_failed_saves={limit} checkpoints in a row could not be written, the last one "
-                f"{self._save_problem}. {_GO_ON}"
-            )
-        if self.accelerator.is_main_process:
-            logger.warning(
-                "A checkpoint could not be written, and training goes on without it: %s. The earlier ones are whole. "
-                "This is failure %d in a row; failures.max_failed_saves=%d of them end the run.",
-                self._save_problem,
-                self._num_failed_saves,
-                limit,
-            )
+        if self.accelerator.is_local_main_process and folder.is_dir():
+            if self.args.should_save:
+                self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
+            finish(folder, target, describe_run(self, self.base))
 
     # ---------------------------------------------------------------- publishing
 
@@ -525,50 +471,15 @@ class SavingTrainer(GRPOTrainer):
         except RunError as error:  # a secret: not worth the training
             logger.error("The checkpoint was not uploaded, and training goes on. %s", error)
 
-    # ---------------------------------------------------------------- on all ranks alike
-
-    @contextlib.contextmanager
-    def _writing_beside(self) -> Iterator[list[str]]:
-        """While it lasts, the Trainer writes below `UNFINISHED`, and what cannot be written is yielded, not raised.
-
-        Every rank has to reach the Trainer's collectives, whatever happened on one of them.
-        """
-        problems: list[str] = []
-        before = dict(vars(self))
-        for name in _WRITERS:
-            setattr(self, name, _contained(getattr(self, name), problems))
-        self._is_saving = True
-        try:
-            yield problems
-        finally:
-            self._is_saving = False
-            for name in _WRITERS:
-                if name in before:
-                    setattr(self, name, before[name])
-                else:
-                    delattr(self, name)
-
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
-        """What the function returns on the main process, on every rank; so is its refusal."""
+        """What the function returns on the main process, on every rank; so is what it raises."""
         result, error = None, None
         if self.accelerator.is_main_process:
             try:
                 result = function()
             except Exception as caught:
                 error = caught
-        kind = OutputInUseError if isinstance(error, OutputInUseError) else CheckpointError
-        result, problem, kind = broadcast_object_list([result, error and str(error), kind])
+        result, error = broadcast_object_list([result, error])
         if error is not None:
             raise error
-        if problem is not None:
-            raise kind(problem)
         return result
-
-
-def _contained(write: Callable[..., Any], problems: list[str]) -> Callable[..., Any]:
-    @functools.wraps(write)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with write_errors_kept(problems):
-            return write(*args, **kwargs)
-
-    return call

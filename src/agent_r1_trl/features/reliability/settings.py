@@ -10,7 +10,7 @@ from agent_r1_trl.settings import Count, Flag, NotNegative, Number, SettingsGrou
 
 @dataclass(kw_only=True)
 class FailureSettings(SettingsGroup):
-    """Failing trajectories and checkpoints, numbers that are not finite, and the end of a run from outside."""
+    """Failing trajectories, numbers that are not finite, and the end of a run from outside."""
 
     max_share: Share = setting(
         0.5,
@@ -23,7 +23,6 @@ class FailureSettings(SettingsGroup):
         "End the run after this many optimizer steps in a row whose loss or gradients are not finite. Such steps are "
         "skipped: they change neither weights nor optimizer.",
     )
-    max_failed_saves: Count = setting(3, "End the run when this many checkpoints in a row could not be written.")
     save_on_signal: Flag = setting(
         True,
         "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments and engines "

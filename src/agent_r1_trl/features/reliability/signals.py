@@ -241,9 +241,8 @@ class RunGuard(RolloutCallback):
             control.should_save |= args.failures.save_on_signal
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is saved need not be saved again; the Trainer says so of a save that failed, too."""
-        if self.trainer._save_problem is None:
-            self._saved_step = state.global_step
+        """What is saved need not be saved again."""
+        self._saved_step = state.global_step
 
     def _remember(self) -> None:
         trainer = self.trainer
