@@ -38,7 +38,6 @@ def source(name):
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
         ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
         ("_get_output_dir", ["self", "trial"]),
-        ("_load_rng_state", ["self", "checkpoint"]),
         (
             "_init_training_state",
             ["self", "max_steps", "num_update_steps_per_epoch", "num_train_epochs", "resume_from_checkpoint", "trial"],

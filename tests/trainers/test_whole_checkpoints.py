@@ -160,29 +160,10 @@ def test_a_resumed_run_takes_the_newest_whole_one_and_ends_like_one_that_never_s
     assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-3"
 
 
-# -------------------------------------------------------------------- parts that are not there
-
-
-def test_a_checkpoint_of_the_model_alone_is_resumed_only_where_that_is_asked_for(tmp_path, caplog):
+def test_a_checkpoint_of_the_model_alone_is_not_resumed(tmp_path):
     make(tmp_path, max_steps=1, save_only_model=True).train()
-    assert "optimizer.pt" not in files_of(tmp_path / "checkpoint-1")
-    with pytest.raises(CheckpointError, match="holds no optimizer and no rng state") as caught:
+    with pytest.raises(CheckpointError, match=r"holds no optimizer and no rng state.*save_only_model"):
         make(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
-    assert "save_only_model=True saves none; resume_without: [optimizer, rng] goes on" in str(caught.value)
-    trainer = make(tmp_path, max_steps=2, resume_without=["optimizer", "rng"])
-    trainer.train(resume_from_checkpoint=True)
-    assert trainer.state.global_step == 2
-
-
-def test_a_damaged_part_is_left_out_where_that_is_asked_for(run_copy):
-    folder = run_copy / "checkpoint-2"
-    for name in ("optimizer.pt", "rng_state.pth", "rollout_state_rank0.pt"):
-        cut(folder / name)
-    trainer = make(run_copy, max_steps=3, resume_without=["optimizer", "rng", "rollout"])
-    trainer.train(resume_from_checkpoint=str(folder))
-    assert trainer.state.global_step == 3
-    (state,) = {int(value["step"]) for value in trainer.optimizer.state.values()}
-    assert state == 1, "the optimizer began anew"
 
 
 # -------------------------------------------------------------------- another run, a finished run

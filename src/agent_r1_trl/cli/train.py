@@ -349,7 +349,7 @@ def _checkpoint(args: Any) -> str | bool | None:
         return None
     if value.lower() in ("true", "last"):
         return True if any(folder.glob("checkpoint-*")) else None
-    choose_checkpoint(value, folder, without=args.resume_without or ())
+    choose_checkpoint(value, folder)
     return value
 
 

@@ -10,7 +10,6 @@ A checkpoint without a manifest was written by TRL: it is used as it is.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import hashlib
 import itertools
 import json
@@ -112,19 +111,18 @@ def _measure(path: Path) -> dict[str, int]:
 # -------------------------------------------------------------------- choosing
 
 
-def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, without: Collection[str] = ()) -> Path:
+def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path) -> Path:
     """The absolute path of the checkpoint that a run goes on from.
 
     Args:
         value: of `resume_from_checkpoint`: a path, or True for the newest whole checkpoint of `output_dir`.
         output_dir: of the run.
-        without: keys of `PARTS` that may be missing or damaged.
 
     Raises:
         CheckpointError: the checkpoint, or every one of them, is incomplete, damaged or missing.
     """
     if value is True:
-        whole, passed_over = _newest_whole(output_dir.absolute(), without)
+        whole, passed_over = _newest_whole(output_dir.absolute())
         passed = "; ".join(passed_over)
         if whole is None:
             raise CheckpointError(
@@ -136,9 +134,9 @@ def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, with
             logger.warning("Resuming from %s, the newest whole checkpoint. Passed over: %s.", whole, passed)
         return whole
     folder = Path(str(value)).absolute()
-    if problem := problem_of(folder, without):
+    if problem := problem_of(folder):
         places = (folder, folder.parent)  # the folder may be that of a run
-        whole = next(filter(None, (_newest_whole(place, without)[0] for place in places)), None)
+        whole = next(filter(None, (_newest_whole(place)[0] for place in places)), None)
         fix = (
             f"Set resume_from_checkpoint={str(whole)!r}, the newest whole one there."
             if whole is not None
@@ -148,12 +146,12 @@ def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path, *, with
     return folder
 
 
-def problem_of(folder: Path, without: Collection[str] = ()) -> str | None:
-    """Why a run cannot go on from `folder`, naming the file; None if it can. `without`: see `choose_checkpoint`."""
-    return next(_find_problems(folder, without), None)
+def problem_of(folder: Path) -> str | None:
+    """Why a run cannot go on from `folder`, naming the file; None if it can."""
+    return next(_find_problems(folder), None)
 
 
-def _find_problems(folder: Path, without: Collection[str]) -> Iterator[str]:
+def _find_problems(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
         yield "there is no such directory"
     for path in (folder / STATE, folder / MANIFEST):
@@ -164,22 +162,19 @@ def _find_problems(folder: Path, without: Collection[str]) -> Iterator[str]:
                 yield f"{STATE} is missing"
         except ValueError:
             yield f"{path.name} is damaged (no JSON)"
-    accepted = [pattern for part in without for pattern in PARTS.get(part, ())]
     for name, expected in (read_manifest(folder) or {"files": {}})["files"].items():
         path = folder / name
-        if any(fnmatch.fnmatch(name.partition("/")[0], pattern) for pattern in accepted):
-            continue
         if not path.is_file():
             yield f"{name} is missing"
         elif (found := _measure(path)) != expected:
             is_short = found["bytes"] != expected["bytes"]
             text = f"has {found['bytes']:,} bytes instead of {expected['bytes']:,}" if is_short else "is damaged"
             yield f"{name} {text}"
-    missing = [part for part in ("optimizer", "rng") if part not in without and not _has(folder, part)]
+    missing = [part for part in ("optimizer", "rng") if not has_part(folder, part)]
     if missing:
         yield (
-            f"it holds no {' and no '.join(missing)} state (save_only_model=True saves none; resume_without: "
-            f"[{', '.join(sorted({*missing, *without}))}] goes on with a new one)"
+            f"it holds no {' and no '.join(missing)} state (save_only_model=True saves none; a new run can begin with "
+            "its weights, as model_name_or_path)"
         )
 
 
@@ -189,12 +184,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def lacks_rollout(folder: Path) -> bool:
-    """Whether the checkpoint holds no place in the data: then the next step begins with a new rollout."""
-    return not _has(folder, "rollout")
-
-
-def _has(folder: Path, part: str) -> bool:
+def has_part(folder: Path, part: str) -> bool:
+    """Whether the checkpoint holds a file of this key of `PARTS`."""
     return any(True for pattern in PARTS[part] for _ in folder.glob(pattern))
 
 
@@ -204,11 +195,11 @@ def _numbered(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(step), path) for step, path in names if step.isdecimal())
 
 
-def _newest_whole(output_dir: Path, without: Collection[str]) -> tuple[Path | None, list[str]]:
+def _newest_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
     """The whole checkpoint of the highest step, and why those of higher steps were passed over."""
     passed_over: list[str] = []
     for _, folder in reversed(_numbered(output_dir)):
-        problem = problem_of(folder, without)
+        problem = problem_of(folder)
         if problem is None:
             return folder, passed_over
         passed_over.append(f"{folder.name}: {problem}")

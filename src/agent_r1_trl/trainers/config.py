@@ -270,10 +270,10 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
 
     # ---- recording and resuming
-    resume_without: Annotated[list[str], SomeOf("optimizer", "rng", "rollout", "data")] | None = setting(
+    resume_without: Annotated[list[str], SomeOf("rollout", "data")] | None = setting(
         None,
-        "What a resumed run does without: 'optimizer' (with its learning-rate schedule), 'rng', 'rollout' (in flight) "
-        "begin anew, 'data' goes on at the same place in other rows or another order.",
+        "What a resumed run does without: 'rollout' (the one in flight) begins anew, 'data' goes on at the same place "
+        "in other rows or another order.",
     )
     record_trajectories: Annotated[str, OneOf("jsonl", "none")] = setting(
         "jsonl", "How trajectories are written to `output_dir`/trajectories: 'jsonl' or 'none'."

@@ -35,7 +35,7 @@ from agent_r1_trl.trainers.checkpoints import (
     clear_unfinished,
     find_run,
     finish,
-    lacks_rollout,
+    has_part,
     output_lock,
     read_manifest,
     rotate_around,
@@ -312,23 +312,18 @@ class SavingTrainer(GRPOTrainer):
                     found,
                 )
             return None
-        without = self._without
-        if "optimizer" in without and self.is_deepspeed_enabled:
-            raise CheckpointError(
-                f"resume_without={without}: DeepSpeed loads weights and optimizer together. Remove 'optimizer', or "
-                "start a new run with the saved model as model_name_or_path."
-            )
-        folder = choose_checkpoint(value, output_dir, without=without)
+        folder = choose_checkpoint(value, output_dir)
         manifest = read_manifest(folder)
         if manifest is None:
+            has_rollout = has_part(folder, "rollout")
             logger.warning(
                 "%s has no %s: it was written by TRL. Neither its files nor seed, data and model were compared.%s",
                 folder,
                 MANIFEST,
-                " It holds no rollout in flight: the next step begins with a new one." * lacks_rollout(folder),
+                "" if has_rollout else " It holds no rollout in flight: the next step begins with a new one.",
             )
         else:
-            has_place = "data" not in without and not self.args.ignore_data_skip
+            has_place = "data" not in self._without and not self.args.ignore_data_skip
             names = ("base", *(("seed", "shuffle_dataset", "train_dataset") if has_place else ()))
             check_same_run(folder, manifest["run"], describe_run(self, self.base), names)
         return str(folder)
@@ -382,10 +377,7 @@ class SavingTrainer(GRPOTrainer):
         if checkpoint is not None:
             load_reference(Path(checkpoint), self)
         accept_numbered_cpus()
-        super()._load_optimizer_and_scheduler(None if "optimizer" in self._without else checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(None if "rng" in self._without else checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     @property
     def _without(self) -> list[str]:
