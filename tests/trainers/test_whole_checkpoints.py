@@ -96,24 +96,18 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def remove(path):
     path.unlink()
 
 
-@pytest.mark.parametrize("harm", [cut, flip, remove])
+@pytest.mark.parametrize("harm", [cut, remove])
 def test_whichever_file_is_harmed_is_named_and_the_checkpoint_passed_over(saved, tmp_path, caplog, harm):
     run = shutil.copytree(saved, tmp_path / "run")
     newest = run / "checkpoint-2"
     assert choose_checkpoint(True, run) == newest
     for name in files_of(newest):
         if name == MANIFEST and harm is not cut:
-            continue  # without it the checkpoint is that of an earlier version; nothing holds its checksum
+            continue  # without it the checkpoint counts as one of TRL's
         whole = (newest / name).read_bytes()
         harm(newest / name)
         caplog.clear()

@@ -6,7 +6,7 @@ is killed after that, and resumed, goes on as if it had not been killed.
 
     checkpoint-40/echo_guard.json                the guard's state and the verdict when it was saved
     checkpoint-40/echo_guard_rolled_back.json    the guard's state after a rollback to it; read in place of the other,
-                                                 whose checksum stands in the checkpoint's manifest
+                                                 whose size stands in the checkpoint's manifest
 
 transformers 5.17 names that this file touches: `neftune_noise_alpha` and `neftune_hook_handle` of the Trainer.
 """
