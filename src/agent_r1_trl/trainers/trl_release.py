@@ -1,23 +1,17 @@
 """Whether the installed release of TRL still has what this package stands on.
 
 The tables say what that is; a test compares them with our overrides, calls and imports, and the trainers compare them
-with the installed release when they are imported. What is gone, or asked for anew, is an `ImportError`; what is new
-and may be switched off, a warning.
+with the installed release when they are imported. What is gone, or asked for anew, is an `ImportError`.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib
 import inspect
-import logging
-import textwrap
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 TESTED = "1.16.0"
 """The release that the suite runs with."""
@@ -57,42 +51,29 @@ IMPORTS = {
     "trl.trainer.utils": "RepeatSampler disable_dropout_in_model nanstd use_adapter",
 }
 """What is imported, by module."""
-BATCH_KEYS = """
-    advantages completion_ids completion_mask image_grid_thw image_position_ids image_sizes importance_sampling_ratio
-    mm_token_type_ids num_images num_items_in_batch num_tiles old_per_token_logps pixel_attention_mask pixel_values
-    prompt_ids prompt_mask ref_per_token_logps sampling_per_token_logps spatial_shapes token_type_ids tool_mask
-"""
-"""Entries of a batch that TRL's `_compute_loss` reads."""
 
 
 @functools.cache
 def check_trl() -> None:
-    """Compare the installed release with the tables, once, and say all that differs in one message.
+    """Compare the installed release with the tables, once, and say all that is missing in one message.
 
     Raises:
         ImportError: something is gone, or asked for anew.
     """
     import trl
 
-    lacks, news = [*_lacking_imports()], []
+    lacks = [*_lacking_imports()]
     if not lacks:
         trainer = trl.GRPOTrainer
         lacks += _lacking_attributes(trainer)
         for name, arguments in METHODS.items():
-            lacking, new = compare_arguments(getattr(trainer, name, None), arguments.split())
-            lacks += [f"GRPOTrainer.{name} {text}" for text in lacking]
-            news += [f"GRPOTrainer.{name} {text}" for text in new]
-        unknown = set() if lacks else batch_keys(trainer._compute_loss) - set(BATCH_KEYS.split())
-        news += [f"GRPOTrainer._compute_loss reads inputs[{name!r}]" for name in sorted(unknown)]
-    if not lacks and not news:
-        return
-    text = (
-        f"trl {trl.__version__} differs from {TESTED}, which agent-r1-trl was tested with, in what it builds on: "
-        f"{'; '.join(lacks + news)}. "
-    )
+            problems = compare_arguments(getattr(trainer, name, None), arguments.split())
+            lacks += [f"GRPOTrainer.{name} {text}" for text in problems]
     if lacks:
-        raise ImportError(f"{text}The trainers cannot run on it: pip install trl=={TESTED}")
-    logger.warning("%sThe trainers may work; if they do not: pip install trl==%s", text, TESTED)
+        raise ImportError(
+            f"trl {trl.__version__} differs from {TESTED}, which agent-r1-trl was tested with, in what it builds on: "
+            f"{'; '.join(lacks)}. The trainers cannot run on it: pip install trl=={TESTED}"
+        )
 
 
 def _lacking_imports() -> Iterator[str]:
@@ -123,49 +104,24 @@ def _names(code: CodeType | None) -> Iterator[str]:
             yield from _names(item)
 
 
-def compare_arguments(method: Any, known: list[str]) -> tuple[list[str], list[str]]:
-    """What rules an override out, and what is new, in words.
+def compare_arguments(method: Any, known: list[str]) -> list[str]:
+    """What rules an override out, in words.
 
     `known` are the arguments that ours name, in order, then `*` if it passes others on; a `method` of None is gone.
 
     >>> compare_arguments(lambda self, a, b, c=0: 0, ["a", "b"])
-    ([], ["takes 'c'"])
+    []
     >>> compare_arguments(lambda self, b, a: 0, ["a", "b", "*"])
-    (["takes 'b', 'a' in this order"], [])
+    ["takes 'b', 'a' in this order"]
     """
     if method is None:
-        return ["is gone"], []
+        return ["is gone"]
     parameters = [*inspect.signature(method).parameters.values()][1:]
-    is_open = "*" in known
-    known = [name for name in known if name != "*"]
-    names = [item.name for item in parameters]
-    lacks = [f"takes no {name!r}" for name in known if name not in names]
-    if not lacks and (order := [name for name in names if name in known]) != known:
+    named = [name for name in known if name != "*"]
+    order = [item.name for item in parameters if item.name in named]
+    lacks = [f"takes no {name!r}" for name in named if name not in order]
+    if not lacks and order != named:
         lacks.append(f"takes {', '.join(map(repr, order))} in this order")
-    added = [item for item in parameters if item.name not in known and not is_open]
     is_any = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [item for item in added if item.default is item.empty and item.kind not in is_any]
-    lacks += [f"needs {item.name!r}" for item in needed]
-    return lacks, [f"takes {item.name!r}" for item in added if item not in needed]
-
-
-def batch_keys(method: Any) -> set[str]:
-    """The entries of its argument `inputs` that a method reads, from its source; none if that cannot be read.
-
-    >>> batch_keys(check_trl)
-    set()
-    """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-    except (OSError, SyntaxError):
-        return set()
-    keys: list[ast.expr] = []
-    for node in ast.walk(tree):
-        match node:
-            case (
-                ast.Subscript(value=ast.Name(id="inputs"), slice=key)
-                | ast.Call(func=ast.Attribute(value=ast.Name(id="inputs"), attr="get" | "pop"), args=[key, *_])
-                | ast.Compare(left=key, comparators=[ast.Name(id="inputs")])
-            ):
-                keys.append(key)
-    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    needed = [item.name for item in parameters if item.default is item.empty and item.kind not in is_any]
+    return lacks + [f"needs {name!r}" for name in needed if name not in named and "*" not in known]
