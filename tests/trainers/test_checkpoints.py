@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.saving import ROLLOUT_STATE, RolloutCheckpoint
-from tests.trainers.helpers import PlainEnv, make_args, make_trainer, moving_reference
+from agent_r1_trl.trainers.checkpoints import CheckpointError, read_manifest
+from agent_r1_trl.trainers.saving import ROLLOUT_STATE, check_same_run
+from tests.trainers.helpers import PlainEnv, make_trainer, moving_reference
 
 matrix = pytest.mark.matrix
 EXACT = ("loss", "grad_norm", "reward", "completions/mean_length", "entropy")
@@ -80,30 +81,6 @@ def test_a_checkpoint_between_two_generations_holds_the_rollout(tmp_path):
     assert (between["step"], after["step"]) == (1, 2)
 
 
-class Accelerator:
-    """What the checkpoint asks of accelerate, on one of several ranks."""
-
-    def __init__(self, rank=0, num_processes=1):
-        self.process_index, self.num_processes, self.device = rank, num_processes, torch.device("cpu", rank)
-
-
-def checkpoint_of(folder, rank=0, num_processes=1, **options):
-    return RolloutCheckpoint(make_args(folder, **options), Accelerator(rank, num_processes))
-
-
-def test_a_rank_on_a_cpu_reads_its_rollout(tmp_path):
-    tensor = torch.arange(3)
-    place = {"rank": 1, "num_processes": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
-    checkpoint = checkpoint_of(tmp_path, **place)
-    checkpoint.save(tmp_path, 5, [{"ids": tensor}])
-    step, buffered_inputs = checkpoint.load(tmp_path, 3)
-    assert step == 5 and torch.equal(buffered_inputs[0]["ids"], tensor)
-
-
-def test_the_checkpoint_of_another_trainer_says_how_many_steps_were_made(tmp_path):
-    assert checkpoint_of(tmp_path, gradient_accumulation_steps=2).load(tmp_path, 3) == (6, None)
-
-
 OTHER_SETTINGS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -125,47 +102,35 @@ def saved_run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("option", [
-    *({name: value} for name, value in OTHER_SETTINGS.items()),
-    {"update_layout": "shared"}, {"beta": 0.1}, {"use_vllm": True}, {"loss_unit": "token"},
-], ids=str)  # fmt: skip
-def test_a_run_with_another_setting_is_refused_by_name(saved_run, tmp_path, option):
-    ((name, value),) = option.items()
-    checkpoint = checkpoint_of(tmp_path, **(SAVED | option))
-    with pytest.raises(
-        ValueError, match=rf"saved with {name}=.* cannot go on with {name}={value}, .*Start it"
-    ) as caught:
-        checkpoint.load(saved_run / "checkpoint-1", 1)
+def check_resumed(checkpoint, folder, *, saved=(), given=(), **options):
+    """Compare a run with a checkpoint; both may be changed."""
+    trainer = make_trainer(folder, **(SAVED | options))
+    vars(trainer.args).update(given)
+    check_same_run(checkpoint, read_manifest(checkpoint)["run"] | dict(saved), trainer)
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER_SETTINGS.items(), ids=str)
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_whose_place_is_counted_in_another_setting_is_refused_by_name(saved_run, tmp_path, name, value, step):
+    said = rf"saved with {name}={SAVED[name]} and cannot go on with {name}={value}, .*Start it with"
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_resumed(saved_run / f"checkpoint-{step}", tmp_path, **{name: value})
     assert "resume_from_checkpoint=" in str(caught.value) and "resume_without: [rollout]" in str(caught.value)
-    if name in OTHER_SETTINGS:  # which its place in the data is counted in
-        with pytest.raises(ValueError, match=f"saved with {name}={SAVED[name]} and cannot go on"):
-            checkpoint.load(saved_run / "checkpoint-2", 2)
-    else:
-        assert checkpoint.load(saved_run / "checkpoint-2", 2) == (2, None), "after a rollout the new one holds"
+    check_resumed(saved_run / f"checkpoint-{step}", tmp_path, **{name: value}, resume_without=["rollout"])
 
 
-@pytest.mark.parametrize("processes", [(2, 1), (1, 2)], ids=str)
-def test_another_number_of_processes_is_refused_by_every_rank(tmp_path, processes):
-    saved, resumed = processes
-    for rank in range(saved):
-        checkpoint_of(tmp_path, rank, saved).save(tmp_path, 1, None)
-    for rank in range(resumed):
-        with pytest.raises(ValueError, match=f"processes={saved} and cannot go on with processes={resumed}"):
-            checkpoint_of(tmp_path, rank, resumed).load(tmp_path, 1)
+@pytest.mark.parametrize("option", [{"update_layout": "shared"}, {"beta": 0.1}, {"loss_unit": "token"}], ids=str)
+def test_a_rollout_in_flight_is_not_trained_on_in_another_form(saved_run, tmp_path, option):
+    ((name, value),) = option.items()
+    with pytest.raises(CheckpointError, match=f"cannot go on with {name}={value}, .* and the rollout in flight do"):
+        check_resumed(saved_run / "checkpoint-1", tmp_path, given=option)
+    check_resumed(saved_run / "checkpoint-2", tmp_path, given=option)  # the next rollout has the new form
 
 
-def test_a_missing_or_damaged_file_is_named_with_the_fix(tmp_path):
-    for rank in range(2):
-        checkpoint_of(tmp_path, rank, 2).save(tmp_path, 1, None)
-    path = tmp_path / ROLLOUT_STATE.format(rank=1)
-    whole = path.read_bytes()
-    for torn in (whole[: len(whole) // 2], b"", b"text"):
-        path.write_bytes(torn)
-        with pytest.raises(ValueError, match=r"rollout_state_rank1.pt is damaged .* Resume from an earlier"):
-            checkpoint_of(tmp_path, 1, 2).load(tmp_path, 1)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"rollout_state_rank1.pt is missing. Resume from an earlier"):
-        checkpoint_of(tmp_path, 1, 2).load(tmp_path, 1)
+@pytest.mark.parametrize(("name", "value"), [("processes", 2), ("checkpoint_format", 2)])
+def test_another_number_of_processes_or_another_format_is_refused(saved_run, tmp_path, name, value):
+    with pytest.raises(CheckpointError, match=rf"saved with {name}={value} and cannot go on with {name}=\d, which"):
+        check_resumed(saved_run / "checkpoint-2", tmp_path, saved={name: value})
 
 
 @pytest.mark.parametrize("name", [None, "steps_per_generation", *(pytest.param(name, marks=matrix) for name in (

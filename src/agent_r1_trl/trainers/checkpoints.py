@@ -37,7 +37,7 @@ MANIFEST = "checkpoint_manifest.json"
 STATE = "trainer_state.json"
 
 PARTS = {
-    "optimizer": ("optimizer*", "scheduler.pt", "global_step*"),
+    "optimizer": ("optimizer*", "global_step*"),
     "rng": ("rng_state*.pth",),
     "rollout": ("rollout_state_rank*.pt",),
 }
@@ -51,6 +51,29 @@ class CheckpointError(RunError, ValueError):
 
 
 # -------------------------------------------------------------------- writing
+
+
+_WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")
+"""In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
+
+
+class SaveError(RunError):
+    """A checkpoint or the model cannot be written; names the folder and the cause."""
+
+
+@contextlib.contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """Raise an error of the disk as a `SaveError`; whatever else is raised is a mistake in the code."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
+            raise
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise SaveError(
+            f"{folder} cannot be written: {cause}. The checkpoints before it are whole. Free space there, and go on "
+            "from the newest one (resume_from_checkpoint: true)."
+        ) from error
 
 
 def finish(folder: Path, target: Path, run: Mapping[str, Any]) -> None:
@@ -291,29 +314,6 @@ def _who_holds(output_dir: Path, name: str) -> str:
     except (OSError, ValueError):  # it has just begun or the disk is full
         who, fix = "another process", "Wait for it or end it"
     return f"output_dir={str(output_dir)!r} is in use by {who}. {fix}, or set another output_dir."
-
-
-_WRITE_ERRORS = re.compile(r"PytorchStreamWriter|inline_container|iostream error|\(os error \d+\)")
-"""In messages of torch's C++, and of Rust (safetensors, tokenizers), which raises a plain Exception."""
-
-
-class SaveError(RunError):
-    """A checkpoint or the model cannot be written; names the folder and the cause."""
-
-
-@contextlib.contextmanager
-def saving(folder: Path) -> Iterator[None]:
-    """Raise an error of the disk as a `SaveError`; whatever else is raised is a mistake in the code."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
-            raise
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise SaveError(
-            f"{folder} cannot be written: {cause}. The checkpoints before it are whole. Free space there, and go on "
-            "from the newest one (resume_from_checkpoint: true)."
-        ) from error
 
 
 # -------------------------------------------------------------------- digests of weights

@@ -66,7 +66,7 @@ from agent_r1_trl.trainers.rewards import (
     rows_not_logged,
 )
 from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order, weigh_mismatch
-from agent_r1_trl.trainers.saving import EpochOrder, RolloutCheckpoint, SavingTrainer
+from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
 from agent_r1_trl.trainers.trl_release import check_trl
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import (
@@ -190,7 +190,6 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         self.chat = self.rollouts.chat
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
-        self.checkpoint = RolloutCheckpoint(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
         self.kept_rows = KeptRows(self.args, self.accelerator)
         self.add_callback(LearningReport(self.args.output_dir, records=self.store is not None))

@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,11 @@ from agent_r1_trl.update.micro_batches import MICRO_BATCHES
 logger = logging.getLogger(__name__)
 
 ROLLOUT_STATE = "rollout_state_rank{rank}.pt"
-"""File of each rank in a checkpoint."""
+"""File of each rank in a checkpoint: its place in the data and its rollout in flight."""
 VERSION = 3
 """Version of its format."""
 
-SHAPE = (
+PLACE = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
@@ -60,121 +60,105 @@ SHAPE = (
     "num_iterations",
 )
 """Arguments that a run's place in the data is counted in."""
-ROLLOUT = ("update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm", "beta", "has_critic")
+IN_FLIGHT = ("update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm", "beta", "has_critic")
 """Arguments that decide which tensors a rollout in flight holds, and how they lie."""
 
 
-class RolloutCheckpoint:
-    """The place of a run in the data and its rollout in flight, a file of each rank in every checkpoint."""
+# -------------------------------------------------------------------- the rollout in flight
 
-    def __init__(self, args: Any, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        self._gradient_accumulation_steps = args.gradient_accumulation_steps
-        self._steps_per_rollout = args.steps_per_generation * args.num_iterations
-        self._settings = {"checkpoint_format": VERSION, "processes": accelerator.num_processes}
-        self._settings |= {name: getattr(args, name) for name in (*SHAPE, *ROLLOUT)}
 
-    def save(self, folder: Path, step: int, buffered_inputs: Any, features: Mapping[str, Any] | None = None) -> None:
-        """Write this rank's file into the folder of a checkpoint after `step` micro-batches.
+def save_rollout(folder: Path, trainer: Any) -> None:
+    """Write this rank's place in the data, its rollout unless it is used up, and the states of the features."""
+    state = {
+        "step": trainer._step,
+        "buffered_inputs": trainer._buffered_inputs if _is_in_flight(trainer) else None,
+        "features": trainer.features.state_dict(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / ROLLOUT_STATE.format(rank=trainer.accelerator.process_index))
 
-        `buffered_inputs`, those of the last rollout, are left out if they are all used up; `features` are the states
-        of this rank by name.
-        """
-        state = {
-            "step": step,
-            "buffered_inputs": buffered_inputs if step % self._steps_per_rollout else None,
-            "settings": self._settings,
-            "features": dict(features or {}),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(state, folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index))
 
-    def load(
-        self, folder: Path, global_step: int, *, features: Any = None, with_new_rollout: bool = False
-    ) -> tuple[int, Any]:
-        """`step` and `buffered_inputs` as they were saved; `features` (`Callbacks`) get their states.
+def load_rollout(folder: Path, trainer: Any) -> None:
+    """Go on with what `save_rollout` wrote. All ranks must call it.
 
-        Without a file, as in a checkpoint of another trainer, and `with_new_rollout` the place follows from
-        `global_step`, and the next step begins with a new rollout. All ranks must call it.
+    Without any file, as in a checkpoint of TRL's, or with `resume_without: [rollout]`, the place follows from the
+    optimizer steps, and the next one begins with a new rollout.
+    """
+    args, path = trainer.args, folder / ROLLOUT_STATE.format(rank=trainer.accelerator.process_index)
+    if "rollout" in (args.resume_without or ()) or not any(gather_object([path.exists()])):
+        trainer._step, trainer._buffered_inputs = trainer.state.global_step * args.gradient_accumulation_steps, None
+        return
+    state = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
+    trainer._step, trainer._buffered_inputs = state["step"], state["buffered_inputs"]
+    trainer.features.load_state_dict(state["features"])
 
-        Raises:
-            CheckpointError: on all ranks alike: a file is missing or damaged, or the run has other settings.
-        """
-        accept_numbered_cpus()
-        state, problem = (None, None) if with_new_rollout else self._read(folder)
-        if problem := next(filter(None, gather_object([problem])), None):
-            raise CheckpointError(
-                f"resume_from_checkpoint={str(folder)!r}: {problem}. Or set resume_without: [rollout]: the run "
-                "then goes on from its weights and its optimizer with a new rollout."
-            )
-        if state is None:
-            return global_step * self._gradient_accumulation_steps, None
-        if features is not None:
-            features.load_state_dict(state["features"])
-        return state["step"], state["buffered_inputs"]
 
-    def _read(self, folder: Path) -> tuple[dict[str, Any] | None, str | None]:
-        """This rank's state, None without any, and why the run cannot go on from it."""
-        own = folder / ROLLOUT_STATE.format(rank=self._accelerator.process_index)
-        path = own if own.exists() else min(folder.glob(ROLLOUT_STATE.format(rank="*")), default=None)
-        if path is None:
-            return None, None
-        try:
-            state = torch.load(path, map_location=self._accelerator.device, weights_only=True)
-            saved, has_rollout = state["settings"], state["buffered_inputs"] is not None
-        except Exception as error:  # whatever torch finds in half a file
-            return None, f"{path.name} is damaged ({type(error).__name__}). Resume from an earlier checkpoint"
-        names = [name for name in self._settings if has_rollout or name not in ROLLOUT]
-        changed = [name for name in names if saved.get(name) != self._settings[name]]
-        if changed:
-            before, now = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (saved, self._settings))
-            return None, (
-                f"the run was saved with {before} and cannot go on with {now}, which its place in the data "
-                f"{'and the rollout in flight do' if has_rollout else 'does'} not fit. Start it with {before}"
-            )
-        return state, None if path == own else f"{own.name} is missing. Resume from an earlier checkpoint"
+def _is_in_flight(trainer: Any) -> bool:
+    return bool(trainer._step % (trainer.args.steps_per_generation * trainer.args.num_iterations))
 
 
 # -------------------------------------------------------------------- data
 
 
-def describe_run(trainer: Any, base: str | None) -> dict[str, Any]:
-    """What decides which rows a place in the data stands for, and the model; a checkpoint's manifest holds it."""
-    args, config = trainer.args, getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
+def describe_run(trainer: Any) -> dict[str, Any]:
+    """What a resumed run has to share with this one; a checkpoint's manifest holds it."""
+    config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
     return {
-        "seed": args.seed,
-        "shuffle_dataset": args.shuffle_dataset,
+        "checkpoint_format": VERSION,
+        "processes": trainer.accelerator.num_processes,
+        "is_in_flight": _is_in_flight(trainer),
         "train_dataset": _describe(trainer.train_dataset),
         "model": getattr(config, "_name_or_path", ""),
-        "base": base,
+        "base": trainer.base,
+        **{name: getattr(trainer.args, name) for name in ("seed", "shuffle_dataset", *PLACE, *IN_FLIGHT)},
     }
 
 
-def check_same_run(folder: Path, saved: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> None:
-    """Refuse to put an adapter on other frozen weights, or to go on where the place would fall on other rows.
+def check_same_run(folder: Path, saved: dict[str, Any], trainer: Any) -> None:
+    """Refuse to put an adapter on other frozen weights, or to go on where place or rollout would not fit.
 
-    These names in what `describe_run` has `saved` and gives `now` must be equal, where both are known.
+    What `describe_run` has `saved` must be what it says now, where both are known.
 
     Raises:
-        CheckpointError: one differs; names it, both values and the fix.
+        CheckpointError: something differs; names it, both values and the fix.
     """
-    for name in names:
-        before, present = saved.get(name), now[name]
-        if before is None or present is None or before == present:
-            continue
-        lead = f"resume_from_checkpoint={str(folder)!r}: the run was saved with"
-        if name == "base":
-            raise CheckpointError(
-                f"{lead} an adapter on the model {saved.get('model')!r} and cannot go on with {now['model']!r}, whose "
-                f"frozen weights are others ({present} instead of {before}). Start it with "
-                f"model_name_or_path={saved.get('model')!r}, as it was then, in the same dtype and quantization."
-            )
-        was, given, fix = f"{before}", f"{present}", f"Start it with {name}={before}"
-        if name == "train_dataset":
-            was, given, fix = f"{before['rows']} rows", f"{present['rows']} rows", "Pass the same rows in their order"
-            given += " with other contents or in another order" if was == given else ""
+    without = trainer.args.resume_without or ()
+    now = describe_run(trainer)
+    lead = f"resume_from_checkpoint={str(folder)!r}: the run was saved with"
+    if None not in (saved["base"], now["base"]) and saved["base"] != now["base"]:
         raise CheckpointError(
-            f"{lead} {name}={was} and cannot go on with {name}={given}, where its place in the data falls on other "
+            f"{lead} an adapter on the model {saved['model']!r} and cannot go on with {now['model']!r}, whose "
+            f"frozen weights are others ({now['base']} instead of {saved['base']}). Start it with "
+            f"model_name_or_path={saved['model']!r}, as it was then, in the same dtype and quantization."
+        )
+    if "data" not in without and not trainer.args.ignore_data_skip:
+        _check_data(lead, saved, now)
+    if "rollout" in without or not has_part(folder, "rollout"):
+        return
+    is_in_flight = saved.get("is_in_flight", False)
+    names = ("checkpoint_format", "processes", *PLACE, *(IN_FLIGHT if is_in_flight else ()))
+    if changed := [name for name in names if saved.get(name) != now[name]]:
+        before, given = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (saved, now))
+        raise CheckpointError(
+            f"{lead} {before} and cannot go on with {given}, which its place in the data "
+            f"{'and the rollout in flight do' if is_in_flight else 'does'} not fit. Start it with {before}, "
+            "or set resume_without: [rollout]: the run then goes on from its weights and its optimizer with a new "
+            "rollout."
+        )
+
+
+def _check_data(lead: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    for name in ("seed", "shuffle_dataset", "train_dataset"):
+        before, given = saved[name], now[name]
+        if before is None or given is None or before == given:
+            continue
+        fix = f"Start it with {name}={before}"
+        if name == "train_dataset":
+            is_equal, fix = before["rows"] == given["rows"], "Pass the same rows in their order"
+            before, given = f"{before['rows']} rows", f"{given['rows']} rows"
+            given += " with other contents or in another order" if is_equal else ""
+        raise CheckpointError(
+            f"{lead} {name}={before} and cannot go on with {name}={given}, where its place in the data falls on other "
             f"rows. {fix}, or set resume_without: [data] to go on at that place in the new order."
         )
 
@@ -273,7 +257,6 @@ class SavingTrainer(GRPOTrainer):
     """
 
     env_factory: Any
-    checkpoint: RolloutCheckpoint
     rollouts: Any
     features: Any
     base: str | None = None
@@ -297,6 +280,19 @@ class SavingTrainer(GRPOTrainer):
     def _run(self, train: Callable[[], Any]) -> Any:
         """Call the Trainer's loop; inside the lock of `output_dir`, whatever else this saves."""
         return train()
+
+    def _on_main_process(self, function: Callable[[], Any]) -> Any:
+        """What the function returns on the main process, on every rank; so is what it raises."""
+        result, error = None, None
+        if self.accelerator.is_main_process:
+            try:
+                result = function()
+            except Exception as caught:
+                error = caught
+        result, error = broadcast_object_list([result, error])
+        if error is not None:
+            raise error
+        return result
 
     def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> str | None:
         """Lock `output_dir`, tidy it up and choose the checkpoint; on the main process alone."""
@@ -323,9 +319,7 @@ class SavingTrainer(GRPOTrainer):
                 "" if has_rollout else " It holds no rollout in flight: the next step begins with a new one.",
             )
         else:
-            has_place = "data" not in self._without and not self.args.ignore_data_skip
-            names = ("base", *(("seed", "shuffle_dataset", "train_dataset") if has_place else ()))
-            check_same_run(folder, manifest["run"], describe_run(self, self.base), names)
+            check_same_run(folder, manifest["run"], self)
         return str(folder)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -356,13 +350,9 @@ class SavingTrainer(GRPOTrainer):
         return num_train_epochs, 0
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        accept_numbered_cpus()
         if checkpoint is not None and self.env_factory is not None:
-            self._step, self._buffered_inputs = self.checkpoint.load(
-                Path(checkpoint),
-                self.state.global_step,
-                features=self.features,
-                with_new_rollout="rollout" in self._without,
-            )
+            load_rollout(Path(checkpoint), self)
             self.features.call("load", Path(checkpoint))
             batches = [
                 batch for inputs in self._buffered_inputs or () for batch in inputs.get(MICRO_BATCHES, [inputs])
@@ -376,12 +366,7 @@ class SavingTrainer(GRPOTrainer):
                 )
         if checkpoint is not None:
             load_reference(Path(checkpoint), self)
-        accept_numbered_cpus()
         super()._load_optimizer_and_scheduler(checkpoint)
-
-    @property
-    def _without(self) -> list[str]:
-        return self.args.resume_without or []
 
     # ---------------------------------------------------------------- saving
 
@@ -412,7 +397,7 @@ class SavingTrainer(GRPOTrainer):
                 self._is_saving = False
             save_reference(folder, self)
             if self.env_factory is not None:
-                self.checkpoint.save(folder, self._step, self._buffered_inputs, self.features.state_dict())
+                save_rollout(folder, self)
                 self.features.call("save", folder)
             if self.state.best_model_checkpoint == str(folder):
                 self.state.best_model_checkpoint = str(target)
@@ -433,7 +418,7 @@ class SavingTrainer(GRPOTrainer):
         if self.accelerator.is_local_main_process and folder.is_dir():
             if self.args.should_save:
                 self.state.save_to_json(str(folder / STATE))  # with the place of the best checkpoint
-            finish(folder, target, describe_run(self, self.base))
+            finish(folder, target, describe_run(self))
 
     # ---------------------------------------------------------------- publishing
 
@@ -462,16 +447,3 @@ class SavingTrainer(GRPOTrainer):
                 super()._push_from_checkpoint(checkpoint_folder)
         except RunError as error:  # a secret: not worth the training
             logger.error("The checkpoint was not uploaded, and training goes on. %s", error)
-
-    def _on_main_process(self, function: Callable[[], Any]) -> Any:
-        """What the function returns on the main process, on every rank; so is what it raises."""
-        result, error = None, None
-        if self.accelerator.is_main_process:
-            try:
-                result = function()
-            except Exception as caught:
-                error = caught
-        result, error = broadcast_object_list([result, error])
-        if error is not None:
-            raise error
-        return result
