@@ -19,6 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
 from agent_r1_trl.trainers.config_checks import NEEDS, TRL_NEEDS, UNSUPPORTED_OPTIONS
+from tests.test_bad_input import FIX
 from tests.trainers import effects
 from tests.trainers.effects import CPU
 from tests.trainers.helpers import unfold
@@ -49,8 +50,9 @@ class Refused:
         self.value, self.fixes, self.config_class, self.others = value, fixes, config_class, others
 
     def check(self, name, folder):
-        with pytest.raises(ValueError, match=rf"\b{name}\b"):
+        with pytest.raises(ValueError, match=rf"\b{name}\b") as caught:
             self.accept({**self.others, name: self.value})
+        assert FIX.search(str(caught.value)), f"no fix in: {caught.value}"
         self.accept(self.others)
         for fix in self.fixes:
             self.accept({**self.others, name: self.value, **fix})

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.critic import CRITIC_FILE
+from tests.effort import nightly
 from tests.trainers import killed_saves
 from tests.trainers.ppo_run import run
 
@@ -72,7 +73,7 @@ def steps(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adapter", "head", "model"])
+@pytest.mark.parametrize("kind", ["adapter", *nightly("head", "model")])
 def test_a_killed_ppo_run_goes_on_where_its_checkpoint_stands(tmp_path, processes, kind):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     reference_run, doomed_run = processes(whole, kind, NUM_STEPS), processes(killed, kind, 10_000)
@@ -101,7 +102,7 @@ def test_a_killed_ppo_run_goes_on_where_its_checkpoint_stands(tmp_path, processe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+@pytest.mark.parametrize("kind", ["ppo", *nightly("grpo")])
 def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, processes, kind):
     finish(processes(tmp_path, kind, target=killed_saves.run))
     *killed, last = json.loads((tmp_path / "killed.json").read_text(encoding="utf-8"))

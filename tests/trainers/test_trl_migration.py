@@ -10,7 +10,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trajectory import Trajectory
 from tests.tokenizers import make_tokenizer
 from tests.toys import add
-from tests.trainers.helpers import AddEnv, make_args, make_policy, make_trainer, questions, scripted, two_turns
+from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scripted, two_turns
 
 
 def plain_add(a: int, b: int) -> int:
@@ -74,67 +74,6 @@ def test_tools_and_reward_functions_see_the_whole_conversation(tmp_path):
     assert logged["rewards/judge/mean"] == pytest.approx(logged["reward"])
     assert logged["reward_parts/judge"] == pytest.approx(logged["reward"])
     assert logged["tools/add/calls"] == 1.0
-
-
-def test_an_environment_factory_with_its_own_reward(tmp_path):
-    trainer = build(tmp_path, environment_factory=Counter)
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert logged["reward"] > 0
-    assert logged["reward"] == pytest.approx(logged["reward/outcome"])
-
-
-def test_reward_functions_get_the_users_own_environments(tmp_path):
-    totals = []
-
-    def from_state(environments, **kwargs):
-        totals.extend(environment.total for environment in environments)
-        return [0.0] * len(environments)
-
-    build(tmp_path, reward_funcs=from_state, environment_factory=Counter).train()
-    assert len(totals) == 8
-    assert len(set(totals)) > 2, "every trajectory has an instance of its own"
-
-
-def test_a_dictionary_of_factories_is_routed_by_column(tmp_path):
-    class Other(Counter):
-        def get_reward(self):
-            return -1.0
-
-    rows = [
-        {"prompt": [{"role": "user", "content": f"q{i}"}], "environment": "one" if i % 2 else "two"} for i in range(8)
-    ]
-    trainer = build(
-        tmp_path, environment_factory={"one": Counter, "two": Other}, train_dataset=Dataset.from_list(rows)
-    )
-    trainer.train()
-    assert trainer.state.log_history[0]["group/zero_variance_share"] >= 0.0
-
-
-def test_environment_and_reward_functions_add_up_with_weights(tmp_path):
-    def one(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    def ten(completions, **kwargs):
-        return [10.0] * len(completions)
-
-    args = make_args(tmp_path, max_completion_length=300, reward_weights=[2.0, 0.5])
-    trainer = build(tmp_path, env=AddEnv, reward_funcs=[one, ten], args=args)
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert logged["reward_parts/one"] == pytest.approx(2.0)
-    assert logged["reward_parts/ten"] == pytest.approx(5.0)
-    assert logged["reward"] == pytest.approx(logged["rewards/environment_reward/mean"] + 7.0, abs=1e-5)
-    assert args.reward_weights == [2.0, 0.5]
-
-
-def test_a_reward_function_that_skips_rows_leaves_them_out(tmp_path):
-    def sometimes(completions, **kwargs):
-        return [None if index % 2 else 1.0 for index in range(len(completions))]
-
-    trainer = build(tmp_path, reward_funcs=sometimes, tools=[plain_add])
-    trainer.train()
-    assert trainer.state.log_history[0]["reward"] == pytest.approx(1.0)
 
 
 def test_a_bug_in_a_reward_function_ends_the_run_and_is_named_with_its_line(tmp_path):
@@ -218,31 +157,6 @@ def test_without_a_data_set_the_environment_owns_the_prompts(tmp_path):
     args = make_args(tmp_path, max_completion_length=300, max_steps=2)
     trainer = build(tmp_path, environment_factory=Counter, args=args, train_dataset=None)
     trainer.train()
-    with pytest.raises(ValueError, match="train_dataset=None with max_steps=-1"):
-        build(tmp_path, environment_factory=Counter, args=make_args(tmp_path, max_steps=-1), train_dataset=None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"env": AddEnv()}, "pass env=AddEnv"),
-        ({"env": AddEnv, "tools": [plain_add]}, "put them into its `tools`"),
-        ({"env": AddEnv, "environment_factory": Counter}, "environment_factory"),
-        ({"env": AddEnv, "rollout_func": print}, "rollout_func"),
-        ({"tools": [plain_add]}, "No reward source"),
-        ({"env": lambda needed: AddEnv()}, "functools.partial"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_contradictory_arguments_are_refused_with_the_fix(tmp_path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build(tmp_path, **arguments)
-
-
-def test_the_wrong_number_of_reward_weights_is_refused(tmp_path):
-    args = make_args(tmp_path, reward_weights=[1.0, 1.0])
-    with pytest.raises(ValueError, match=r"reward_weights=\[1.0, 1.0\] has 2 entries.*one per function of yours"):
-        build(tmp_path, env=AddEnv, reward_funcs=[lambda **kwargs: []], args=args)
 
 
 def test_images_together_with_tools_are_refused(tmp_path):
