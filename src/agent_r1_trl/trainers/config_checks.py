@@ -304,6 +304,32 @@ ROLLOUT_CLASHES = (
 )
 """What contradicts itself where our rollout runs."""
 
+WHOLE_ROWS = {
+    "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None,
+    "loss_mask": True,
+    "advantage_mask": True,
+}
+"""Options that look at a row as a whole, or at observations that another row holds -> their default."""
+
+
+def _of_a_row(name: str, values: tuple[str, ...] | None, fix: str) -> Clash:
+    """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
+    return Clash.of(
+        {name: values, "context.policy": None},
+        "it is computed over whole rows, and a row may hold only some of a trajectory's turns. Set "
+        f"{fix}, or context.policy='keep'.",
+        # Where every turn is a row of its own, a ratio of the row is one of the turn.
+        lambda c: name != "importance_sampling_level" or c.context.policy != "step",
+    )
+
+
+ROW_CLASHES = (
+    *(_of_a_row(name, None, f"{name}={default!r}") for name, default in WHOLE_ROWS.items()),
+    _of_a_row("loss_type", ("vespo",), "another loss_type"),
+)
+"""What contradicts trajectories of several rows."""
+
 
 # -------------------------------------------------------------------- the checks
 
@@ -376,7 +402,7 @@ def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
     for item in checks:
         if hasattr(item, "find_problems"):
             yield from item.find_problems(config)
-    yield from _find_row_problems(config)
+    yield from find_clashes(config, ROW_CLASHES)
 
 
 # ---- the estimator
@@ -424,34 +450,6 @@ def _find_estimator_problems(config: MultiTurnConfig) -> Iterator[str]:
 
 def _names_of(rows: Iterable[Estimator]) -> str:
     return ", ".join(repr(row.name) for row in rows)
-
-
-# ---- trajectories of several rows
-
-WHOLE_ROWS = {
-    "importance_sampling_level": "token",
-    "off_policy_mask_threshold": None,
-    "loss_mask": True,
-    "advantage_mask": True,
-}
-"""Options that look at a row as a whole, or at observations that another row holds: the only value accepted."""
-
-
-def _find_row_problems(config: MultiTurnConfig) -> Iterator[str]:
-    """Where a trajectory may have several rows, nothing may be computed over a row as if it were all there is."""
-    if config.context.policy == "keep":
-        return
-    # Where every turn is a row of its own, a ratio of the row is one of the turn.
-    exempt = ("importance_sampling_level",) if config.context.policy == "step" else ()
-    found = [name for name, accepted in WHOLE_ROWS.items() if getattr(config, name) != accepted and name not in exempt]
-    if config.loss_type == "vespo":
-        found.append("loss_type")
-    for name in found:
-        fix = f"Set {name}={WHOLE_ROWS[name]!r}" if name in WHOLE_ROWS else f"Set another {name}"
-        yield (
-            f"{shown(config, name)} with {shown(config, 'context.policy')}: it is computed over whole rows, and a row "
-            f"may hold only some of a trajectory's turns. {fix}, or context.policy='keep'."
-        )
 
 
 # ---- where our rollout runs
