@@ -121,19 +121,13 @@ class EvaluationRows:
     def warn_of_failures(self) -> None:
         """Say what failed, and loudly if it was everything."""
         causes = count_causes(self._failures)
-        if not causes or not is_main_process():
-            return
-        if self.has_failed:
-            logger.error(
-                "Nothing of this evaluation could be sampled, so it has no reward. All %d trajectories failed: %s.",
-                len(self._failures),
-                describe_causes(causes),
-            )
-        else:
-            logger.warning(
-                "%d of the %d trajectories of this evaluation failed and are excluded from its reward: %s.",
+        if causes and is_main_process():
+            logger.log(
+                logging.ERROR if self.has_failed else logging.WARNING,
+                "%d of the %d trajectories of this evaluation failed, %s: %s.",
                 sum(cause.count for cause in causes),
                 len(self._failures),
+                "so that it has no reward" if self.has_failed else "and are excluded from its reward",
                 describe_causes(causes),
             )
 
