@@ -1,13 +1,16 @@
 """Micro-batches of an optimizer step by tokens: who computes what when, and that nothing else changes."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES, plan_micro_batches, valid_ids
+from agent_r1_trl.trainers.policy_loss import KeptRows
+from agent_r1_trl.update.layout import HAS_SIGNAL
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES, STANDS_FOR, plan_micro_batches, valid_ids
 from tests.trainers.helpers import make_args, make_trainer, step_gradients
 from tests.update.test_packing import assert_same_run, trained
 
@@ -134,7 +137,21 @@ def test_a_micro_batch_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp
     trainer.layout._max_tokens = 20
     _, steps = step_gradients(trainer)
     assert "max_tokens_per_micro_batch=20" in caplog.text
-    assert all(len(inputs["completion_ids"]) == 1 for step in steps for inputs in step[MICRO_BATCHES])
+    alone = [inputs for step in steps for inputs in step[MICRO_BATCHES]]
+    assert all(len(inputs["completion_ids"]) == 1 for inputs in alone)
+    assert [inputs[STANDS_FOR] for inputs in alone] == [0.5] * 8, "four micro-steps in eight micro-batches"
+
+
+def test_a_rollout_counts_by_its_micro_steps_however_many_micro_batches_they_became():
+    accelerator = SimpleNamespace(distributed_type="NO", sync_gradients=True)
+    kept, model = KeptRows(SimpleNamespace(), accelerator), torch.nn.Linear(1, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    # Two micro-steps each: of the first rollout four micro-batches with rows that are kept, of the second one without.
+    for has_signal, stands_for in [(True, 0.5)] * 4 + [(False, 2.0)]:
+        kept.weigh(torch.ones(()), {HAS_SIGNAL: torch.tensor(has_signal), STANDS_FOR: stands_for})
+    kept.rescale(model)
+    assert all((parameter.grad == 2).all() for parameter in model.parameters()), "(2 + 2) / 2, not 5 / 4"
 
 
 def test_a_step_without_any_loss_still_reaches_every_parameter(tmp_path):
