@@ -269,8 +269,6 @@ class RewardCalls:
         raise_everywhere(self._error)
 
     def _check(self, function: Any, said: str) -> Any:
-        untaken = _untaken(function)
-
         def arguments(kwargs: dict[str, Any], rows: slice = slice(None)) -> dict[str, Any]:
             """Those of some trajectories, never with the rows that fill up the call."""
             return {
@@ -278,36 +276,33 @@ class RewardCalls:
                 if isinstance(value, list) and len(value) == self._num_rows
                 else value
                 for name, value in kwargs.items()
-                if name not in untaken
             }
 
-        def explain(error: Exception, kwargs: dict[str, Any]) -> Any:
-            given = arguments(kwargs)
-            found = reward_failure(
-                error, said, self._trajectories, lambda rows: function(**arguments(kwargs, rows)), given
-            )
-            found.__cause__ = error
-            self._error = self._error or found
+        @contextlib.contextmanager
+        def explained(kwargs: dict[str, Any]) -> Iterator[None]:
+            try:
+                yield
+            except Exception as error:
+                call, given = (lambda rows: function(**arguments(kwargs, rows))), arguments(kwargs)
+                found = reward_failure(error, said, self._trajectories, call, given)
+                found.__cause__ = error
+                self._error = self._error or found
 
-        if is_async_callable(function):
+        def call(**kwargs: Any) -> list[float | None]:
+            returned: Any = []
+            with explained(kwargs):
+                if self._trajectories:
+                    returned = _drawn(function(**arguments(kwargs)))
+            return self._read(returned, said)
 
-            async def call(**kwargs: Any) -> list[float | None]:
-                try:
-                    returned = _drawn(await function(**arguments(kwargs))) if self._trajectories else []
-                except Exception as error:
-                    returned = explain(error, kwargs)
-                return self._read(returned, said)
+        async def call_async(**kwargs: Any) -> list[float | None]:
+            returned: Any = []
+            with explained(kwargs):
+                if self._trajectories:
+                    returned = _drawn(await function(**arguments(kwargs)))
+            return self._read(returned, said)
 
-        else:
-
-            def call(**kwargs: Any) -> list[float | None]:  # type: ignore[misc]
-                try:
-                    returned = _drawn(function(**arguments(kwargs))) if self._trajectories else []
-                except Exception as error:
-                    returned = explain(error, kwargs)
-                return self._read(returned, said)
-
-        return call
+        return call_async if is_async_callable(function) else call
 
     def _read(self, returned: Any, said: str) -> list[float | None]:
         """TRL's values, None for failures of the infrastructure, which earn nothing."""
@@ -322,16 +317,6 @@ class RewardCalls:
             except RewardError as error:
                 self._error = error
         return values + [0.0] * (self._num_rows - count)
-
-
-def _untaken(function: Any) -> set[str]:
-    """Our own arguments that a reward function of TRL's form does not take; it is called without them."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin
-        return set()
-    takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-    return set() if takes_all else {"trajectory", "environments"} - {*parameters}
 
 
 def _drawn(returned: Any) -> Any:
