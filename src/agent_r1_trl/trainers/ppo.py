@@ -44,17 +44,12 @@ _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 # -------------------------------------------------------------------- what cannot be combined
 
 
-def check_optimizer_setup(args: Any, accelerator: Any, lr_scheduler: Any) -> None:
+def check_optimizer_setup(args: Any, accelerator: Any) -> None:
     """Refuse what would train the critic otherwise than the arguments say.
 
     Raises:
         ValueError: names the argument, the rule and the fix.
     """
-    if lr_scheduler is not None:
-        raise ValueError(
-            "optimizers=(..., scheduler): the scheduler was made before the critic, so it has no rate for it. Pass "
-            "optimizers=(optimizer, None) and set lr_scheduler_type; the critic is added to the optimizer."
-        )
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if plugin is not None:
         check_deepspeed_config(plugin.deepspeed_config, args)
@@ -117,8 +112,8 @@ def split_by_role(
         groups += [{**group, "params": parameters, "role": role} for role, parameters in parts]
     if has_schedule and (own or len(groups) != len(before) or rate is not None):
         raise ValueError(
-            "trainer.lr_scheduler was set to a scheduler of your own, which has no rate for the critic. Set only "
-            "trainer.optimizer (or optimizers=(optimizer, None)) and lr_scheduler_type."
+            "A scheduler of your own (optimizers=(..., scheduler), or trainer.lr_scheduler) has no rate for the "
+            "critic. Set only trainer.optimizer (or optimizers=(optimizer, None)) and lr_scheduler_type."
         )
     optimizer.param_groups[:] = groups
     if own:
@@ -203,7 +198,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
-        check_optimizer_setup(self.args, self.accelerator, self.lr_scheduler)
+        check_optimizer_setup(self.args, self.accelerator)
         self._value_sums: dict[str, Any] = {}
         """Mode -> sums of the value loss, of its clipped tokens and of all its tokens since the last log."""
         self.critic_kind = self.args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")
