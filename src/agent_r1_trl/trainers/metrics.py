@@ -196,30 +196,6 @@ def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> No
     trainer._pending_metrics.clear()
 
 
-def mismatch_statistics(output: dict[str, Any], *, unit: str, accelerator: Any) -> dict[str, float]:
-    """TRL's `sampling/*`: how far the sampler's log-probs are from the trainer's, and the ratios that weigh it.
-
-    A ratio counts once a token, that of a `sequence` once a row.
-    """
-    mask = (output["completion_mask"] * output["tool_mask"]).bool()
-    gap = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).abs()
-    gap = gap[mask & ~gap.isnan()]  # NaN: the engine could not tell
-    ratio = output["importance_sampling_ratio"]
-    ratio = ratio.gather(1, mask.int().argmax(dim=1, keepdim=True)).flatten() if unit == "sequence" else ratio[mask]
-    zero = torch.zeros(1, device=mask.device)
-    gap, ratio = (x.to(zero.dtype) if x.numel() else zero for x in (gap, ratio))
-    own = torch.stack([gap.mean(), gap.max(), ratio.min(), ratio.mean(), ratio.max()])
-    mean, most, low, middle, high = accelerator.gather(own).view(-1, 5).unbind(dim=1)
-    of_ranks = {
-        "sampling_logp_difference/mean": mean.mean(),
-        "sampling_logp_difference/max": most.max(),
-        "importance_sampling_ratio/min": low.min(),
-        "importance_sampling_ratio/mean": middle.mean(),
-        "importance_sampling_ratio/max": high.max(),
-    }
-    return {f"sampling/{name}": value.item() for name, value in of_ranks.items()}
-
-
 def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str) -> dict[str, float]:
     """Mean and standard deviation of the returns, and the share of rows whose group has no spread, as TRL counts it.
 

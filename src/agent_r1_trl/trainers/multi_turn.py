@@ -47,7 +47,6 @@ from agent_r1_trl.trainers.metrics import (
     drop_token_means,
     gather_metrics,
     log_rewards,
-    mismatch_statistics,
 )
 from agent_r1_trl.trainers.policy_loss import (
     KeptRows,
@@ -65,7 +64,7 @@ from agent_r1_trl.trainers.rewards import (
     check_reward_values,
     rows_not_logged,
 )
-from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order, weigh_mismatch
+from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
 from agent_r1_trl.trainers.trl_release import check_trl
 from agent_r1_trl.trajectory import Trajectory
@@ -79,6 +78,7 @@ from agent_r1_trl.update.batching import (
     row_tensors,
     whole_rows,
 )
+from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
 from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
@@ -398,9 +398,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             if not is_aligned or is_corrected or in_rewards:
                 output["old_per_token_logps"] = self._log_probs(self.model, output, chosen)
             if is_corrected:
-                self.add_metrics(weigh_mismatch(output, rows, args))
-                unit = args.importance_sampling_unit or args.vllm_importance_sampling_mode.partition("_")[0]
-                self.add_metrics(mismatch_statistics(output, unit=unit, accelerator=self.accelerator))
+                self.add_metrics(weigh_mismatch(output, rows, args, self.accelerator))
             if self.beta == 0.0:
                 return
             model, used = self.ref_model, nullcontext()

@@ -35,31 +35,10 @@ from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import TrainingRows, pad_tokens
-from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio
+from agent_r1_trl.update.batching import TrainingRows
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.callbacks import Callbacks
-
-
-def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any) -> dict[str, float]:
-    """Put the importance ratios of trainer to sampler into TRL's batch; returns their means by turn."""
-    difference = rows.to_time(output["old_per_token_logps"] - output["sampling_per_token_logps"])  # (B, T')
-    length, device = difference.shape[1], difference.device
-    mask = pad_tokens(rows.trajectories, "action_mask", 0, length).to(device)
-    turn_ids = pad_tokens(rows.trajectories, "turn_ids", -1, length).to(device)
-    unit, _, constraint = args.vllm_importance_sampling_mode.partition("_")
-    ratio = sampling_ratio(
-        difference,
-        mask,
-        turn_ids,
-        unit=args.importance_sampling_unit or unit,
-        length_normalized=args.importance_sampling_length_normalized,
-        bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
-        is_masked=constraint == "mask",
-    )
-    output["importance_sampling_ratio"] = rows.to_rows(ratio, output["completion_mask"], fill=1.0)
-    return mismatch_metrics(difference, mask, turn_ids)
 
 
 @dataclass(kw_only=True, frozen=True)

@@ -8,11 +8,53 @@ ratios is dominated by noise; here a turn can be the unit, and the mean of the l
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
+from agent_r1_trl.update.batching import TrainingRows, pad_tokens
+
 UNITS = ("token", "turn", "sequence")
+
+
+def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any, accelerator: Any) -> dict[str, float]:
+    """Put the importance ratios of trainer to sampler into TRL's batch, (R, T); returns `sampling/*` of all ranks."""
+    difference = output["old_per_token_logps"] - output["sampling_per_token_logps"]  # (R, T)
+    in_time = rows.to_time(difference)  # (B, T')
+    length, device = in_time.shape[1], in_time.device
+    mask = pad_tokens(rows.trajectories, "action_mask", 0, length).to(device)
+    turn_ids = pad_tokens(rows.trajectories, "turn_ids", -1, length).to(device)
+    unit, _, constraint = args.vllm_importance_sampling_mode.partition("_")
+    unit = args.importance_sampling_unit or unit
+    ratio = sampling_ratio(
+        in_time,
+        mask,
+        turn_ids,
+        unit=unit,
+        length_normalized=args.importance_sampling_length_normalized,
+        bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
+        is_masked=constraint == "mask",
+    )
+    ratio = output["importance_sampling_ratio"] = rows.to_rows(ratio, output["completion_mask"], fill=1.0)
+    by_turn = mismatch_metrics(in_time, mask, turn_ids)
+
+    in_loss = (output["completion_mask"] * output["tool_mask"]).bool()
+    gap = difference.abs()[in_loss & ~difference.isnan()]  # NaN: the engine could not tell
+    # A ratio counts once a token, that of a `sequence` once a row.
+    first = in_loss.int().argmax(dim=1, keepdim=True)
+    ratio = ratio.gather(1, first).flatten() if unit == "sequence" else ratio[in_loss]
+    zero = torch.zeros(1, device=device)
+    gap, ratio = (x.to(zero.dtype) if x.numel() else zero for x in (gap, ratio))
+    own = torch.stack([gap.mean(), gap.max(), ratio.min(), ratio.mean(), ratio.max()])
+    mean, most, low, middle, high = accelerator.gather(own).view(-1, 5).unbind(dim=1)
+    return by_turn | {
+        "sampling/sampling_logp_difference/mean": mean.mean().item(),
+        "sampling/sampling_logp_difference/max": most.max().item(),
+        "sampling/importance_sampling_ratio/min": low.min().item(),
+        "sampling/importance_sampling_ratio/mean": middle.mean().item(),
+        "sampling/importance_sampling_ratio/max": high.max().item(),
+    }
 
 
 @torch.no_grad()
