@@ -189,21 +189,6 @@ def test_rows_are_dealt_without_a_change_to_the_optimizer_step(tmp_path, options
     assert_same_step(*both(tmp_path, per_device_train_batch_size=4, num_generations=2, **options))
 
 
-def test_the_reference_scores_the_rows_of_the_kept_trajectories_alone(tmp_path):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    options = {"model": str(tmp_path / "policy"), "beta": 0.05, "per_device_train_batch_size": 4, **HALF, **MANY}
-    trainer = make_trainer(
-        tmp_path, script=three_turns, num_generations=2, gradient_accumulation_steps=2, echo=True, **options
-    )
-    trainer = splitting(trainer, at_every_turn)
-    held = scored_batch(trainer)
-    is_kept, is_scored = held["is_kept"].tolist(), held["ref_per_token_logps"].any(dim=1).tolist()
-    assert 0 < sum(is_kept) < len(is_kept) > len(trainer.last_trajectories)
-    assert is_scored[1:] == is_kept[1:] and is_scored[0], "row 0 fills up the forward pass"
-    batch = trainer.last_batch
-    assert [bool(batch.is_kept[index]) for index in batch.training_rows.index.tolist()] == is_kept
-
-
 @pytest.mark.parametrize("for_critic", (False, True))
 def test_kept_trajectories_take_turns_in_the_optimizer_steps_with_all_their_rows(tmp_path, for_critic):
     """One group of two is kept, for four optimizer steps of two trajectories."""

@@ -389,16 +389,15 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         - `importance_sampling_ratio` of trainer to sampler, with vLLM,
         - `ref_per_token_logps` of the reference, with a KL term.
         """
-        args, rows = self.args, batch.training_rows
-        chosen = self.kept_rows.rows_to_score(rows, batch.is_kept, self.beta)
+        args = self.args
         is_corrected = self.use_vllm and args.vllm_importance_sampling_correction
         is_aligned = args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) == 0
         in_rewards = args.kl_placement == "reward" and self.beta != 0.0  # they are compared before the update
         with torch.no_grad(), disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             if not is_aligned or is_corrected or in_rewards:
-                output["old_per_token_logps"] = self._log_probs(self.model, output, chosen)
+                output["old_per_token_logps"] = self._log_probs(self.model, output)
             if is_corrected:
-                self.add_metrics(weigh_mismatch(output, rows, args, self.accelerator))
+                self.add_metrics(weigh_mismatch(output, batch.training_rows, args, self.accelerator))
             if self.beta == 0.0:
                 return
             model, used = self.ref_model, nullcontext()
@@ -406,20 +405,13 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
                 model, policy = self.model, self.accelerator.unwrap_model(self.model)
                 used = use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
             with used:
-                output["ref_per_token_logps"] = self._log_probs(model, output, chosen)
+                output["ref_per_token_logps"] = self._log_probs(model, output)
 
-    def _log_probs(self, model: Any, output: dict[str, Any], chosen: list[int] | None) -> torch.Tensor:
-        """(R, T) a model's log-probs of the completions; 0 in rows that are not among the chosen ones."""
+    def _log_probs(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
+        """(R, T) a model's log-probs of the completions."""
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-        ids, mask = whole_rows(output)
         length = output["completion_ids"].shape[1]
-        rows = slice(None) if chosen is None else chosen
-        scored = self._get_per_token_logps_and_entropies(model, ids[rows], mask[rows], length, batch_size=size)[0]
-        if chosen is None:
-            return scored
-        log_probs = scored.new_zeros(len(ids), length)
-        log_probs[chosen] = scored
-        return log_probs
+        return self._get_per_token_logps_and_entropies(model, *whole_rows(output), length, batch_size=size)[0]
 
     def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
         """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask."""

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from trl import GRPOTrainer
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.trainers.callbacks import OptimizerStep, is_main_process
-from agent_r1_trl.update.batching import Inputs, TrainingRows, loss_masks, loss_weights
+from agent_r1_trl.update.batching import Inputs, loss_masks, loss_weights
 from agent_r1_trl.update.layout import HAS_SIGNAL
 from agent_r1_trl.update.micro_batches import STANDS_FOR
 
@@ -42,25 +42,6 @@ class KeptRows:
         self._signals: list[tuple[bool, float]] = []
         """For each micro-batch of the pending optimizer step, whether its rollout has any row that is kept, and how
         many micro-batches it stands for."""
-
-    # ---------------------------------------------------------------- a rollout
-
-    def rows_to_score(self, rows: TrainingRows, is_kept: torch.Tensor | None, beta: float) -> list[int] | None:
-        """Which of R rows need old and reference log-probs; None for all. All ranks must call it.
-
-        They are filled up to full forward passes, equally many on all ranks: a row may be there more than once.
-        `beta`, the weight of the KL term, needs no reference where it is 0.
-        """
-        args = self._args
-        has_scores = beta != 0 or args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
-        is_read = args.use_vllm or args.kl_placement == "reward" or getattr(args, "critic_uses_filtered", False)
-        if is_kept is None or not has_scores or is_read:
-            return None
-        kept = rows.expand(is_kept).nonzero().flatten().tolist()
-        size = args.per_device_train_batch_size
-        most = max(1, *gather_object([len(kept)]))
-        num = -(-most // size) * size
-        return [*kept, *[0] * num][:num] if num < len(rows) else None
 
     # ---------------------------------------------------------------- an optimizer step
 

@@ -162,30 +162,6 @@ def test_in_every_layout_the_gradient_is_that_of_the_kept_rows(tmp_path, layout)
     assert_same_gradients(step_gradients(filtered)[0], expected)
 
 
-@pytest.mark.parametrize("layout", ["padded", "shared"])
-def test_old_and_reference_log_probs_are_computed_of_the_kept_rows_alone_and_are_the_same(tmp_path, layout):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    seen, found = [], []
-    for options in ({}, HALF):
-        trainer = trainer_of(tmp_path, model=str(tmp_path / "policy"), beta=0.1, update_layout=layout, **options)
-        for model in (trainer.model, trainer.ref_model):
-            model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-        trainer.model.train()
-        trainer.current_gradient_accumulation_steps = 1
-        batch = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
-        found.append({name: batch[name] for name in ("old_per_token_logps", "ref_per_token_logps", "advantages")})
-        seen.append(None)
-    plain, filtered = found
-    rounding = 0.0 if layout == "padded" else 1e-5  # shared rows begin with other rows where some are excluded
-    for name in plain:
-        torch.testing.assert_close(plain[name][KEPT], filtered[name][KEPT], rtol=rounding, atol=rounding)
-        assert plain[name][KEPT].abs().max() > 0
-    others = [row for row in range(1, 16) if row not in KEPT]  # row 0 fills up the forward pass
-    assert not filtered["ref_per_token_logps"][others].any()
-    if layout == "padded":
-        assert seen == [8] * 4 + [None] + [8] * 2 + [None]
-
-
 @pytest.mark.parametrize("layout, loss_type, bonus", [("padded", "bnpo", 0.1), ("shared", "grpo", 0.0)])
 def test_micro_batches_that_no_row_is_left_for_have_a_dummy_without_loss(tmp_path, layout, loss_type, bonus):
     """One group of three rows for four micro-batches."""
