@@ -271,10 +271,6 @@ TABLE = {
     "critic_warmup_steps": Acts(effects.critic, 3, PPO),
     "value_loss_coef": Acts(effects.loss, 5.0, PPO),
     "cliprange_value": Acts(effects.loss, 1e-4, PPO),
-    "critic_context": (
-        Acts(effects.batch, "id", PPO),
-        Refused("id", {"critic": "adapter"}, config_class=PPO, critic="head"),
-    ),
     # ---- TRL's: model and data
     "model_init_kwargs": ReadByTRL({"dtype": "float32"}),
     "trust_remote_code": (ReadByTRL(True), Acts(effects.engine, True)),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
@@ -17,18 +18,10 @@ from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
 
 
 def ragged(count=8):
-    """Questions and golden answers of very different lengths."""
-    data = [
-        {
-            "id": f"q{i}",
-            "prompt": [{"role": "user", "content": "word " * (1 + 5 * i)}],
-            "gold": "gold " * (3 * (8 - i)),
-        }
-        for i in range(count)
-    ]
-    from datasets import Dataset
-
-    return Dataset.from_list(data)
+    """Questions of very different lengths."""
+    return Dataset.from_list(
+        [{"id": f"q{i}", "prompt": [{"role": "user", "content": "word " * (1 + 5 * i)}]} for i in range(count)]
+    )
 
 
 def make_gpt2(tokenizer):
@@ -44,21 +37,15 @@ def make_gpt2(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "context", "family"),
-    [
-        ("adapter", "gold", "qwen2"),
-        ("model", "gold", "gpt2"),
-        *nightly(("adapter", None, "qwen2"), ("adapter", None, "gpt2"), ("adapter", "gold", "gpt2")),
-        *nightly(("model", None, "qwen2"), ("model", "gold", "qwen2"), ("model", None, "gpt2")),
-    ],
+    ("kind", "family"), [("adapter", "qwen2"), ("model", "gpt2"), *nightly(("adapter", "gpt2"), ("model", "qwen2"))]
 )
-def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, context, family):
+def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, family):
     tokenizer = make_tokenizer("qwen3")
     model = make_gpt2(tokenizer) if family == "gpt2" else make_policy(tokenizer)
     options = (
         {"peft_config": LoraConfig(r=4, target_modules=["c_attn"])} if family == "gpt2" and kind == "adapter" else {}
     )
-    trainer = make_ppo(tmp_path, kind, model=model, critic_context=context, train_dataset=ragged(), **options)
+    trainer = make_ppo(tmp_path, kind, model=model, train_dataset=ragged(), **options)
     random_head(trainer)
     batch = scored_batch(trainer)
     values, mask = batch["old_values"], batch["value_mask"]
@@ -69,9 +56,8 @@ def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, co
             for name, value in batch.items()
             if isinstance(value, torch.Tensor) and value.dim() == 2
         }
-        for part in ("privileged", "prompt") if context else ("prompt",):  # without any padding
-            kept = alone[f"{part}_mask"][0].bool()
-            alone |= {name: alone[name][:, kept] for name in (f"{part}_ids", f"{part}_mask")}
+        kept = alone["prompt_mask"][0].bool()  # without any padding
+        alone |= {name: alone[name][:, kept] for name in ("prompt_ids", "prompt_mask")}
         of_row = [trainer.last_trajectories[row]]
         own = trainer._old_values(alone, of_row, TrainingRows(of_row))[0]
         torch.testing.assert_close(own[0][mask[row]], values[row][mask[row]], rtol=1e-4, atol=1e-4)
@@ -80,7 +66,7 @@ def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, co
 @pytest.mark.parametrize("kind", ["adapter", "model"])
 def test_values_in_a_trimmed_micro_batch_are_those_of_scoring(tmp_path, kind):
     trainer = make_ppo(
-        tmp_path, kind, critic_context="gold", train_dataset=ragged(), update_layout="grouped",
+        tmp_path, kind, train_dataset=ragged(), update_layout="grouped",
         per_device_train_batch_size=2, steps_per_generation=4,
     )  # fmt: skip
     random_head(trainer)
@@ -95,17 +81,6 @@ def test_values_in_a_trimmed_micro_batch_are_those_of_scoring(tmp_path, kind):
             values = trainer.model(input_ids=ids, attention_mask=mask, values_only=True).state_values
         kept = trimmed["value_mask"]
         torch.testing.assert_close(values[:, -width - 1 : -1][kept], trimmed["old_values"][kept], rtol=1e-4, atol=1e-4)
-
-
-def test_a_privileged_prefix_stands_right_before_its_prompt():
-    inputs = {
-        "privileged_ids": torch.tensor([[0, 7], [8, 9]]), "privileged_mask": torch.tensor([[0, 1], [1, 1]]),
-        "prompt_ids": torch.tensor([[0, 0, 3], [0, 4, 5]]), "prompt_mask": torch.tensor([[0, 0, 1], [0, 1, 1]]),
-        "completion_ids": torch.tensor([[6, 0], [1, 2]]), "completion_mask": torch.tensor([[1, 0], [1, 1]]),
-    }  # fmt: skip
-    ids, mask = whole_rows(inputs)
-    assert ids.tolist() == [[0, 0, 0, 7, 3, 6, 0], [0, 8, 9, 4, 5, 1, 2]]
-    assert mask.tolist() == [[0, 0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1]]
 
 
 def test_the_value_head_is_float32_under_autocast():

@@ -186,34 +186,6 @@ def test_kl_in_the_reward_lowers_returns_and_leaves_the_loss_alone(tmp_path):
     assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(loss.item(), abs=1e-7)
 
 
-@pytest.mark.parametrize("kind", ["adapter", "model"])
-def test_the_critic_may_see_what_the_policy_does_not(tmp_path, kind):
-    data = questions()
-    with_gold = data.add_column("gold", [[f"secret {i}"] for i in range(len(data))])
-    options = {"critic_context": "gold", "train_dataset": with_gold}
-    trainer = make_ppo(tmp_path, kind, **options)
-    random_head(trainer)
-    batch = scored_batch(trainer)
-    rows = zip(batch["privileged_ids"], batch["privileged_mask"].bool(), strict=True)
-    texts = [trainer._tokenizer.decode(ids[mask]) for ids, mask in rows]
-    assert all(text.startswith("gold: secret ") for text in texts)
-    assert not any("secret" in trainer._tokenizer.decode(row) for row in batch["prompt_ids"])
-    other = {**batch, "privileged_ids": batch["privileged_ids"].flip(1)}
-    assert not torch.equal(values_of(trainer, batch), values_of(trainer, other))
-    _, gradients = loss_and_gradients(trainer, batch)
-    assert any(is_critic_name(name) and gradient.abs().max() > 0 for name, gradient in gradients.items())
-
-
-def values_of(trainer, batch):
-    return trainer._old_values(batch, trainer.last_trajectories, trainer.last_batch.training_rows)[0].detach()
-
-
-def test_a_critic_context_that_is_no_column_names_the_columns(tmp_path):
-    trainer = make_ppo(tmp_path, critic_context="gold")
-    with pytest.raises(ValueError, match=r"critic_context='gold' .* id, prompt"):
-        scored_batch(trainer)
-
-
 @pytest.mark.parametrize("kind", ["model", *nightly("adapter", "head")])
 def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, kind):
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "critic_warmup_steps": 1, "with_lora": True}

@@ -8,10 +8,9 @@ from agent_r1_trl.critic import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.batching import trained_rows
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES, valid_ids
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch
+from tests.trainers.helpers import make_policy, make_trainer, scored_batch
 from tests.trainers.test_rows import three_turns
 
 LAYOUTS = {
@@ -25,7 +24,7 @@ WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4, "scrip
 CRITICS = {
     "head": {"critic": "head"},
     "adapter": {"critic": "adapter", "peft_config": LoraConfig(r=4, target_modules="all-linear")},
-    "model": {"critic": "model", "critic_context": "gold"},
+    "model": {"critic": "model"},
 }
 
 
@@ -88,21 +87,13 @@ def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layou
 
 @pytest.mark.parametrize(("kind", "layout"), BOTH)
 def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
-    gold = ["a", "a long hint " * 3]
-    data = questions().add_column("gold", [gold[index % 2] for index in range(8)])
-    options = {"trainer": MultiTurnPPOTrainer, "train_dataset": data, "bootstrap_truncated": True}
+    options = {"trainer": MultiTurnPPOTrainer, "bootstrap_truncated": True}
     trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
     rows, held = rows_of(trainer)
-    prefixes = [[] for _ in rows]
-    if "privileged_ids" in held:
-        pairs = zip(held["privileged_ids"], held["privileged_mask"].bool(), strict=True)
-        prefixes = [ids[mask].tolist() for ids, mask in pairs]
-        assert len({len(prefix) for prefix in prefixes}) == 2
-    of_row = {id(row): prefix for row, prefix in zip(rows, prefixes, strict=True)}
 
     @torch.no_grad()
     def plain_values(row):
-        ids = torch.tensor([[*of_row[id(row)], *row.prompt_ids, *row.completion_ids]])
+        ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
         values = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), values_only=True).state_values
         return values[0, -len(row.completion_ids) - 1 : -1]
 
@@ -115,14 +106,12 @@ def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
 def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_opened(
     tmp_path, kind, layout, max_turns
 ):
-    data = questions().add_column("gold", ["a", "a long hint " * 3] * 4)
-    options = {"trainer": MultiTurnPPOTrainer, "train_dataset": data, "bootstrap_truncated": True}
-    options["max_turns"] = max_turns
+    options = {"trainer": MultiTurnPPOTrainer, "bootstrap_truncated": True, "max_turns": max_turns}
     trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
     score, found = trainer._old_values, []
     trainer._old_values = lambda *args: found.append(score(*args)) or found[0]
-    held = scored_batch(trainer)
-    bootstrap, of_rows = found[0][1], trainer.last_batch.training_rows.index.tolist()
+    scored_batch(trainer)
+    bootstrap = found[0][1]
     num_truncated = 0
     for index, item in enumerate(trainer.last_trajectories):
         if not item.stop_reason.is_truncated:
@@ -133,11 +122,7 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
         sampled = item.completion_ids[last.start : last.end]
         kept = item.prompt_ids + sampled
         assert context[: len(kept)] == kept, "the last turn stays"
-        prefix = []
-        if "privileged_ids" in held:
-            row = of_rows.index(index)
-            prefix = held["privileged_ids"][row][held["privileged_mask"][row].bool()].tolist()
-        ids = torch.tensor([prefix + context])
+        ids = torch.tensor([context])
         with torch.no_grad():
             values = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), values_only=True).state_values
         torch.testing.assert_close(bootstrap[index], values[0, -1], atol=2e-5, rtol=1e-4)
@@ -146,7 +131,7 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
 
 @pytest.mark.parametrize("layout", ["shared", *nightly("packed")])
 def test_no_forward_pass_holds_more_tokens_than_the_limit_unless_a_row_does(tmp_path, monkeypatch, layout):
-    """Those that score, those of the critic with its prefix, and those of the update."""
+    """Those that score, those of the critic, and those of the update."""
     sizes, pack = [], layout_module.pack
 
     def note(*args, **kwargs):
@@ -155,16 +140,6 @@ def test_no_forward_pass_holds_more_tokens_than_the_limit_unless_a_row_does(tmp_
         return batch
 
     monkeypatch.setattr(layout_module, "pack", note)
-    data = questions().add_column("gold", ["a long hint " * 5] * 8)
-    limit = 700
-    trainer = make(
-        tmp_path, trainer=MultiTurnPPOTrainer, train_dataset=data, update_layout=layout,
-        max_tokens_per_micro_batch=limit, beta=0.1, **CRITICS["model"],
-    )  # fmt: skip
-    trainer.train()
-    assert len(sizes) > 8 and max(sizes) <= limit
-    micro_batches = [one for step in trainer._buffered_inputs for one in step[MICRO_BATCHES]]
-    for one in micro_batches:
-        prefix, own = one["privileged_mask"].sum(dim=1), one["prompt_mask"].sum(dim=1)
-        for ids, least in zip(valid_ids(one), (prefix + own).tolist(), strict=True):
-            assert not len(ids) or len(ids) >= least, "the prefix is counted"
+    options = {"update_layout": layout, "max_tokens_per_micro_batch": 700, "beta": 0.1}
+    make(tmp_path, trainer=MultiTurnPPOTrainer, **options, **CRITICS["model"]).train()
+    assert len(sizes) > 8 and max(sizes) <= 700

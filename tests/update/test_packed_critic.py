@@ -55,8 +55,8 @@ def assert_as_padded(found):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_critic_reads_packed_rows(tmp_path, kind):
     trainer = make_ppo(
-        tmp_path, kind, critic_context=None if kind == "head" else "gold", train_dataset=ragged(), num_iterations=2,
-        bootstrap_truncated=True, script=some_never_answer, max_turns=2,
+        tmp_path, kind, train_dataset=ragged(), num_iterations=2, bootstrap_truncated=True,
+        script=some_never_answer, max_turns=2,
     )  # fmt: skip
     found = batches_and_losses(trainer)
     stops = [trajectory.stop_reason.is_truncated for trajectory in trainer.last_trajectories]

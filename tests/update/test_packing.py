@@ -234,12 +234,10 @@ def test_contexts_that_repeat_each_other_meet_whatever_their_padding():
 
 def test_columns_of_padding_are_cut():
     inputs, _ = micro_batches([[0, 1], [0, 2]] * 2, [2, 4, 9, 9])
-    privileged = torch.zeros(2, 9)
-    trimmed = trim_padding({**inputs, "advantages": torch.ones(2, 9), "privileged_ids": privileged})
+    trimmed = trim_padding({**inputs, "advantages": torch.ones(2, 9)})
     assert trimmed["prompt_ids"].tolist() == [[1], [2]]
     assert trimmed["completion_ids"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert trimmed["advantages"].shape == (2, 4)
-    assert trimmed["privileged_ids"] is privileged
 
 
 # -------------------------------------------------------------------- the trainers

@@ -245,7 +245,6 @@ def _wrap_forward(base: Any) -> None:
         *args: Any,
         compute_values: bool = False,
         values_only: bool = False,
-        critic_inputs: dict[str, torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
         if values_only:
@@ -254,7 +253,7 @@ def _wrap_forward(base: Any) -> None:
             return inner(*args, **kwargs)
         with _captured_hidden_states(self) as hidden:
             output = inner(*args, **kwargs)
-        values = _values(self, critic_inputs or kwargs, hidden[-1] if self.critic_kind == "head" else None)
+        values = _values(self, kwargs, hidden[-1] if self.critic_kind == "head" else None)
         taken = {name: getattr(output, name) for name in ("loss", "log_probs", "entropy", "aux_loss")}
         return ActorCriticOutput(**taken, state_values=values)
 

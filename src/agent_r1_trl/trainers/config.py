@@ -500,12 +500,6 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     cliprange_value: Annotated[float, Number(above=0, may_be_infinite=True)] = setting(
         0.2, "Clip range of the value loss: a value that moves further from the old one gains nothing more."
     )
-    critic_context: str | None = setting(
-        None,
-        "Column of the data set, such as the gold answer, that the critic reads before the prompt and the policy does "
-        "not see. None: the critic sees what the policy sees.",
-    )
-
     critic_uses_filtered: Flag = setting(
         False,
         "Train the critic on the rows that `filter_groups` takes out of the policy's loss, too. They then cost "

@@ -264,11 +264,6 @@ CRITIC_CLASHES = (
         "loss_mask=True.",
     ),
     Clash.of(
-        {"critic_context": None, "critic": ("head",)},
-        "that critic reads the policy's own hidden states, so it cannot see more than the policy. Set "
-        "critic='adapter' or critic='model'.",
-    ),
-    Clash.of(
         {"use_liger_kernel": (True,)},
         "its fused loss hides the forward that the critic reads. Set use_liger_kernel=False.",
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -34,8 +34,7 @@ from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnPPOConfig
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import TrainingRows, loss_masks, pad_lists, whole_rows, with_one_more
-from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.batching import TrainingRows, pad_lists, whole_rows, with_one_more
 from agent_r1_trl.update.losses import explained_variance, value_loss
 
 _ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -225,8 +224,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
         rows, places = batch.training_rows, output["completion_mask"]
-        privileged = self._privileged_columns(output, [batch.rows[index] for index in rows.index.tolist()])
-        values, bootstrap = self._old_values({**output, **privileged}, batch.trajectories, rows)
+        values, bootstrap = self._old_values(output, batch.trajectories, rows)
         in_time = rows.to_time(values)
         credit, mask = self._estimate(output, batch, values=in_time, bootstrap_values=bootstrap)
         assert credit.returns is not None
@@ -237,14 +235,13 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             "value_mask": rows.to_rows(mask, places),
             "old_values": values,
             "num_value_items": self.accelerator.gather(mask.sum()).sum(),
-            **privileged,
         }
 
     def _old_values(
         self, inputs: dict[str, Any], trajectories: list[Trajectory], rows: TrainingRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(R, T) values of completion tokens, and (B,) of what truncated trajectories would have gone on from."""
-        columns = {name: inputs[name] for name in _COLUMNS if name in inputs}
+        columns = {name: inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
         is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories])
         has_more = torch.zeros(len(rows), dtype=torch.bool)
         has_more[rows.last] = is_truncated
@@ -253,7 +250,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             return values[:, :-1], None
         ends = columns["completion_mask"].sum(dim=1, keepdim=True)  # (R, 1) the column behind the last valid token
         behind = values.gather(1, ends).squeeze(1)[rows.last]  # (B,)
-        self._read_open_contexts(behind, columns, trajectories, rows)
+        self._read_open_contexts(behind, trajectories)
         return values[:, :-1], torch.where(is_truncated.to(behind.device), behind, torch.zeros_like(behind))
 
     def _score_values(self, columns: dict[str, torch.Tensor], has_more: torch.Tensor) -> torch.Tensor:
@@ -271,13 +268,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             # V of a token is read one position before it.
             return torch.cat(chunks)[:, -columns["completion_mask"].shape[1] - 1 :]
 
-    def _read_open_contexts(
-        self,
-        behind: torch.Tensor,
-        columns: dict[str, torch.Tensor],
-        trajectories: list[Trajectory],
-        rows: TrainingRows,
-    ) -> None:
+    def _read_open_contexts(self, behind: torch.Tensor, trajectories: list[Trajectory]) -> None:
         """Put into `behind`, (B,), the value at the end of contexts that a limit ended after they were rewritten.
 
         With contexts that are rewritten all ranks must call it, and make equally many forward passes.
@@ -290,40 +281,14 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if num == 0:
             return
         filled = [*contexts.values(), *[[self._tokenizer.pad_token_id]] * (num - len(contexts))]
-        device = columns["prompt_ids"].device
         width = max(map(len, filled))
         opened = {
-            f"prompt_{kind}": pad_lists(lists, fill, length=width, dtype=torch.long, side="left").to(device)
-            for kind, lists, fill in (("ids", filled, 0), ("mask", [[1] * len(ids) for ids in filled], 0))
+            f"prompt_{kind}": pad_lists(lists, 0, length=width, dtype=torch.long, side="left").to(behind.device)
+            for kind, lists in (("ids", filled), ("mask", [[1] * len(ids) for ids in filled]))
         }
-        of_rows = [*rows.last[[*contexts]].tolist(), *[0] * (num - len(contexts))]
-        opened |= {name: columns[name][of_rows] for name in columns if name.startswith("privileged")}
-        opened |= {name: columns[name][of_rows, :0] for name in columns if name.startswith("completion")}
+        opened |= {f"completion_{kind}": opened[f"prompt_{kind}"][:, :0] for kind in ("ids", "mask")}
         values = self._score_values(opened, torch.ones(num, dtype=torch.bool))[:, 0]
         behind[list(contexts)] = values[: len(contexts)].to(behind)
-
-    def _privileged_columns(self, output: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """The prefix that only the critic reads, padded on the left: (B, Q) ids and mask."""
-        if self.args.critic_context is None:
-            return {}
-        encoder, name = self.chat.encoder, self.args.critic_context
-        prefixes = []
-        for row in rows:
-            if name not in row:
-                raise ValueError(
-                    f"critic_context={name!r} is not a column of the data set, which has {', '.join(sorted(row))}. "
-                    "Set critic_context to one of them, or remove it."
-                )
-            value = row[name]
-            text = " | ".join(map(str, value)) if isinstance(value, list | tuple) else value
-            prefixes.append(encoder.encode(encoder.hide(f"{name}: {text}\n")))
-        width = max(1, *(len(prefix) for prefix in prefixes))
-        padded = {"ids": (prefixes, self._tokenizer.pad_token_id), "mask": ([[1] * len(one) for one in prefixes], 0)}
-        device = output["completion_ids"].device
-        return {
-            f"privileged_{kind}": pad_lists(lists, fill, length=width, dtype=torch.long, side="left").to(device)
-            for kind, (lists, fill) in padded.items()
-        }
 
     def _log_values(self, values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> None:
         """`critic/*` over the action tokens of all ranks."""
@@ -345,7 +310,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     # ---------------------------------------------------------------- loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        collector = _ValueCollector(model, inputs, self.layout)
+        collector = _ValueCollector(model, inputs["completion_ids"].shape[1])
         policy_loss = super()._compute_loss(collector, inputs)
         values, mask = collector.values, inputs["value_mask"]
         self._watch_values("values", values, mask)
@@ -434,28 +399,18 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             load_critic(self.model, Path(self.state.best_model_checkpoint))
 
 
-_COLUMNS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "privileged_ids", "privileged_mask")
-
-
 class _ValueCollector:
     """The model as TRL's loss calls it, asked for values on the way: one outer forward holds policy and critic."""
 
-    def __init__(self, model: Callable[..., Any], inputs: dict[str, Any], layout: UpdateLayout):
-        self.inner_model = model
-        self._num_tokens = inputs["completion_ids"].shape[1]
-        self._critic_inputs: dict[str, Any] | None = None
-        if "privileged_ids" in inputs:
-            ids, mask = whole_rows(inputs)
-            self._critic_inputs = {"input_ids": ids, "attention_mask": mask}
-            if layout.is_packed:
-                self._critic_inputs = layout.pack(ids, mask, loss_masks(inputs)[1]).inputs
+    def __init__(self, model: Callable[..., Any], num_tokens: int):
+        self.inner_model, self._num_tokens = model, num_tokens
         self.values: torch.Tensor
         """(B, T) after the call; in packed rows 0 outside both losses."""
 
     def __call__(self, **kwargs: Any) -> Any:
-        output = self.inner_model(**kwargs, compute_values=True, critic_inputs=self._critic_inputs)
-        packed = (self._critic_inputs or kwargs).get("packed_layout")
-        if packed is None:  # a privileged prefix makes the rows longer on the left
+        output = self.inner_model(**kwargs, compute_values=True)
+        packed = kwargs.get("packed_layout")
+        if packed is None:
             self.values = output.state_values[:, -self._num_tokens - 1 : -1]
         else:
             self.values = packed.spread(output.state_values)

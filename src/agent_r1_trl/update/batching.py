@@ -19,8 +19,6 @@ from agent_r1_trl.trajectory import Row, Trajectory
 
 Inputs = dict[str, Any]
 """TRL's batch: tensors of B rows, scalars, None."""
-_CRITIC_PREFIX = ("privileged_ids", "privileged_mask")
-"""Padded on the left, and by chance perhaps as wide as the completions."""
 
 
 def trim_padding(inputs: Inputs) -> Inputs:
@@ -32,7 +30,7 @@ def trim_padding(inputs: Inputs) -> Inputs:
     for name, value in inputs.items():
         if name in ("prompt_ids", "prompt_mask"):
             trimmed[name] = value[:, first:]
-        elif name not in _CRITIC_PREFIX and has_rows(value) and value.shape[1:] == completion.shape[1:]:
+        elif has_rows(value) and value.shape[1:] == completion.shape[1:]:
             trimmed[name] = value[:, :last]
     return trimmed
 
@@ -143,24 +141,15 @@ def pad_tokens(items: Sequence[Any], name: str, value: int, length: int) -> torc
 
 
 def whole_rows(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and attention mask, (B, P + T) each, of prompts and completions in TRL's batch.
-
-    A prefix that only the critic reads, (B, Q), stands right before each prompt where there is one: the padding of
-    both is on the left, so that no position depends on how long the others are.
-    """
-    ids, mask = inputs["prompt_ids"], inputs["prompt_mask"]
-    if "privileged_ids" in inputs:
-        ids = torch.cat([inputs["privileged_ids"], ids], dim=1)
-        mask = torch.cat([inputs["privileged_mask"], mask], dim=1)
-        order = mask.argsort(dim=1, stable=True)  # padding first, tokens in their order
-        ids, mask = ids.gather(1, order), mask.gather(1, order)
-    return torch.cat([ids, inputs["completion_ids"]], dim=1), torch.cat([mask, inputs["completion_mask"]], dim=1)
+    """Ids and attention mask, (B, P + T) each, of prompts and completions in TRL's batch."""
+    ids, mask = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+    return ids, mask
 
 
 def with_one_more(inputs: dict[str, torch.Tensor], has_more: torch.Tensor) -> dict[str, torch.Tensor]:
     """The columns of TRL's batch with a completion token of id 0 behind the last one of rows that `has_more`, (B,).
 
-    All completions, (B, T), become (B, T + 1); other columns stay.
+    All completions, (B, T), become (B, T + 1).
     """
     ids, mask = (functional.pad(inputs[f"completion_{name}"], (0, 1)) for name in ("ids", "mask"))
     ends = mask.sum(dim=1, keepdim=True)  # (B, 1)
@@ -382,7 +371,7 @@ def turn_shares(output: dict[str, Any], rows: TrainingRows) -> torch.Tensor:
 
 DUMMY = -1
 """In a plan, a row that fills up."""
-_PADDED_LEFT = ("prompt_ids", "prompt_mask", *_CRITIC_PREFIX)
+_PADDED_LEFT = ("prompt_ids", "prompt_mask")
 _RATIOS = "importance_sampling_ratio"
 
 

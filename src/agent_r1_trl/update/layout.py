@@ -35,6 +35,7 @@ from agent_r1_trl.update.batching import (
     set_valid_scales,
     take_rows,
     trim_padding,
+    whole_rows,
 )
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, computed_ids, plan_scoring, repack, sort_key, valid_ids
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
@@ -265,12 +266,9 @@ class UpdateLayout:
         counts = accelerator.reduce(counts, reduction="sum")
         self._plans = {}
         for inputs, count in zip(micro_batches, counts.tolist(), strict=True):
-            ids, mask = (
-                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
-            )
             self._plans[id(inputs["completion_ids"])] = Plan(
                 has_loss=count > 0,
-                batch=self.pack(ids, mask, loss_masks(inputs)[1]) if self.is_packed else None,
+                batch=self.pack(*whole_rows(inputs), loss_masks(inputs)[1]) if self.is_packed else None,
                 read={name: (inputs[name], inputs[name]._version) for name in _READ & set(inputs)},
             )
 
@@ -396,7 +394,7 @@ def regroup(buffer: list[Inputs], *, steps_per_update: int, by_beginning: bool) 
     for start in range(0, len(buffer), steps_per_update):
         window = buffer[start : start + steps_per_update]
         joined = join_rows(window)
-        ids, mask = (torch.cat([joined[f"prompt_{x}"], joined[f"completion_{x}"]], dim=1) for x in ("ids", "mask"))
+        ids, mask = whole_rows(joined)
         if by_beginning:
             keys = [sort_key(row[kept].numpy()) for row, kept in zip(ids.cpu(), mask.cpu().bool(), strict=True)]
             order = torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))

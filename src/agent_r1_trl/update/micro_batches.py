@@ -96,10 +96,7 @@ def _micro_batches_of(
 
 
 def valid_ids(rows: Inputs) -> list[np.ndarray]:
-    """The ids of each row of TRL's batch that a packed forward pass of its loss computes.
-
-    The critic's are counted where it reads a prefix of its own: they are the more.
-    """
+    """The ids of each row of TRL's batch that a packed forward pass of its loss computes."""
     return computed_ids(*whole_rows(rows), loss_masks(rows)[1])
 
 
