@@ -136,9 +136,7 @@ def z_of_going_on(advantages, score):
 def test_turns_that_do_nothing_are_neither_rewarded_nor_punished():
     rewards, turns, score = roll_out_null_turns()
     groups = torch.arange(GROUPS * MEMBERS) // MEMBERS
-    found = compute_turn_group_advantages(
-        rewards, torch.zeros(len(groups)), turns, groups, gamma_turn=1.0, process_weight=1.0
-    )
+    found = compute_turn_group_advantages(rewards, torch.zeros(len(groups)), turns, groups, gamma_turn=1.0)
     assert found.abs().max() > 0.5
     assert abs(z_of_going_on(found, score)) < 2
 

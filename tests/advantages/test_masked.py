@@ -154,25 +154,6 @@ def test_a_batch_without_action_tokens_gives_zeros(name):
         assert (tensor == 0).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
-def test_empty_batches_give_empty_results(shape):
-    empty, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.long)
-    rows = torch.zeros(shape[0])
-    assert compute_gae(empty, empty, mask, gamma=1, lam=1)[0].shape == shape
-    found, _ = compute_bilevel_gae(empty, empty, mask, mask - 1, gamma_turn=1, lam_turn=1, gamma=1, lam=1)
-    assert found.shape == shape
-    found, _ = compute_step_gae(empty, empty, mask, mask - 1, gamma_turn=1, lam_turn=1)
-    assert found.shape == whiten_turns(empty, mask - 1, mask).shape == shape
-    assert compute_reinforce_pp_advantages(empty, mask, gamma=1).shape == shape
-    assert compute_reinforce_pp_baseline_advantages(rows, rows.long(), mask).shape == shape
-    turn_rewards, anchors = torch.zeros(shape[0], 0), torch.zeros(shape[0], 0, dtype=torch.long)
-    found = compute_turn_group_advantages(turn_rewards, rows, mask - 1, rows.long(), gamma_turn=1, process_weight=1)
-    assert found.shape == shape
-    found = compute_gigpo_advantages(turn_rewards, anchors, mask - 1, rows.long(), gamma_turn=1, step_weight=1)
-    assert found.shape == shape
-    assert compute_group_advantages(rows, rows.long()).shape == rows.shape
-
-
 def test_whitening_counts_masked_entries_of_all_rows_with_bessels_correction():
     x = torch.tensor([[1.0, 2, 99, 4], [3, 99, 5, 99]])
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 0]])
@@ -234,12 +215,8 @@ MISFITS = {
     "baseline kl": lambda: compute_reinforce_pp_baseline_advantages(ROWS, GROUPS, MASK, kl_rewards=ZEROS[:, 1:]),
     "group": lambda: compute_group_advantages(ROWS, GROUPS[1:]),
     "rloo": lambda: compute_rloo_advantages(ROWS, GROUPS[1:]),
-    "turn group outcome": lambda: compute_turn_group_advantages(
-        PER_TURN, ROWS[:1], TURNS, GROUPS, gamma_turn=1, process_weight=1
-    ),
-    "turn group turns": lambda: compute_turn_group_advantages(
-        PER_TURN[1:], ROWS, TURNS, GROUPS, gamma_turn=1, process_weight=1
-    ),
+    "turn group outcome": lambda: compute_turn_group_advantages(PER_TURN, ROWS[:1], TURNS, GROUPS, gamma_turn=1),
+    "turn group turns": lambda: compute_turn_group_advantages(PER_TURN[1:], ROWS, TURNS, GROUPS, gamma_turn=1),
     "gigpo anchors": lambda: compute_gigpo_advantages(PER_TURN, TURNS, TURNS, GROUPS, gamma_turn=1, step_weight=1),
     "gigpo groups": lambda: compute_gigpo_advantages(
         PER_TURN, PER_TURN.long(), TURNS, GROUPS[:1], gamma_turn=1, step_weight=1
@@ -253,7 +230,6 @@ def test_shapes_that_do_not_fit_are_refused_by_name(misfit):
         MISFITS[misfit]()
 
 
-@pytest.mark.parametrize("columns", [0, 1])
-def test_a_turn_without_a_column_of_rewards_is_refused(columns):
+def test_a_turn_without_a_column_of_rewards_is_refused():
     with pytest.raises(ValueError, match=r"turn_ids.*turn_rewards"):
-        compute_turn_group_advantages(PER_TURN[:, :columns], ROWS, TURNS, GROUPS, gamma_turn=1, process_weight=1)
+        compute_turn_group_advantages(PER_TURN[:, :1], ROWS, TURNS, GROUPS, gamma_turn=1)

@@ -326,10 +326,8 @@ def test_turn_group_advantages():
             whole = [process[other][0] for other in members]
             for t, turn in enumerate(turn_ids):
                 if turn >= 0:
-                    expected[row, t] = by_outcome + 0.3 * naive_relative(process[row][turn], whole)
-        found = compute_turn_group_advantages(
-            turn_rewards, outcome, batch.turn_ids, batch.group_ids, gamma_turn=gamma, process_weight=0.3
-        )
+                    expected[row, t] = by_outcome + naive_relative(process[row][turn], whole)
+        found = compute_turn_group_advantages(turn_rewards, outcome, batch.turn_ids, batch.group_ids, gamma_turn=gamma)
         assert_same(found, expected)
 
 

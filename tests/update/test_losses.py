@@ -92,24 +92,6 @@ def test_the_value_loss_of_bfloat16_values_is_summed_in_high_precision():
     assert values.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("cliprange", [0.0, -0.2, NAN])
-def test_a_clip_range_that_is_not_positive_is_refused(cliprange):
-    x = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match=r"cliprange_value=.*Set a positive number"):
-        value_loss(x, x, x, x, cliprange_value=cliprange)
-
-
-def test_k1_averages_to_the_kl_of_two_distributions():
-    generator = torch.Generator().manual_seed(2)
-    policy, reference = torch.randn(2, 5, generator=generator).log_softmax(dim=-1)
-    samples = torch.multinomial(policy.exp(), 400_000, replacement=True, generator=generator)
-    expected = (policy.exp() * (policy - reference)).sum().item()
-    zeros = torch.zeros(len(samples))
-    found = -kl_in_reward(zeros, policy[samples], reference[samples], zeros + 1, beta=1.0).mean().item()
-    assert expected > 0.1
-    assert found == pytest.approx(expected, rel=0.02)
-
-
 def test_kl_in_reward_takes_beta_k1_off_action_tokens_only():
     rewards = torch.tensor([[0.0, 0.5, NAN, 1.0]])
     logps, ref_logps = torch.tensor([[-1.0, -2.0, NAN, -1.0]]), torch.tensor([[-1.5, -1.0, math.inf, -1.0]])

@@ -267,7 +267,6 @@ def _turn_grpo(inputs: CreditInputs) -> Credit:
         extend_turn_ids(inputs.turn_ids, inputs.mask),
         inputs.group_ids,
         gamma_turn=inputs.settings.gamma_turn,
-        process_weight=1.0,  # its row says that the parts are weighted afterwards
     )
     return Credit(advantages=advantages)
 

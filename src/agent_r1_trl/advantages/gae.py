@@ -169,8 +169,6 @@ def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     [[1, 0, 0, 1]]
     """
     turns = extend_turn_ids(turn_ids, mask)
-    if turns.shape[1] == 0:
-        return turns.bool()
     before = torch.nn.functional.pad(turns.cummax(dim=1).values[:, :-1], (1, 0), value=-1)
     return turns > before
 
@@ -188,8 +186,6 @@ def extend_turn_ids(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     keep = mask.bool()
     known = torch.where(keep, turn_ids.long(), -1)
-    if known.shape[1] == 0:
-        return known
     filled = known.cummax(dim=1).values
     first = known.gather(1, (known >= 0).long().argmax(dim=1, keepdim=True))  # (B, 1)
     return torch.where(keep, torch.where(filled >= 0, filled, first), -1)

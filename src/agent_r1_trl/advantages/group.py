@@ -115,9 +115,8 @@ def compute_turn_group_advantages(
     group_ids: torch.Tensor,
     *,
     gamma_turn: float,
-    process_weight: float,
 ) -> torch.Tensor:
-    """GRPO on the outcome + process_weight * (process returns of the turn relative to the group's).
+    """GRPO on the outcome + the process returns of the turn relative to the group's.
 
     P_k = sum_{j >= k} gamma_turn^(j - k) r_j. The process part of turn k is (P_k - mean) / (std + 1e-4) with mean and
     std over the group's P_1, one number per trajectory. A mean over turns would have as many terms as the policy
@@ -129,7 +128,6 @@ def compute_turn_group_advantages(
         turn_ids: (B, T) index into the K turns, -1 outside action tokens. A turn may have no token at all.
         group_ids: (B,) which prompt; any integers in any order.
         gamma_turn: discount per turn.
-        process_weight: weight of the process part.
 
     Returns:
         (B, T), 0 where `turn_ids` is -1. Either part is exactly 0 in a group without spread in it (std at most 1e-6
@@ -146,14 +144,12 @@ def compute_turn_group_advantages(
     relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
     process_part = turns_to_tokens(torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0), turn_ids)
     outcome_part = torch.where(turn_ids >= 0, by_outcome.normalised().unsqueeze(1), 0.0)
-    return (outcome_part + process_weight * process_part).to(float_dtype(turn_rewards, outcome))
+    return (outcome_part + process_part).to(float_dtype(turn_rewards, outcome))
 
 
 def turn_returns(turn_rewards: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """Discounted sums from each turn on: (B, K) -> (B, K) float64, at least one column."""
+    """Discounted sums from each turn on: (B, K) -> (B, K) float64."""
     rewards = turn_rewards.double()
-    if rewards.shape[1] == 0:
-        rewards = rewards.new_zeros(rewards.shape[0], 1)
     return reverse_scan(rewards, torch.full_like(rewards, gamma))
 
 
@@ -214,9 +210,6 @@ def compute_gigpo_advantages(
     totals = turn_rewards.double().sum(dim=1)  # (B,)
     episode = GroupStatistics(totals, group_ids).normalised().unsqueeze(1)  # (B, 1)
     episode_part = torch.where(turn_ids >= 0, episode, 0.0)  # (B, T)
-    if turn_rewards.shape[1] == 0:
-        return episode_part.to(float_dtype(turn_rewards))
-
     is_counted = (anchor_ids >= 0) & ~totals.isnan().unsqueeze(1)  # (B, K)
     returns = turn_returns(turn_rewards, gamma=gamma_turn).masked_fill(~is_counted, float("nan"))
     states = torch.stack([group_ids.long().unsqueeze(1).expand(anchor_ids.shape), anchor_ids.long()], dim=-1)

@@ -113,8 +113,6 @@ def next_marked(marked: torch.Tensor) -> torch.Tensor:
     [[2, 2, 4, 4]]
     """
     length = marked.shape[1]
-    if length == 0:
-        return torch.zeros_like(marked, dtype=torch.long)
     positions = torch.arange(length, device=marked.device).expand_as(marked)
     found = torch.where(marked, positions, length).flip(1).cummin(dim=1).values.flip(1)  # (B, T) at or after t
     return torch.nn.functional.pad(found[:, 1:], (0, 1), value=length)
@@ -134,8 +132,6 @@ def carry_forward(x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
     >>> carry_forward(torch.tensor([[7.0, 1.0, 7.0, 2.0, 7.0]]), torch.tensor([[0, 1, 0, 1, 0]]).bool()).tolist()
     [[1.0, 1.0, 1.0, 2.0, 2.0]]
     """
-    if marked.shape[1] == 0:
-        return x
     positions = torch.arange(marked.shape[1], device=marked.device).expand_as(marked)
     last = torch.where(marked, positions, -1).cummax(dim=1).values  # (B, T)
     first = marked.long().argmax(dim=1, keepdim=True)  # (B, 1)

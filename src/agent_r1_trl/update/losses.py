@@ -35,18 +35,13 @@ def value_loss(
         clipped error is the larger. A row without masked positions adds 0 and has zero gradient.
 
     Raises:
-        ValueError: if the shapes differ or `cliprange_value` is not positive.
+        ValueError: if the shapes differ.
 
     >>> one = torch.ones(1, 1)
     >>> value_loss(one, one * 0, one * 2, one, cliprange_value=0.5)
     (tensor(1.1250), tensor(1))
     """
     check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
-    if not cliprange_value > 0:
-        raise ValueError(
-            f"cliprange_value={cliprange_value} leaves the critic no room to move. Set a positive number (0.2 is "
-            "usual), or infinity to switch clipping off."
-        )
     new, old, target = (masked_values(x, mask) for x in (values, old_values.detach(), returns.detach()))  # float64
     clipped = new.clamp(old - cliprange_value, old + cliprange_value)
     free_error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
