@@ -29,12 +29,7 @@ from agent_r1_trl.update.batching import row_means
 
 
 def gather_metrics(trajectories: Sequence[Trajectory], *, group_size: int) -> tuple[dict[str, float], int]:
-    """Metrics of the trajectories of all ranks, and the number of prompt and sampled tokens in them.
-
-    Args:
-        trajectories: this rank's, in data order.
-        group_size: trajectories of one prompt; they are consecutive.
-    """
+    """Metrics of the trajectories of all ranks, in data order, and the number of prompt and sampled tokens in them."""
     records = gather_object([trajectory_record(trajectory) for trajectory in trajectories])
     metrics = length_metrics(records) | rollout_metrics(records, num_generations=group_size)
     return metrics, sum(record["prompt_length"] + record["length"] for record in records)
@@ -126,7 +121,7 @@ def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> 
     groups = [records[start : start + num_generations] for start in range(0, len(records), num_generations)]
     metrics["group/too_small_share"] = _mean([any(record["too_small"] for record in group) for group in groups])
     earned = [[record["reward"] for record in group if record["in_baseline"]] for group in groups]
-    spreads = [(_std(rewards), max(map(abs, rewards))) for rewards in earned if len(rewards) > 1]
+    spreads = [(statistics.stdev(rewards), max(map(abs, rewards))) for rewards in earned if len(rewards) > 1]
     if spreads:
         metrics["group/reward_std"] = _mean([std for std, _ in spreads])
         metrics["group/zero_variance_share"] = _mean([std <= 1e-6 * largest for std, largest in spreads])
@@ -154,13 +149,7 @@ def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else float("nan")
-
-
-def _std(values: Sequence[float]) -> float:
-    """Bessel-corrected standard deviation."""
-    mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return statistics.fmean(values) if values else float("nan")
 
 
 def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> None:
@@ -345,13 +334,7 @@ class LearningReport(RolloutCallback):
             print(f"\n{text}")
 
     def take(self, trajectories: Sequence[Trajectory], *, step: int, group_size: int) -> None:
-        """Take in a rollout and warn of what cannot be learned from.
-
-        Args:
-            trajectories: this rank's, in data order.
-            step: the first optimizer step that trains on them.
-            group_size: trajectories of one prompt, which are consecutive.
-        """
+        """Take in this rank's trajectories, which `step` is the first to train on; warn of what teaches nothing."""
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
         groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
         groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]

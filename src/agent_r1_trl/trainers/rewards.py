@@ -62,11 +62,6 @@ def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
 class Rewards:
     """Places rewards on the trajectories of a batch, in the two moments at which they are known.
 
-    Args:
-        args: of the trainer.
-        turn_reward_funcs: functions that return one number per turn.
-        form: of the environments.
-
     Raises:
         ValueError: if `turn_reward_weights` does not hold one weight per function.
     """
@@ -87,8 +82,7 @@ class Rewards:
                 "turn_reward_funcs. Give one weight per function, or remove turn_reward_weights."
             )
         self.turn_reward_weights = [1.0] * len(self.turn_reward_funcs) if weights is None else weights
-        self.truncated_trajectories = args.truncated_trajectories
-        self.truncation_penalty = args.truncation_penalty
+        self._args = args
         self.min_group_size = args.min_group_size or (2 if args.estimator.needs_group else 1)
 
     def _columns(self, form: EnvForm) -> list[Callable]:
@@ -107,9 +101,9 @@ class Rewards:
     def place_on_turns(self, trajectories: Sequence[Trajectory], rows: Sequence[dict[str, Any]]) -> None:
         """Before the reward functions: the penalty for truncation, and the user's rewards for turns."""
         for trajectory in trajectories:
-            if self.truncated_trajectories == "penalise" and trajectory.stop_reason.is_truncated:
-                trajectory.outcome_reward += self.truncation_penalty
-                trajectory.reward_parts["truncation_penalty"] = self.truncation_penalty
+            if self._args.truncated_trajectories == "penalise" and trajectory.stop_reason.is_truncated:
+                trajectory.outcome_reward += self._args.truncation_penalty
+                trajectory.reward_parts["truncation_penalty"] = self._args.truncation_penalty
         with raised_everywhere():
             scored = add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
         self._has_turn_reward = [self._pays_calls or item for item in scored]
@@ -137,7 +131,7 @@ class Rewards:
 
     def in_loss(self, trajectory: Trajectory) -> bool:
         """Whether the trajectory's action tokens enter the loss, if some reward function scores it."""
-        is_masked = trajectory.stop_reason.is_truncated and self.truncated_trajectories == "mask"
+        is_masked = trajectory.stop_reason.is_truncated and self._args.truncated_trajectories == "mask"
         return not (trajectory.stop_reason.is_infrastructure_failure or is_masked)
 
     def resolve_members(self, batch: RolloutBatch, group_size: int) -> None:
@@ -441,13 +435,7 @@ _IMAGES = (
 
 
 class RowCheck:
-    """Checks the data: columns and environments at construction, and every batch as it arrives.
-
-    Args:
-        form: of the environments.
-        train_dataset: of the trainer; None where the environment owns the data.
-        eval_dataset: of the trainer: None, one or several by name.
-    """
+    """Checks the data: columns and environments at construction, and every batch as it arrives."""
 
     def __init__(self, form: EnvForm, train_dataset: Any, eval_dataset: Any) -> None:
         self.names = form.names

@@ -140,14 +140,8 @@ CANCEL_TIMEOUT_S = 15.0
 class Rollouts:
     """Samples one trajectory per row of a generation batch.
 
-    Args:
-        args: of the trainer, like the accelerator.
-        accelerator: see there.
-        policy: the model, unwrapped.
-        tokenizer: of the policy.
-        env_factory: makes a fresh environment for each trajectory.
-        generator: a `Generator` that the user brought; None makes one from the arguments at the first rollout.
-        eos_token_ids: ids that end a turn besides the chat template's own.
+    `policy` is the unwrapped model, `generator` one that the user brought (None makes one from the arguments at the
+    first rollout), and `eos_token_ids` end a turn besides the chat template's own.
 
     Raises:
         ImportError: vLLM is asked for and not installed.
@@ -219,12 +213,8 @@ class Rollouts:
     def generate(self, rows: Sequence[dict[str, Any]], model: Any, position: Position) -> RolloutBatch:
         """Sample one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
 
-        A collective call where parameters are sharded: ZeRO-3 gathers them once, around the whole rollout.
-
-        Args:
-            rows: this rank's rows of the data set.
-            model: the policy as accelerate wrapped it.
-            position: where the run stands.
+        The rows are this rank's; the model is the policy as accelerate wrapped it. A collective call where parameters
+        are sharded: ZeRO-3 gathers them once, around the whole rollout.
 
         Raises:
             NothingRolledOutError: a feature ends the run for what has failed; lists the causes.
@@ -340,11 +330,8 @@ class Rollouts:
     def sync(self, policy: Any, step: int) -> dict[str, float]:
         """Bring the weights of optimizer step `step` to the generator, unless it has them, and check them there.
 
-        A collective call where parameters are sharded. Returns metrics; empty if there was nothing to do.
-
-        Args:
-            policy: the model, unwrapped.
-            step: number of optimizer steps behind its weights.
+        `policy` is the unwrapped model. A collective call where parameters are sharded. Returns metrics; empty if
+        there was nothing to do.
 
         Raises:
             SyncError: generator and trainer give different log-probabilities.

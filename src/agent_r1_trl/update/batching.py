@@ -199,12 +199,7 @@ _EMPTY = Row(prompt_ids=[], completion_ids=[], action_mask=[], turn_ids=[], logp
 
 
 class TrainingRows:
-    """The R rows of this rank's B trajectories, in the order of these.
-
-    Args:
-        trajectories: B of them.
-        num_rows: rows that hold nothing fill up to so many.
-    """
+    """The R rows of this rank's B trajectories, in the order of these; empty ones fill up to `num_rows`."""
 
     def __init__(self, trajectories: Sequence[Trajectory], *, num_rows: int = 0) -> None:
         self.trajectories = trajectories
@@ -296,12 +291,8 @@ def row_tensors(
 ) -> dict[str, Any]:
     """Prompts, completions and their masks in TRL's form: prompts padded on the left, (R, P), the rest (R, T).
 
-    Args:
-        rows: R of them.
-        pad_token_id: stands for an empty prompt or completion, too, on which forward passes crash.
-        multiple_of: what P and T are rounded up to; None for nothing.
-        has_logprobs: whether the sampler's log-probs are among them, 0 outside what it sampled.
-        device: of the tensors.
+    The padding token stands for an empty prompt or completion, too, on which forward passes crash; P and T are
+    multiples of `multiple_of`. With `has_logprobs` the sampler's are there, 0 outside what it sampled.
     """
 
     def padded(lists: Sequence[Sequence[float]], value: float, side: str = "right", dtype: Any = torch.long) -> Any:
@@ -331,17 +322,9 @@ def add_masks(
     args: Any,
     accelerator: Any,
 ) -> None:
-    """Put into TRL's batch which rows and tokens count, once every reward is known. All ranks must call it.
+    """Put into TRL's batch which rows and tokens count, (B,) each, once every reward is known. All ranks must call it.
 
     The batch gets `tool_mask`, `num_items_in_batch`, `in_baseline`, and what `loss_weights` is made of.
-
-    Args:
-        output: TRL's batch of R rows.
-        rows: R of them.
-        in_baseline: (B,) bool.
-        in_loss: (B,) bool.
-        args: a `MultiTurnConfig`.
-        accelerator: of the trainer.
     """
     tokens, device = output["completion_mask"], in_loss.device  # (R, T)
     if args.loss_mask:  # observation tokens stay out of the loss
@@ -378,13 +361,8 @@ _RATIOS = "importance_sampling_ratio"
 def exchange(rows: Inputs, plan: list[list[list[int]]], accelerator: Any) -> tuple[Inputs, list[torch.Tensor]]:
     """This rank's rows under a plan, and a dummy behind them. Only those that move are sent, to all ranks.
 
-    Args:
-        rows: that this rank has; they are numbered throughout the ranks.
-        plan: (rank, micro-batch) -> numbers of rows.
-        accelerator: of the trainer.
-
-    Returns:
-        The rows, and for each micro-batch of this rank the places of its rows among them.
+    The plan is (rank, micro-batch) -> numbers of rows, which go on from rank to rank. Returns the rows, and for each
+    micro-batch of this rank the places of its rows among them.
     """
     rank, counts = accelerator.process_index, gather_object([len(rows["completion_ids"])])
     home = np.repeat(np.arange(len(counts)), counts).tolist()

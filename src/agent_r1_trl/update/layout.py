@@ -57,12 +57,8 @@ def deal(
 ) -> list[Inputs]:
     """The micro-batches of a rollout, `steps_per_generation` of them. All ranks must call it.
 
-    Args:
-        output: TRL's batch of this rank's R rows.
-        trajectories: (R,) that of each row, -1 for none.
-        order: (B,) the trajectories in the order in which they are trained on.
-        args: a `MultiTurnConfig`.
-        accelerator: of the trainer.
+    `output` is TRL's batch of this rank's R rows, `trajectories`, (R,), that of each row (-1 for none), and `order`,
+    (B,), says in which order these are trained on.
     """
     rows, is_filtered = dict(output), IS_KEPT in output
     is_dealt = trajectories >= 0

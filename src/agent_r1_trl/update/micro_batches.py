@@ -52,13 +52,9 @@ def repack(
 ) -> list[Inputs]:
     """The micro-steps of a rollout with their `MICRO_BATCHES`. All ranks must call it.
 
-    Args:
-        buffer: TRL's micro-batches in the order of training, with the scales for lost rows.
-        max_tokens: of a micro-batch; a row that is longer stands alone.
-        steps_per_update: micro-steps of one optimizer step, which divide the buffer or are divided by it.
-        share_prefixes: as for `pack`.
-        accelerator: of the trainer.
-        needs_every_step: no micro-step may be without a micro-batch.
+    The buffer holds TRL's micro-batches in the order of training, with the scales for lost rows; the micro-steps of an
+    optimizer step divide it or are divided by it. A row of more than `max_tokens` stands alone. With
+    `needs_every_step` no micro-step may be without a micro-batch.
     """
     width, steps = min(steps_per_update, len(buffer)), []
     for start in range(0, len(buffer), width):
