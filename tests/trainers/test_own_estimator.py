@@ -101,21 +101,19 @@ def test_a_lambda_trains_and_is_stored_under_a_name_that_cannot_be_loaded(tmp_pa
         MultiTurnGRPOConfig(**CPU, advantage_estimator=stored)
 
 
-def test_parts_are_logged_by_calling_it_on_each_unless_its_row_says_otherwise(tmp_path):
+def test_it_is_called_once_unless_parts_are_weighed_apart(tmp_path):
     calls = []
 
     def counted(inputs):
         calls.append(inputs)
         return my_grpo(inputs)
 
-    for logs_parts, num_calls in ((True, 3), (False, 1)):
+    for options, num_calls in (({}, 1), ({"separate_process_advantages": True}, 2)):
         calls.clear()
-        trainer = make_trainer(
-            tmp_path, advantage_estimator=Estimator(name="counted", compute=counted, logs_parts=logs_parts)
-        )
+        trainer = make_trainer(tmp_path, advantage_estimator=counted, **options)
         scored_batch(trainer)
         assert len(calls) == num_calls
-        assert ("credit/outcome_advantage_abs" in trainer._metrics["train"]) == logs_parts
+        assert ("credit/outcome_advantage_abs" in trainer._metrics["train"]) == (num_calls == 2)
 
 
 def test_what_the_page_on_extending_shows_trains(tmp_path):

@@ -109,7 +109,7 @@ class CreditInputs:
         return rewards if self.kl_rewards is None else rewards + self.kl_rewards
 
     def only(self, part: str) -> CreditInputs:
-        """A copy with the `process` or the `outcome` rewards alone; values and KL stay with the outcome."""
+        """A copy with the `process` or the `outcome` rewards alone; the KL penalty stays with the outcome."""
         if part == "outcome":
             return dataclasses.replace(
                 self,
@@ -121,8 +121,6 @@ class CreditInputs:
             outcome_token_rewards=torch.zeros_like(self.outcome_token_rewards),
             outcome_rewards=torch.zeros_like(self.outcome_rewards) + 0 * self.outcome_rewards,  # NaN stays
             kl_rewards=None,
-            values=None if self.values is None else torch.zeros_like(self.values),
-            bootstrap_values=None,
         )
 
 
@@ -145,7 +143,7 @@ class Estimator:
 
     name: str
     compute: Callable[[CreditInputs], Credit]
-    """A pure function. It is called on the rewards, and on the process and the outcome part of them alone."""
+    """A pure function. It is called on the rewards, with `weighs_parts` on the process and the outcome part."""
     baseline: str = ""
     """What a trajectory is compared with, for the documentation and the model card."""
     credit: str = ""
@@ -162,9 +160,6 @@ class Estimator:
     """Whether it reads `token_rewards` or `kl_rewards`, so that a KL penalty can stand in the rewards."""
     weighs_parts: bool = False
     """Whether process and outcome advantages are estimated apart and weighted afterwards, not their rewards."""
-    logs_parts: bool = True
-    """Whether `credit/process_advantage_abs` and `credit/outcome_advantage_abs` are logged. Switch it off for a
-    function that keeps a state: it is then called once per rollout."""
     weighs_turns: bool = False
     """Whether all tokens of a turn have one advantage, so that whitening counts turns, not tokens."""
     default_gamma_turn: float = 0.99

@@ -38,10 +38,7 @@ class CreditEstimator:
         in_baseline: torch.Tensor,
         group_size: int,
         progress: float,
-        kl_rewards: torch.Tensor | None = None,
-        values: torch.Tensor | None = None,
-        bootstrap_values: torch.Tensor | None = None,
-        is_kept: torch.Tensor | None = None,
+        **given: torch.Tensor | None,
     ) -> tuple[Credit, dict[str, float]]:
         """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
 
@@ -53,10 +50,7 @@ class CreditEstimator:
             in_baseline: (B,) bool; the rows of the others get advantage 0.
             group_size: trajectories of one prompt, which are consecutive rows.
             progress: share of the run that is over.
-            kl_rewards: (B, T).
-            values: (B, T).
-            bootstrap_values: (B,).
-            is_kept: (B,).
+            **given: `kl_rewards` and `values`, (B, T), `bootstrap_values` and `is_kept`, (B,).
         """
         process_weight = self.args.process_reward_weight
         process_weight *= schedule_factor(self.args.process_reward_schedule, progress)
@@ -75,20 +69,15 @@ class CreditEstimator:
             group_ids=torch.arange(first, first + len(trajectories), device=mask.device) // group_size,
             turn_rewards=weighted_turn_rewards(trajectories, weight=factors["process"], source_scales=scales),
             outcome_weight=factors["outcome"],
-        )
-        local = dataclasses.replace(
-            local,
-            kl_rewards=kl_rewards,
-            values=values,
-            bootstrap_values=bootstrap_values,
-            is_kept=is_kept,
             settings=credit_settings(self.args),
+            **given,
         )
         inputs = gather_credit_inputs(local, self.accelerator)
-        names = ("process", "outcome") if weighs_parts or self.estimator.logs_parts else ()
-        parts = {name: self.estimator.estimate(inputs.only(name)).advantages for name in names}  # (N, T) each
+        metrics = {"credit/process_weight": process_weight}
         if weighs_parts:
-            parts = {name: weights[name] * part for name, part in parts.items()}
+            parts = {name: w * self.estimator.estimate(inputs.only(name)).advantages for name, w in weights.items()}
+            sizes = {name: masked_mean(part.abs(), inputs.mask).item() for name, part in parts.items()}  # of (N, T)
+            metrics |= {f"credit/{name}_advantage_abs": size for name, size in sizes.items()}
             credit = Credit(advantages=parts["process"] + parts["outcome"])
         else:
             credit = self.estimator.estimate(inputs)
@@ -96,10 +85,6 @@ class CreditEstimator:
                 credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask, inputs.kept_mask)
             elif inputs.settings.whiten_advantages:
                 credit.advantages = masked_whiten(credit.advantages, inputs.mask, inputs.kept_mask)
-        metrics = {
-            f"credit/{name}_advantage_abs": masked_mean(x.abs(), inputs.mask).item() for name, x in parts.items()
-        }
-        metrics["credit/process_weight"] = process_weight
         if self.estimator.name == "gigpo":
             metrics["credit/step_group_size"] = mean_step_group_size(inputs)
         own, length = slice(first, first + len(trajectories)), mask.shape[1]
@@ -162,6 +147,7 @@ def read_credit_inputs(
     group_ids: torch.Tensor,
     turn_rewards: list[list[float]],
     outcome_weight: float,
+    **given: Any,
 ) -> CreditInputs:
     """Tensors of this rank's B trajectories, on the device of `mask`; rows outside the baseline are emptied here.
 
@@ -188,6 +174,7 @@ def read_credit_inputs(
         turn_rewards=pad_lists(turn_rewards, 0.0, length=width, dtype=torch.float32).to(device),
         outcome_rewards=torch.tensor(outcomes, device=device).float().masked_fill(~in_baseline, float("nan")),
         anchor_ids=pad_lists([anchors(t) for t in trajectories], -1, length=width, dtype=torch.long).to(device),
+        **given,
     )
 
 
