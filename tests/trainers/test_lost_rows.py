@@ -192,6 +192,18 @@ def test_a_step_whose_rows_are_all_lost_has_a_finite_gradient_of_zero(tmp_path):
     assert math.isfinite(nothing[0]["row_scale"])
 
 
+def test_a_lost_row_is_neither_in_the_baseline_nor_in_the_loss(tmp_path):
+    trainer = trainer_of(tmp_path, ["x", "xx", "xxx", LOST, "x", "xx", "xxx", "xxxx"])
+    batch = scored_batch(trainer)
+    lost = (batch["tool_mask"] * batch["completion_mask"]).sum(1) == 0
+    assert lost.tolist() == [False] * 3 + [True] + [False] * 4
+    assert (batch["advantages"][lost] == 0).all()
+    # Three valid members answer with 1, 2, 3 letters and earn -1, 1, -1: mean -1/3, std 1.1547.
+    expected = [(-1 + 1 / 3) / 1.154801, (1 + 1 / 3) / 1.154801, (-1 + 1 / 3) / 1.154801]
+    assert [row[row != 0][0].item() for row in batch["advantages"][:3]] == pytest.approx(expected, abs=1e-5)
+    assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
+
+
 def test_truncated_rows_stay_in_the_denominator_as_in_trl(tmp_path):
     rows = ["xx", CUT, "x", CUT, "xx", CUT, "x", CUT]
     trainer = trainer_of(tmp_path, rows, loss_type="grpo", truncated_trajectories="mask", **ACCUMULATION)

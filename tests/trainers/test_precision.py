@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from agent_r1_trl.cli.recipe import read_recipe, shipped_recipes
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from agent_r1_trl.trainers.metrics import LEAST_RATE, problem_of_recipe, rounding_problem
+from agent_r1_trl.trainers.metrics import LEAST_RATE, problem_of_recipe
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, questions
 from tests.trainers.test_ppo_trainer import make_ppo
@@ -97,8 +97,3 @@ def test_no_recipe_trains_weights_that_rounding_holds(name):
 )
 def test_a_recipe_is_judged_by_what_it_says(recipe, is_problem):
     assert bool(problem_of_recipe(recipe)) is is_problem
-
-
-def test_dtypes_have_names_or_are_torchs():
-    assert rounding_problem(torch.bfloat16, 1e-6) == rounding_problem("bfloat16", 1e-6) != ""
-    assert rounding_problem(torch.float32, 1e-6) == ""

@@ -103,7 +103,11 @@ async def in_turn(trajectory, **columns):
     return plain(trajectory, **columns)
 
 
-@pytest.mark.parametrize("function", [plain, in_turn])
+def drawn(trajectory, **columns):
+    yield from plain(trajectory, **columns)
+
+
+@pytest.mark.parametrize("function", [plain, in_turn, drawn])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_function_that_raises_is_named_with_its_line_and_the_example(setting, function):
     line = plain.__code__.co_firstlineno + 1
@@ -114,17 +118,6 @@ def test_a_function_that_raises_is_named_with_its_line_and_the_example(setting, 
     with pytest.raises(RewardError, match=said) as caught:
         SETTINGS[setting](function, trajectories_of(4), row=["2", "none", "2", "2"])
     assert isinstance(caught.value.__cause__, json.JSONDecodeError)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_a_generator_that_raises_is_named_as_well(setting):
-    def mine(trajectory, row, **columns):
-        for text in row:
-            yield [float(text)] * 2
-
-    said = rf"{setting}: mine raised ValueError: .*'none'.*Correct the function\. It was in example 'q1', generation 3"
-    with pytest.raises(RewardError, match=said):
-        SETTINGS[setting](mine, trajectories_of(4), row=["2", "none", "2", "2"])
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -57,6 +57,8 @@ def test_a_row_is_in_the_baseline_unless_the_machine_failed_or_nobody_scored_it(
     )
     trajectories[1].is_group_too_small = True
     assert [item.in_baseline for item in trajectories] == [True, False, False, False]
+    assert [item.is_scored for item in trajectories] == [True, True, False, True]
+    assert [item.outcome_reward for item in trajectories[:3]] == [pytest.approx(4.1), pytest.approx(3.1), 1.1]
 
 
 @pytest.mark.parametrize(
@@ -73,18 +75,6 @@ def test_the_loss_takes_what_the_policy_did_and_no_limit_cut_where_that_is_asked
     assert rewards_of("keep").in_loss(trajectory) is kept
     assert rewards_of("penalise").in_loss(trajectory) is kept
     assert rewards_of("mask").in_loss(trajectory) is masked
-
-
-def test_a_trajectory_that_nothing_scored_is_marked_and_its_outcome_stays():
-    trajectories = [two_turns(), two_turns()]
-    rewards_of("keep").place_on_outcomes(
-        trajectories, torch.tensor([[NAN], [2.0]]), functions=[len], names=["length"], weights=[1.0]
-    )
-    assert [(item.is_scored, item.outcome_reward) for item in trajectories] == [
-        (False, 1.1),
-        (True, pytest.approx(3.1)),
-    ]
-    assert [item.in_baseline for item in trajectories] == [False, True]
 
 
 def test_the_column_of_a_class_holds_the_outcome_of_its_own_environments():

@@ -20,7 +20,7 @@ from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say
 from tests.trainers.effects import CPU
-from tests.trainers.helpers import make_policy, make_trainer, move_weights, questions, scored_batch
+from tests.trainers.helpers import make_policy, make_trainer, move_weights, questions
 
 MANY = {"context": {"policy": "window", "turns": 99}}  # allows for rows, and rewrites nothing
 
@@ -149,11 +149,6 @@ def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
     assert_same_step(whole, (*rows[:2], whole[2]))
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", *nightly("dapo", "bnpo")])
-def test_the_unit_of_the_loss_may_be_a_turn_which_lies_in_one_row(tmp_path, loss_type):
-    assert_same_step(*both(tmp_path, loss_type=loss_type, loss_unit="turn"))
-
-
 @pytest.mark.parametrize(("loss_type", "unit", "same"), [("dapo", "trajectory", "grpo"), ("grpo", "token", "dapo")])
 def test_with_a_unit_one_loss_type_weighs_as_the_other_does_without(tmp_path, loss_type, unit, same):
     options = {"script": three_turns, "record_trajectories": "jsonl"}
@@ -273,21 +268,6 @@ def test_rewritten_contexts_are_refused_where_no_policy_rewrites_any():
 # -------------------------------------------------------------------- contexts that a policy rewrites
 
 WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4, "script": three_turns}
-
-
-def test_old_log_probs_of_a_row_are_those_of_a_plain_forward_of_it(tmp_path):
-    by_halves = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "per_device_train_batch_size": 4}
-    trainer = make_trainer(tmp_path, **WINDOW, **by_halves)
-    held = scored_batch(trainer)
-    rows = [row for item in trainer.last_trajectories for row in trained_rows(item)]
-    assert len(rows) == len(held["completion_ids"]) > len(trainer.last_trajectories)
-    for number, row in enumerate(rows):
-        ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
-        with torch.no_grad():
-            scores = trainer.model(ids).logits.log_softmax(dim=-1)[0, :-1].gather(1, ids[0, 1:, None])
-        expected = scores[len(row.prompt_ids) - 1 :, 0]
-        found = held["old_per_token_logps"][number, : len(expected)]
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("trainer_class", [MultiTurnGRPOTrainer, *nightly(MultiTurnPPOTrainer)])
