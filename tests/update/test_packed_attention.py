@@ -11,8 +11,6 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma2PreTrainedModel,
-    MistralConfig,
-    MistralForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
@@ -20,47 +18,14 @@ from trl.trainer.utils import add_fused_lm_head
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.packed_attention import (
     LENGTHS,
-    SEGMENTS,
     packed_attention,
     use_packed_attention,
 )
 from agent_r1_trl.update.packing import Layout, pack, packed_log_probs
 from tests.trainers.helpers import make_args
-from tests.update.test_packing import SHAPE, forked, forks, gradients_of, make_model, ragged
-
-SLIDING = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
-
+from tests.update.test_packing import SHAPE, SLIDING, forked, forks, make_model, ragged
 
 # -------------------------------------------------------------------- sdpa, segment by segment
-
-
-def make_mistral():
-    torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**SHAPE, head_dim=8, sliding_window=5))
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            torch.nn.init.normal_(parameter, 0, 0.2)
-    add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
-    return model
-
-
-@pytest.mark.parametrize("share_prefixes", [False, True])
-@pytest.mark.parametrize("rows", [ragged, forked])
-@pytest.mark.parametrize("make", [lambda: make_model("qwen3", **SLIDING), make_mistral], ids=["qwen3", "mistral"])
-def test_sliding_windows_are_those_of_padded_rows(make, rows, share_prefixes):
-    model = make().train()
-    ids, mask, scored = rows()
-    width = scored.shape[1]
-    weights = torch.randn(2, *scored.shape) * scored
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :-width] = -100
-    output = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
-    expected = output.log_probs[:, -width:], output.entropy[:, -width:]
-    gradients = gradients_of(model, *expected, weights)
-    assert use_packed_attention(model, share_prefixes=share_prefixes) == SEGMENTS
-    packed = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
-    torch.testing.assert_close(packed[0], expected[0] * scored, atol=1e-5, rtol=0)
-    torch.testing.assert_close(gradients_of(model, *packed, weights), gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_a_window_hides_what_is_further_back():

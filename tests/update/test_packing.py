@@ -2,13 +2,20 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from trl.trainer.utils import add_fused_lm_head
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.batching import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
-from agent_r1_trl.update.packed_attention import use_packed_attention
+from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedSegment, pack, packed_log_probs
 from tests.trainers.helpers import loss_and_gradients, make_trainer, scored_batch
 
@@ -103,9 +110,17 @@ SHAPE = {
 }  # fmt: skip
 
 
+SLIDING = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
 def make_model(family, **options):
     torch.manual_seed(0)
-    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[family]
+    config, model = FAMILIES[family]
     policy = model(config(**SHAPE | options, head_dim=8))
     for parameter in policy.parameters():
         if parameter.dim() == 2:
@@ -138,6 +153,12 @@ def forked(seed=0):
     return ids, torch.ones_like(ids), torch.rand(12, 16, generator=generator) < 0.4
 
 
+MODELS = {
+    "qwen3": ("qwen3", {}),
+    "windows in some layers": ("qwen3", SLIDING),
+    "windows in all layers": ("mistral", {"sliding_window": 5}),
+    "llama": ("llama", {}),
+}
 OTHERS = (("llama", False), ("qwen3", True))
 
 
@@ -150,11 +171,18 @@ def gradients_of(model, log_probs, entropies, weights):
 @pytest.mark.parametrize("share_prefixes", [False, True])
 @pytest.mark.parametrize("rows", [ragged, forked])
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [("qwen3", False), ("llama", True), *(pytest.param(*both, marks=pytest.mark.matrix) for both in OTHERS)],
+    ("kind", "checkpointing"),
+    [
+        ("qwen3", False),
+        ("windows in some layers", False),
+        ("windows in all layers", False),
+        ("llama", True),
+        *(pytest.param(*both, marks=pytest.mark.matrix) for both in OTHERS),
+    ],
 )
-def test_a_packed_forward_equals_the_padded_one(family, share_prefixes, checkpointing, rows):
-    model = make_model(family).train()
+def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, checkpointing, rows):
+    family, options = MODELS[kind]
+    model = make_model(family, **options).train()
     ids, mask, scored = rows()
     width = scored.shape[1]
     weights = torch.randn(2, *scored.shape) * scored
@@ -164,7 +192,7 @@ def test_a_packed_forward_equals_the_padded_one(family, share_prefixes, checkpoi
     expected = output.log_probs[:, -width:], output.entropy[:, -width:]
     gradients = gradients_of(model, *expected, weights)
 
-    use_packed_attention(model)
+    assert use_packed_attention(model, share_prefixes=share_prefixes) == SEGMENTS
     if checkpointing:
         model.gradient_checkpointing_enable()
     packed = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
