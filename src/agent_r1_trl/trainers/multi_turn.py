@@ -66,7 +66,6 @@ from agent_r1_trl.trainers.rewards import (
 )
 from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
-from agent_r1_trl.trainers.trl_release import check_trl
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import (
     TRAJECTORY_ROW,
@@ -82,8 +81,6 @@ from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
 from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
-
-check_trl()
 
 
 class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
@@ -199,12 +196,6 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
 
     # ---------------------------------------------------------------- the run begins
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        if self.env_factory is not None and self.train_dataset is not None:
-            columns = self.train_dataset.column_names or []
-            self._signature_columns: list[str] = [*{*self._signature_columns, *columns}]
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)

@@ -27,7 +27,6 @@ METHODS = {
     "_load_optimizer_and_scheduler": "checkpoint",
     "_prepare_inputs": "generation_batch",
     "_save_checkpoint": "model trial",
-    "_set_signature_columns_if_needed": "",
     "compute_loss": "model inputs *",
     "create_model_card": "model_name dataset_name tags",
     "log": "logs start_time",
