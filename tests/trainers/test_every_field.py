@@ -147,7 +147,11 @@ TABLE = {
     "servers": Refused(3, {"servers": {"urls": ["http://a:1"]}}, **SERVERS),
     "servers.urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
     "servers.max_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
-    "overlap_rollout": Refused(True, ENGINE),
+    "overlap_rollout": (
+        Refused(True, ENGINE),
+        Refused(True, {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
+        Refused(True, {"vllm_enable_sleep_mode": False}, vllm_enable_sleep_mode=True, **ENGINE),
+    ),
     # ---- ours: the shape of a rollout
     "prompts_per_rollout": (Acts(effects.shape, 4), Refused(4, {"steps_per_generation": 4}, steps_per_generation=3)),
     "updates_per_rollout": (Acts(effects.shape, 4), Refused(4, {"num_iterations": 2}, num_iterations=3)),
@@ -219,6 +223,8 @@ TABLE = {
     "max_tokens_per_micro_batch": (
         Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}),
         Refused(100, {"max_tokens_per_micro_batch": None}, update_layout="packed", loss_type="bnpo"),
+        Refused(0, {"max_tokens_per_micro_batch": 1}, update_layout="packed"),
+        Refused(100, {"optim": "adamw_torch"}, update_layout="packed", optim="lomo"),
         Refused(
             100,
             {"steps_per_generation": 4},
@@ -419,7 +425,10 @@ TABLE = {
     "entropy_coef_max": (Acts(effects.loss, 1e-3, **ADAPTIVE, entropy_target=99.0), Refused(0.1, ADAPTIVE)),
     "entropy_coef_delta": (Acts(effects.loss, 0.1, **ADAPTIVE, entropy_target=99.0), Refused(0.1, ADAPTIVE)),
     "entropy_target": (Acts(effects.loss, 99.0, **ADAPTIVE), Refused(0.1, ADAPTIVE)),
-    "off_policy_mask_threshold": Acts(effects.loss, 1.0, **UNCORRECTED),
+    "off_policy_mask_threshold": (
+        Acts(effects.loss, 1.0, **UNCORRECTED),
+        Refused(0.5, {"loss_mask": True}, {"use_vllm": False}, loss_mask=False, **ENGINE),
+    ),
     "use_bias_correction_kl": (
         Acts(effects.loss, False, beta=0.1),
         Refused(False, {"beta": 0.1}),

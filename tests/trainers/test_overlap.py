@@ -11,7 +11,6 @@ import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.trainers import MultiTurnGRPOConfig
 from agent_r1_trl.trainers.rollouts import Lookahead, training_order
 from tests.trainers.helpers import AddEnv, make_trainer, questions
 
@@ -239,16 +238,3 @@ def test_an_authors_mistake_in_the_next_rollout_is_heard(tmp_path):
     trainer, _ = watched(tmp_path, env=BrokenEnv, **OVERLAP)
     with pytest.raises(ValueError, match="outcome_reward"):
         trainer.train()
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        ({}, "overlap_rollout=True with use_vllm=False: the sampler needs weights of its own"),
-        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "nothing would correct"),
-        ({"use_vllm": True, "vllm_enable_sleep_mode": True}, "cannot sleep"),
-    ],
-)
-def test_settings_that_do_not_go_with_it_are_named(options, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        MultiTurnGRPOConfig(output_dir="unused", bf16=False, use_cpu=True, overlap_rollout=True, **options)

@@ -220,10 +220,3 @@ def test_an_engine_that_clips_one_norm_refuses_a_second_limit_and_says_so(tmp_pa
     args.critic_max_grad_norm = None
     with pytest.warns(UserWarning, match="clips one gradient norm"):
         check_optimizer_setup(args, accelerator)
-
-
-def test_no_limit_is_spelled_zero(tmp_path):
-    with pytest.raises(ValueError, match=r"max_grad_norm=None.*Set max_grad_norm=0"):
-        make_args(tmp_path, MultiTurnPPOConfig, num_generations=1, max_grad_norm=None)
-    with pytest.raises(ValueError, match="critic_max_grad_norm=-1"):
-        make_args(tmp_path, MultiTurnPPOConfig, num_generations=1, critic_max_grad_norm=-1)

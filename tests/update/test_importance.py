@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio
-from tests.trainers.helpers import make_args, make_trainer, scored_batch
+from tests.trainers.helpers import make_trainer, scored_batch
 
 NAN = float("nan")
 MASK = torch.tensor([[1, 1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0]])
@@ -93,13 +93,3 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     assert (expected[mask == 1] != 1).any()
     assert {"sampling/ratio_turn_0", "sampling/ratio_turn_1"} <= set(trainer._metrics["train"])
     assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)]
-)
-def test_a_cut_sampling_distribution_is_refused_while_ratios_are_on(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        make_args(tmp_path, use_vllm=True, **{name: value}).check_supported()
-    make_args(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False, **{name: value}).check_supported()
-    make_args(tmp_path, **{name: value}).check_supported()

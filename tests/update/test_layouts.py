@@ -146,33 +146,3 @@ def test_advantages_of_tokens_train_as_trls_advantages_of_rows(tmp_path, options
         assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-4
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], atol=1e-6, rtol=1e-4, msg=name)
-
-
-# -------------------------------------------------------------------- refusals
-
-
-VLLM = {"use_vllm": True}
-
-
-@pytest.mark.parametrize("unit", ["sequence", "turn"])
-def test_vespo_takes_ratios_of_tokens_only(unit):
-    options = {"loss_type": "vespo", "importance_sampling_unit": unit, **VLLM}
-    with pytest.raises(ValueError, match=f"importance_sampling_unit='{unit}' with loss_type='vespo'"):
-        MultiTurnGRPOConfig(**CPU, **options)
-    MultiTurnGRPOConfig(**CPU, **options | {"loss_type": "dapo"})
-    config = MultiTurnGRPOConfig(
-        **CPU, **options | {"importance_sampling_unit": None}, vllm_importance_sampling_mode="sequence_mask"
-    )
-    with pytest.raises(ValueError, match="vllm_importance_sampling_mode='sequence_mask' with loss_type='vespo'"):
-        config.check_supported()
-    config.vllm_importance_sampling_mode = "token_mask"
-    config.check_supported()
-
-
-def test_the_off_policy_mask_needs_log_probs_of_every_token_in_the_loss():
-    options = {"off_policy_mask_threshold": 0.5, "loss_mask": False}
-    with pytest.raises(ValueError, match=r"off_policy_mask_threshold=0.5 with loss_mask=False and use_vllm=True"):
-        MultiTurnGRPOConfig(**CPU, **VLLM, **options)
-    MultiTurnGRPOConfig(**CPU, **options)
-    MultiTurnGRPOConfig(**CPU, **VLLM, **options | {"loss_mask": True})
-    MultiTurnGRPOConfig(**CPU, **VLLM, **options | {"off_policy_mask_threshold": None})

@@ -11,7 +11,7 @@ from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.policy_loss import KeptRows
 from agent_r1_trl.update.layout import HAS_SIGNAL
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, STANDS_FOR, plan_micro_batches, valid_ids
-from tests.trainers.helpers import make_args, make_trainer, step_gradients
+from tests.trainers.helpers import make_trainer, step_gradients
 from tests.update.test_packing import assert_same_run, trained
 
 # -------------------------------------------------------------------- the plan
@@ -185,34 +185,3 @@ def test_a_run_that_stops_within_a_rollout_goes_on_with_its_micro_batches(tmp_pa
     other = make_trainer(tmp_path / "c", **options | {"max_tokens_per_micro_batch": 400})
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=300 and cannot go on with .*=400"):
         other.train(resume_from_checkpoint=checkpoint)
-
-
-# -------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize(
-    ("options", "flaw", "fix"),
-    [
-        ({}, "update_layout='padded'", {"update_layout": "packed"}),
-        ({"update_layout": "grouped"}, "update_layout='grouped'", {"update_layout": "shared"}),
-        (
-            {"update_layout": "packed", "gradient_accumulation_steps": 2, "steps_per_generation": 3},
-            "steps_per_generation=3 and gradient_accumulation_steps=2",
-            {"steps_per_generation": 4},
-        ),
-        ({"update_layout": "packed", "max_tokens_per_micro_batch": 0}, "=0", {"max_tokens_per_micro_batch": 1}),
-        ({"update_layout": "packed", "optim": "lomo"}, "optim='lomo'", {"optim": "adamw_torch"}),
-    ],
-)
-def test_what_tokens_cannot_decide_is_refused_and_the_fix_works(tmp_path, options, flaw, fix):
-    options = {"max_tokens_per_micro_batch": 100, "per_device_train_batch_size": 4, **options}
-    with pytest.raises(ValueError, match=rf"max_tokens_per_micro_batch.*{flaw}"):
-        make_args(tmp_path, **options)
-    make_args(tmp_path, **options | fix)
-
-
-def test_the_fix_of_a_mean_within_micro_batches_works(tmp_path):
-    options = {"update_layout": "shared", "max_tokens_per_micro_batch": 100, "loss_type": "bnpo", **SMALL}
-    with pytest.raises(ValueError, match=r"Remove max_tokens_per_micro_batch and set update_layout='packed'"):
-        make_args(tmp_path, **options)
-    make_args(tmp_path, **options | {"update_layout": "packed", "max_tokens_per_micro_batch": None})
