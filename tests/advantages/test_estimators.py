@@ -76,15 +76,6 @@ TURNS = torch.tensor([[0, 0, -1, -1, 1, 1, 1, -1]])
 bilevel = functools.partial(compute_bilevel_gae, gamma_turn=0.95, lam_turn=0.9, gamma=0.99, lam=0.8)
 
 
-def test_gae_is_gae_on_the_row_without_its_observations():
-    where = MASK[0].bool()
-    short = [x[:, where] for x in (REWARDS, VALUES, MASK)]
-    for long, compact in zip(
-        compute_gae(REWARDS, VALUES, MASK, gamma=0.9, lam=0.8), compute_gae(*short, gamma=0.9, lam=0.8), strict=True
-    ):
-        assert torch.equal(long[:, where], compact)
-
-
 def test_in_the_ablation_observation_tokens_extend_the_turn_before_them():
     steps = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
     as_own = torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1]])

@@ -92,6 +92,30 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
     )
 
 
+LOST, CUT = "lost", "cut"
+
+
+def answering(tmp_path, rows, *, trainer=MultiTurnGRPOTrainer, **options):
+    """A trainer whose trajectories say these texts in turns, lose their sampler, or are cut by `max_turns`."""
+    tokenizer = make_tokenizer("qwen3")
+    chat = ChatFormat(tokenizer)
+
+    def answer(request):
+        what = rows[request.index % len(rows)]
+        if what == LOST:
+            return RuntimeError("the machine is gone")
+        return chat.encode_reply(call() if what == CUT else say(what))
+
+    arguments = {"env": AddEnv, "model": make_policy(tokenizer)}
+    arguments |= {name: options.pop(name) for name in ("reward_funcs", "env", "tools", "model") if name in options}
+    options = {"max_concurrency": 1, "max_turns": 1} | options
+    return trainer(
+        args=make_args(tmp_path, trainer.config_class, **options), train_dataset=questions(),
+        processing_class=tokenizer, generator=ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids),
+        **arguments,
+    )  # fmt: skip
+
+
 class LikelihoodTrainer(MultiTurnGRPOTrainer):
     """Pulls the policy towards what it sampled, whatever that earned: a loss term of a user's own."""
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.recording import read_records
 from tests.trainers.helpers import PlainEnv, make_trainer, questions
 
@@ -58,17 +57,6 @@ def test_evaluation_samples_the_same_rollout_and_changes_nothing(tmp_path):
     assert all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
     assert [item.split for item in read_records(tmp_path)] == ["eval"] * 8
     assert all(request.params.temperature == 0.0 for request in trainer.rollouts.runner.generator.requests)
-
-
-def test_evaluation_has_its_own_temperature_and_every_other_sampling_option_of_training(tmp_path):
-    cut = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2}
-    trainer = make_trainer(
-        tmp_path, eval_dataset=questions(4), per_device_eval_batch_size=4, eval_temperature=0.5, **cut
-    )
-    trainer.evaluate()
-    assert {request.params for request in trainer.rollouts.runner.generator.requests} == {
-        SamplingParams(temperature=0.5, **cut)
-    }
 
 
 def weights_after(tmp_path, **options):

@@ -8,48 +8,26 @@ import pytest
 import torch
 from trl.trainer.utils import nanstd
 
-from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales
 from agent_r1_trl.trainers.metrics import return_metrics
 from agent_r1_trl.update.batching import loss_weights, set_valid_scales
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
+from tests.toys import AddEnv
 from tests.trainers.helpers import (
+    CUT,
+    LOST,
     LikelihoodTrainer,
-    make_args,
+    answering,
     make_policy,
     move_weights,
-    questions,
     scored_batch,
     step_gradients,
 )
 
-LOST, CUT = "lost", "cut"
 ROWS = ["xx", LOST, "x", LOST, LOST, "xxxxx", LOST, "xxxx"]
 """Two groups of four; an even number of letters is right."""
-
-
-def trainer_of(tmp_path, rows, *, trainer=MultiTurnGRPOTrainer, **options):
-    """Trajectories that answer with these texts, lose their sampler, or are cut by `max_turns`."""
-    tokenizer = make_tokenizer("qwen3")
-    chat = ChatFormat(tokenizer)
-
-    def answer(request):
-        what = rows[request.index]
-        if what == LOST:
-            return RuntimeError("the machine is gone")
-        return chat.encode_reply(call() if what == CUT else say(what))
-
-    arguments = {"env": AddEnv, "model": make_policy(tokenizer)}
-    arguments |= {name: options.pop(name) for name in ("reward_funcs", "env", "tools", "model") if name in options}
-    return trainer(
-        args=make_args(tmp_path, trainer.config_class, max_concurrency=1, max_turns=1, **options),
-        train_dataset=questions(), processing_class=tokenizer,
-        generator=ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids), **arguments,
-    )  # fmt: skip
 
 
 def add(a: int, b: int) -> int:
@@ -78,7 +56,7 @@ ACCUMULATION = {"per_device_train_batch_size": 2, "gradient_accumulation_steps":
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", *nightly("dr_grpo", "sapo", "luspo", "cispo", "vespo")])
 def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_type):
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    trainer = trainer_of(tmp_path, ROWS, model=str(tmp_path / "policy"), loss_type=loss_type, beta=0.1, **ACCUMULATION)
+    trainer = answering(tmp_path, ROWS, model=str(tmp_path / "policy"), loss_type=loss_type, beta=0.1, **ACCUMULATION)
     gradients, buffer = step_gradients(trainer)
     live = [inputs["in_baseline"] for inputs in buffer]
     assert sum(int(rows.sum()) for rows in live) == 4
@@ -103,7 +81,7 @@ def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_ty
 def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_valid_rows(tmp_path, adaptive):
     rows = [LOST] * 7 + ["xx"]
     bonus = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_max": 0.3} if adaptive else {}
-    trainer = trainer_of(tmp_path, rows, entropy_coef=0.3, min_group_size=1, **bonus, **ACCUMULATION)
+    trainer = answering(tmp_path, rows, entropy_coef=0.3, min_group_size=1, **bonus, **ACCUMULATION)
     trainer._last_world_entropy = 0.0
     gradients, buffer = step_gradients(trainer)  # a group of one has advantage 0: what is left is the bonus
     (alone,) = [only(inputs, inputs["in_baseline"]) for inputs in buffer if inputs["in_baseline"].any()]
@@ -123,10 +101,10 @@ def test_the_entropy_bonus_is_the_mean_over_micro_batches_with_valid_rows(tmp_pa
 
 def test_a_loss_term_of_ones_own_is_a_mean_over_the_tokens_that_are_left(tmp_path):
     options = {"trainer": LikelihoodTrainer, "loss_type": "grpo"} | ACCUMULATION
-    gradients, buffer = step_gradients(trainer_of(tmp_path / "a", ROWS, **options))
-    plain, _ = step_gradients(trainer_of(tmp_path / "b", ROWS, **options | {"trainer": MultiTurnGRPOTrainer}))
+    gradients, buffer = step_gradients(answering(tmp_path / "a", ROWS, **options))
+    plain, _ = step_gradients(answering(tmp_path / "b", ROWS, **options | {"trainer": MultiTurnGRPOTrainer}))
     masks = [(inputs["completion_mask"] * inputs["tool_mask"]).bool() for inputs in buffer]
-    trainer = trainer_of(tmp_path / "c", ROWS, **options)
+    trainer = answering(tmp_path / "c", ROWS, **options)
     move_weights(trainer.model)
     total = sum(int(mask.sum()) for mask in masks)
     for inputs, mask in zip(buffer, masks, strict=True):
@@ -183,7 +161,7 @@ def test_a_buffer_that_optimizer_steps_do_not_divide_is_counted_as_a_whole(steps
 
 
 def test_a_step_whose_rows_are_all_lost_has_a_finite_gradient_of_zero(tmp_path):
-    trainer = trainer_of(tmp_path, ["xx", "x", "x", "xx"] + [LOST] * 4, loss_type="grpo", **ACCUMULATION)
+    trainer = answering(tmp_path, ["xx", "x", "x", "xx"] + [LOST] * 4, loss_type="grpo", **ACCUMULATION)
     change = lambda inputs: inputs | {"tool_mask": inputs["tool_mask"] * 0}  # noqa: E731
     gradients, _ = step_gradients(trainer, change)
     assert all((gradient == 0).all() for gradient in gradients.values())
@@ -193,7 +171,7 @@ def test_a_step_whose_rows_are_all_lost_has_a_finite_gradient_of_zero(tmp_path):
 
 
 def test_a_lost_row_is_neither_in_the_baseline_nor_in_the_loss(tmp_path):
-    trainer = trainer_of(tmp_path, ["x", "xx", "xxx", LOST, "x", "xx", "xxx", "xxxx"])
+    trainer = answering(tmp_path, ["x", "xx", "xxx", LOST, "x", "xx", "xxx", "xxxx"])
     batch = scored_batch(trainer)
     lost = (batch["tool_mask"] * batch["completion_mask"]).sum(1) == 0
     assert lost.tolist() == [False] * 3 + [True] + [False] * 4
@@ -206,7 +184,7 @@ def test_a_lost_row_is_neither_in_the_baseline_nor_in_the_loss(tmp_path):
 
 def test_truncated_rows_stay_in_the_denominator_as_in_trl(tmp_path):
     rows = ["xx", CUT, "x", CUT, "xx", CUT, "x", CUT]
-    trainer = trainer_of(tmp_path, rows, loss_type="grpo", truncated_trajectories="mask", **ACCUMULATION)
+    trainer = answering(tmp_path, rows, loss_type="grpo", truncated_trajectories="mask", **ACCUMULATION)
     _, buffer = step_gradients(trainer)
     assert all(inputs["in_baseline"].all() and inputs["row_scale"] == 1 for inputs in buffer)
 
@@ -222,14 +200,14 @@ def test_a_row_that_nobody_scored_is_not_in_the_loss(tmp_path):
     rows = ["x", "xx", "xxx", "xxx", "xxx", "xx", "x", "x"]
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     options = {"env": None, "tools": [add], "reward_funcs": even, "model": str(tmp_path / "policy"), "beta": 0.1}
-    trainer = trainer_of(tmp_path, rows, **options)
+    trainer = answering(tmp_path, rows, **options)
     batch = scored_batch(trainer)
     mask = batch["completion_mask"] * batch["tool_mask"]
     assert (mask.sum(dim=1) > 0).tolist() == [True, True, False, False, False, True, True, True]
     assert batch["num_items_in_batch"] == mask.sum()
     assert (batch["advantages"][:2, 0] * torch.tensor([-1, 1]) > 0).all()
     assert trainer._metrics["train"]["reward"] == [pytest.approx(2 / 5)]
-    opened = scored_batch(trainer_of(tmp_path, rows, loss_mask=False, **options))
+    opened = scored_batch(answering(tmp_path, rows, loss_mask=False, **options))
     assert (opened["tool_mask"].sum(dim=1) > 0).tolist() == (mask.sum(dim=1) > 0).tolist()
 
 
@@ -250,7 +228,7 @@ WITH_CUTS = ["xx", "x", CUT, "xxxx", "x", CUT, "xx", "xxx"]
     ids=str,
 )
 def test_whitening_is_over_the_tokens_that_are_trained_on(tmp_path, trainer, options):
-    batch = scored_batch(trainer_of(tmp_path, WITH_CUTS, trainer=trainer, truncated_trajectories="mask", **options))
+    batch = scored_batch(answering(tmp_path, WITH_CUTS, trainer=trainer, truncated_trajectories="mask", **options))
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     assert (mask.sum(dim=1) == 0).tolist() == [what == CUT for what in WITH_CUTS]
     trained = batch["advantages"][mask].double()
@@ -262,10 +240,8 @@ def test_whitening_is_over_the_tokens_that_are_trained_on(tmp_path, trainer, opt
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "turn_grpo", "gigpo"])
 def test_a_masked_trajectory_still_counts_in_its_group(tmp_path, estimator):
-    kept = scored_batch(trainer_of(tmp_path, WITH_CUTS, advantage_estimator=estimator))
-    masked = scored_batch(
-        trainer_of(tmp_path, WITH_CUTS, advantage_estimator=estimator, truncated_trajectories="mask")
-    )
+    kept = scored_batch(answering(tmp_path, WITH_CUTS, advantage_estimator=estimator))
+    masked = scored_batch(answering(tmp_path, WITH_CUTS, advantage_estimator=estimator, truncated_trajectories="mask"))
     is_cut = torch.tensor([what == CUT for what in WITH_CUTS])
     torch.testing.assert_close(masked["advantages"][~is_cut], kept["advantages"][~is_cut])
     assert (masked["advantages"][is_cut] == 0).all()
@@ -279,7 +255,7 @@ def test_the_scale_of_a_reward_source_leaves_out_lost_rows(tmp_path):
 
     rows = ["x", CUT, "x", CUT, LOST, LOST, LOST, LOST]
     options = {"env": Logged, "normalize_process_rewards": True, "scale_rewards": "none"}
-    batch = scored_batch(trainer_of(tmp_path, rows, **options))
+    batch = scored_batch(answering(tmp_path, rows, **options))
     # A cut trajectory earned 0.5 for its call: over the four valid rows 0 .5 0 .5, std .288675, so that R is 1 or
     # 1 + .5 / .288675 = 2.732051. With the four lost rows the std would be .231455, and R 3.160247.
     expected = 3**0.5 / 2
@@ -293,7 +269,7 @@ def test_the_scale_of_a_reward_source_leaves_out_lost_rows(tmp_path):
 def test_the_table_of_completions_shows_what_was_trained_on(tmp_path):
     options = {"advantage_estimator": "turn_grpo", "process_reward_weight": 0.5, "truncated_trajectories": "mask"}
     rows = ["xx", "x", CUT, "xxxx", LOST, CUT, "xx", "xxx"]
-    trainer = trainer_of(tmp_path, rows, log_completions=True, record_trajectories="jsonl", **options)
+    trainer = answering(tmp_path, rows, log_completions=True, record_trajectories="jsonl", **options)
     trainer.train()
     (path,) = (tmp_path / "completions").glob("*.parquet")
     table = pd.read_parquet(path)
@@ -316,7 +292,7 @@ def test_the_reward_metrics_are_those_of_the_returns_that_were_trained_on(tmp_pa
         return [float(len(messages[-1]["content"])) if messages else 7.0 for messages in completions]
 
     rows = ["xx", "x", CUT, "xxxx", LOST, CUT, "xx", "xxx"]
-    trainer = trainer_of(
+    trainer = answering(
         tmp_path, rows, reward_funcs=[length], **source, truncated_trajectories="penalise", truncation_penalty=-0.25
     )
     batch = scored_batch(trainer)
@@ -350,7 +326,7 @@ def test_micro_batches_without_loss_tokens_do_not_enter_the_logged_means(tmp_pat
     make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
 
     def logged(**options):
-        run = trainer_of(
+        run = answering(
             tmp_path, rows, trainer=trainer, model=str(tmp_path / "policy"), num_generations=4, beta=0.1, **options
         )
         run.train()

@@ -10,7 +10,6 @@ from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, compute_st
 from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.critic import critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from tests.effort import nightly
 from tests.toys import call, say
 from tests.trainers.helpers import loss_and_gradients, make_trainer, questions, scored_batch
 
@@ -162,19 +161,6 @@ def test_kl_in_the_reward_lowers_returns_and_leaves_the_loss_alone(tmp_path):
     trainer.beta, before = 0.0, trainer.beta
     assert before == 0.5  # put back after the loss
     assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(loss.item(), abs=1e-7)
-
-
-@pytest.mark.parametrize("kind", ["model", *nightly("adapter", "head")])
-def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path, kind):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "critic_warmup_steps": 1, "with_lora": True}
-    whole = make_ppo(tmp_path / "a", kind, **options)
-    whole.train()
-    resumed = make_ppo(tmp_path / "a", kind, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (whole, resumed)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    for (name, one), (_, two) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
-        torch.testing.assert_close(one, two, msg=name)
 
 
 def test_lora_runs_get_an_adapter_and_full_runs_a_model(tmp_path):

@@ -10,20 +10,19 @@ import torch
 from peft import LoraConfig
 
 from agent_r1_trl import RolloutCallback
-from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.features.sampling.rules import raw_returns
-from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.update.batching import DUMMY, TRAJECTORY_ROW, join_rows, take_rows
 from agent_r1_trl.update.layout import IS_KEPT, UPDATE_LAYOUTS, deal, plan_deal
 from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
+from tests.toys import AddEnv, say
 from tests.trainers.helpers import (
-    make_args,
+    CUT,
+    LOST,
+    answering,
     make_policy,
     make_trainer,
     move_weights,
-    questions,
     same,
     scored_batch,
     step_gradients,
@@ -32,7 +31,6 @@ from tests.trainers.helpers import (
 )
 
 LOSS_TYPES = ("grpo", "dr_grpo", "sapo", "luspo", "bnpo", "dapo", "cispo", "vespo")
-LOST, CUT = "lost", "cut"
 ROWS = ["xx", "xxxxxx", "xx", "xxxxxxxx", "x", "xxxx", "x", "xx", "x", "x", "xxx", "x", "xxxx", "xx", LOST, "x"]
 """Four groups of four, an even number of letters is right: stds 0 .577 0 .577."""
 KEPT = [4, 5, 6, 7, 12, 13, 15]
@@ -41,24 +39,8 @@ HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5}
 QUARTER = {"sampling.filter_groups": "top_fraction"}
 
 
-def trainer_of(tmp_path, rows=ROWS, *, trainer=MultiTurnGRPOTrainer, **options):
-    """Trajectories that answer with these texts, lose their sampler, or are cut by `max_turns`."""
-    tokenizer = make_tokenizer("qwen3")
-    chat = ChatFormat(tokenizer)
-
-    def answer(request):
-        what = rows[request.index % len(rows)]
-        if what == LOST:
-            return RuntimeError("the machine is gone")
-        return chat.encode_reply(call() if what == CUT else say(what))
-
-    model = options.pop("model", None) or make_policy(tokenizer)
-    options = SIZES | {"max_concurrency": 1, "max_turns": 1} | options
-    return trainer(
-        env=AddEnv, model=model, args=make_args(tmp_path, trainer.config_class, **options),
-        train_dataset=questions(), processing_class=tokenizer,
-        generator=ScriptedGenerator(answer, stop_token_ids=chat.stop_token_ids),
-    )  # fmt: skip
+def trainer_of(tmp_path, rows=ROWS, **options):
+    return answering(tmp_path, rows, **SIZES | options)
 
 
 WHITENED = {
