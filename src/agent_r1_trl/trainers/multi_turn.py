@@ -304,10 +304,8 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
     def score(self, batch: RolloutBatch, filler: RolloutBatch | None = None) -> None:
         """Reward turns, call the reward functions, and make their values part of the outcomes. All ranks must call it.
 
-        Args:
-            batch: of n trajectories; gets `reward_values`.
-            filler: where ranks may have different numbers of trajectories, a batch with at least one: its first one
-                fills up those that have fewer, since TRL gathers equally many values from all.
+        Where ranks may have different numbers of trajectories, the first one of `filler` fills up those that have
+        fewer, since TRL gathers equally many values from all.
         """
         self.rewards.place_on_turns(batch.trajectories, batch.rows)
         parts: Any = {"tokenizer": self._tokenizer, "is_single_turn": self.env_factory is SingleTurnEnv}

@@ -265,11 +265,7 @@ class LossPass:
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """A loss term of the user's, summed over this micro-batch's tokens, and its mean per token over all ranks.
 
-        Args:
-            name: under which it is logged.
-            function: the trainer's `extra_loss`, or the function that `loss_term` stands for.
-            inputs: TRL's micro-batch.
-            accelerator: of the trainer.
+        `function` is the trainer's `extra_loss`, or the one that `loss_term` stands for.
 
         Raises:
             ValueError: if the term is no scalar tensor.

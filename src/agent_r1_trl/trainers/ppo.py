@@ -93,11 +93,8 @@ def split_by_role(
 ) -> None:
     """Split every parameter group by `role`, and add the critic's parameters that a user's optimizer does not know.
 
-    Args:
-        optimizer: changed in place.
-        critic: the critic's parameters.
-        rate: the critic's learning rate; None for the groups' own.
-        has_schedule: a scheduler holds one rate for each of the present groups.
+    The critic's learning rate is `rate`, or that of the groups. With `has_schedule` a scheduler holds a rate for each
+    of the present groups.
 
     Raises:
         ValueError: the groups must change, and a scheduler came along.

@@ -195,12 +195,7 @@ def pack(
 
 
 def needed_columns(scored: torch.Tensor, num_prompt: int) -> torch.Tensor:
-    """(B,) the column behind the token that predicts each row's last scored one; 0 for a row without any.
-
-    Args:
-        scored: (B, T) bool.
-        num_prompt: columns before them.
-    """
+    """(B,) the column behind the token that predicts a row's last scored one, of (B, T); 0 for a row without any."""
     last = scored.shape[1] - 1 - scored.flip(1).int().argmax(dim=1)  # (B,)
     return torch.where(scored.any(dim=1), num_prompt + last, 0)
 
