@@ -5,7 +5,7 @@ import random
 
 import torch
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
@@ -192,6 +192,16 @@ def state_of(trainer):
     return copy.deepcopy(
         [trainer.model.state_dict(), trainer.optimizer.state_dict()["state"], trainer.lr_scheduler.state_dict()]
     )
+
+
+class Remember(TrainerCallback):
+    """Keeps the weights after each optimizer step."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen[state.global_step] = {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def watched(trainer):

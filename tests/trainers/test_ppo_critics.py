@@ -4,14 +4,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from agent_r1_trl.critic import ValueHead, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.batching import TrainingRows, trim_padding, whole_rows
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import PlainEnv, make_policy, questions, scored_batch
+from tests.trainers.helpers import PlainEnv, Remember, make_policy, questions, scored_batch
 from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
 
 # -------------------------------------------------------------------- values and padding
@@ -144,14 +144,6 @@ class Worse(MultiTurnPPOTrainer):
 
     def evaluate(self, *args, **kwargs):
         return {"eval_loss": float(self.state.global_step)}
-
-
-class Remember(TrainerCallback):
-    def __init__(self):
-        self.seen = {}
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.seen[state.global_step] = {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["adapter", *nightly("head", "model")])

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from transformers import TrainerCallback
 from transformers.trainer_utils import SchedulerType
 
 from agent_r1_trl.critic import critic_parameters, is_critic_name
@@ -13,7 +12,7 @@ from agent_r1_trl.trainers import MultiTurnPPOConfig
 from agent_r1_trl.trainers.ppo import check_deepspeed_config, check_optimizer_setup, clip_by_role
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_args, make_policy, questions
+from tests.trainers.helpers import Remember, make_args, make_policy, questions
 from tests.trainers.test_ppo_trainer import make_ppo, random_head
 
 
@@ -117,16 +116,8 @@ OPTIMIZERS = {
 }
 
 
-class Watch(TrainerCallback):
-    def __init__(self):
-        self.seen = {}
-
-    def on_step_end(self, args, state, control, model=None, **kwargs):
-        self.seen[state.global_step] = {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
 def assert_warm_up_moves_the_critic_alone(tmp_path, kind="head", **options):
-    watch = Watch()
+    watch = Remember()
     trainer = make_ppo(
         tmp_path, kind, max_steps=2, critic_warmup_steps=1, weight_decay=0.5, per_device_train_batch_size=2,
         callbacks=[watch], eval_dataset=questions(2), per_device_eval_batch_size=2, **options,

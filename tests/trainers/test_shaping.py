@@ -14,6 +14,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, confi
 from tests.trainers.helpers import make_args, make_trainer
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}
+EIGHT = {"num_generations": 8}
 
 
 @pytest.fixture(params=[1, 2])
@@ -39,36 +40,22 @@ def shape_of(config_class=MultiTurnGRPOConfig, **options):
     )
 
 
-def test_trls_settings_give_the_shape_by_the_formulas(processes):
-    # prompts = 4 * processes * 6 / 8; updates = 6 / 3 * 2; trajectories of an update = 4 * processes * 3
-    options = {"per_device_train_batch_size": 4, "steps_per_generation": 6, "gradient_accumulation_steps": 3}
-    expected = {1: (3, 8, 4, 12), 2: (6, 8, 4, 24)}[processes]
-    assert shape_of(**options, num_generations=8, num_iterations=2) == expected
-
-
-def test_by_default_a_rollout_is_one_update(processes):
-    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "num_generations": 8}
-    assert shape_of(**options) == {1: (4, 8, 1, 32), 2: (8, 8, 1, 64)}[processes]
-    assert shape_of(**options, num_iterations=3) == {1: (4, 8, 3, 32), 2: (8, 8, 3, 64)}[processes]
-
-
-def test_a_step_may_take_its_rows_from_two_rollouts():
-    options = {"steps_per_generation": 3, "gradient_accumulation_steps": 2}
-    assert shape_of(**options, per_device_train_batch_size=8, num_generations=8) == (3, 8, 1.5, 16)
-
-
-def test_ragens_rollout_is_the_same_on_any_number_of_processes(processes):
-    args = MultiTurnPPOConfig(
-        **CPU, per_device_train_batch_size=4, num_generations=16, prompts_per_rollout=8, updates_per_rollout=4
-    )
-    assert (args.steps_per_generation, args.gradient_accumulation_steps) == {1: (32, 8), 2: (16, 4)}[processes]
-    assert args.generation_batch_size == 128
-    assert str(args.rollout_shape) == "8 prompts x 16 responses per rollout, 4 update(s) of 32 trajectories"
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        # TRL's own settings: prompts = 4 * processes * 6 / 8; updates = 6 / 3 * 2; trajectories = 4 * processes * 3
+        (
+            {"per_device_train_batch_size": 4, "steps_per_generation": 6, "gradient_accumulation_steps": 3, **EIGHT}
+            | {"num_iterations": 2},
+            {1: (3, 8, 4, 12), 2: (6, 8, 4, 24)},
+        ),
+        # by default a rollout is one update; a step may take its rows from two rollouts
+        ({"gradient_accumulation_steps": 4, **EIGHT}, {1: (4, 8, 1, 32), 2: (8, 8, 1, 64)}),
+        ({"gradient_accumulation_steps": 4, **EIGHT, "num_iterations": 3}, {1: (4, 8, 3, 32), 2: (8, 8, 3, 64)}),
+        (
+            {"steps_per_generation": 3, "gradient_accumulation_steps": 2, **EIGHT},
+            {1: (3, 8, 1.5, 16), 2: (6, 8, 1.5, 32)},
+        ),
         # prompts alone: one update per accumulated batch
         ({"prompts_per_rollout": 8}, {1: (8, 4, 4, 8), 2: (8, 4, 2, 16)}),
         ({"prompts_per_rollout": 8, "gradient_accumulation_steps": 2}, {1: (8, 4, 2, 16), 2: (8, 4, 1, 32)}),
@@ -90,8 +77,9 @@ def test_ragens_rollout_is_the_same_on_any_number_of_processes(processes):
         ),
     ],
 )
-def test_prompts_and_updates_per_rollout_are_what_was_asked_for(processes, options, expected):
-    assert shape_of(per_device_train_batch_size=8, num_generations=4, **options) == expected[processes]
+def test_a_rollout_has_the_shape_that_was_asked_for(processes, options, expected):
+    options = {"per_device_train_batch_size": 8, "num_generations": 4} | options
+    assert shape_of(**options) == expected[processes]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +179,7 @@ def test_the_recipes_of_the_page_have_the_shape_that_it_says(monkeypatch):
     for count, steps, accumulated, trajectories in (map(int, row) for row in table):
         run_on(monkeypatch, count)
         args = MultiTurnPPOConfig(**CPU, **ragen)
+        assert str(args.rollout_shape).startswith("8 prompts x 16 responses per rollout, 4 update(s) of ")
         assert (args.steps_per_generation, args.gradient_accumulation_steps) == (steps, accumulated)
         assert shape_of(MultiTurnPPOConfig, **ragen) == (8, 16, 4, trajectories)
         assert shape_of(**better) == (32, 4, 1, 128)

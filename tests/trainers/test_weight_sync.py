@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv
-from tests.trainers.helpers import make_args, make_policy, questions, scripted, two_turns
+from tests.trainers.helpers import Remember, make_args, make_policy, questions, scripted, two_turns
 
 
 class Copying(ScriptedGenerator):
@@ -50,16 +49,10 @@ def test_the_best_model_is_brought_to_the_sampler(make):
         Worse, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
         load_best_model_at_end=True, metric_for_best_model="eval_loss",
     )  # fmt: skip
-    last = {}
-
-    class Last(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            last["weights"] = [parameter.detach().clone() for parameter in model.parameters()]
-
-    trainer.add_callback(Last())
+    trainer.add_callback(memory := Remember())
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
-    assert not all(map(torch.equal, last["weights"], trainer.model.parameters()))
+    assert not all(map(torch.equal, memory.seen[2].values(), trainer.model.parameters()))
     MultiTurnGRPOTrainer.evaluate(trainer)
     assert generator.has_those_of(trainer.model)
 
