@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class KeptRows:
-    """Takes rows out of the update of a run, and skips the steps that are left without any."""
+    """Skips the optimizer steps that are left without any row, and makes the others a mean over rollouts with rows."""
 
     def __init__(self, args: Any, accelerator: Any) -> None:
         self._args, self._accelerator = args, accelerator
