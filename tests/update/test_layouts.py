@@ -10,6 +10,7 @@ from trl import GRPOTrainer
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, config_checks
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES
+from tests.effort import short
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     loss_and_gradients,
@@ -38,6 +39,17 @@ OPTIONS = [
     {"advantage_estimator": "turn_grpo", "loss_type": "vespo"},
     {"loss_mask": False, "loss_type": "sapo"},
 ]
+SOME = (
+    {"loss_type": "grpo"},
+    {"loss_type": "bnpo"},
+    {"loss_type": "dapo"},
+    {"beta": 0.1, "use_bias_correction_kl": True},
+    {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+    {"off_policy_mask_threshold": 0.01},
+    {"top_entropy_quantile": 0.5},
+    {"advantage_estimator": "turn_grpo", "loss_type": "vespo"},
+    {"loss_mask": False, "loss_type": "sapo"},
+)
 PER_MICRO_BATCH = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy")
 
 
@@ -45,7 +57,7 @@ def test_the_loss_types_of_this_trl_are_known():
     assert tuple(LOSS_TYPES) == config_checks.LOSS_TYPES
 
 
-@pytest.mark.parametrize("options", [{"loss_type": name} for name in LOSS_TYPES] + OPTIONS, ids=str)
+@pytest.mark.parametrize("options", short([{"loss_type": name} for name in LOSS_TYPES] + OPTIONS, *SOME), ids=str)
 def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_path, options):
     policy = tmp_path / "policy"
     make_policy(make_tokenizer("qwen3")).save_pretrained(policy)
@@ -127,7 +139,14 @@ ROWS_AND_TOKENS = [{"loss_type": name} for name in LOSS_TYPES] + [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", ROWS_AND_TOKENS, ids=str)
+OF_THEM = (
+    *({"loss_type": name} for name in ("grpo", "cispo", "sapo", "vespo")),
+    *({"loss_type": name, "importance_sampling_level": "sequence"} for name in ("luspo", "dapo")),
+    {"loss_type": "grpo", "off_policy_mask_threshold": 0.01},
+)
+
+
+@pytest.mark.parametrize("options", short(ROWS_AND_TOKENS, *OF_THEM), ids=str)
 def test_advantages_of_tokens_train_as_trls_advantages_of_rows(tmp_path, options):
     """Ours are (B, T) with 0 outside the loss, TRL's are (B,); what it makes of their sign must not differ."""
     trainer = make_trainer(tmp_path, num_iterations=2, **options)
