@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import errors, main, train
-from agent_r1_trl.features.reliability import signal_handlers, signals
+from agent_r1_trl.features.reliability import signal_handlers
 from agent_r1_trl.features.reliability.nonfinite import NonFiniteError
+from agent_r1_trl.features.reliability.ranks import RankLostError
 from agent_r1_trl.rollout.watchdog import LoopLostError
 from tests.own_process import signal_this_process
 
@@ -125,7 +126,7 @@ def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
 def test_the_codes_are_those_of_the_documentation():
     codes = {errors.EXIT_USAGE: 2, errors.EXIT_INFRASTRUCTURE: 3, errors.EXIT_INTERRUPTED: 130}
     assert all(value == code for value, code in codes.items())
-    assert errors.EXIT_INFRASTRUCTURE == signals.EXIT_RANK_LOST
+    assert RankLostError.exit_code == errors.EXIT_INFRASTRUCTURE
     assert (
         signal_handlers.exit_code(signal.SIGTERM) == 143
         and signal_handlers.exit_code(signal.SIGINT) == errors.EXIT_INTERRUPTED

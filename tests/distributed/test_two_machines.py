@@ -69,7 +69,7 @@ def write_files(folder, url):
         "use_vllm": True, "vllm_mode": "server", "servers.urls": [url],
         "servers.max_logprob_gap": 1e9, "vllm_importance_sampling_correction": False,  # the stand-in is no policy
         "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 1,
-        "failures": {"rank_timeout": 15}, "logging_steps": 1, "report_to": "none", "record_trajectories": "none",
+        "ddp_timeout": 30, "logging_steps": 1, "report_to": "none", "record_trajectories": "none",
         "num_processes_expected": 2 * RANKS_PER_MACHINE,
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
@@ -123,7 +123,7 @@ def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, t
     print(f"the other machine ended {time.monotonic() - lost_at:.0f} s after the loss")
     assert launchers[1 - lost].returncode == 1
     said = logs[1 - lost].read_text(encoding="utf-8")
-    assert f"on machine-{lost}" in said and "resume_from_checkpoint: true" in said, said[-5000:]
+    assert "Another rank is gone" in said and "resume_from_checkpoint: true" in said, said[-5000:]
     for step in range(1, NUM_STEPS_BEFORE + 1):
         weights = load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
         total = sum(float(value.sum()) for value in weights.values())

@@ -21,7 +21,7 @@ ASKS = {
     "sampling": {"sampling": {"filter_groups": "top_p"}},
     "echo_trap": {"echo": True},
     "journal": {"journal": {"replay": "elsewhere"}},
-    "reliability": {"failures": {"rank_timeout": 60.0}},
+    "reliability": {"failures": {"window": 16}},
     "hub": {"push": {"allow_secrets": ["notes.txt"]}},
 }
 """A setting that only the feature reads."""

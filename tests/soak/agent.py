@@ -365,7 +365,7 @@ SETTINGS: dict[str, object] = {
     "reset_timeout": 2.0,
     "scoring_timeout": 2.0,
     "watchdog_interval": 1.0,
-    "failures": {"max_share": 0.9, "rank_timeout": 30.0},
+    "failures": {"max_share": 0.9},
     "outages": {"min_calls": 2, "max_wait": 60.0},
 }
 """Limits that make the faults pass quickly."""

@@ -102,7 +102,7 @@ def count_by_turn(trajectory, **kwargs):
 ELSEWHERE = """
     sampling.curriculum loss_term push.allow_secrets secrets.names secrets.patterns chat_template
     response_template failures.max_share failures.window journal journal.replay failures.save_on_signal
-    failures.rank_timeout resume_without outages.max_failure_rise outages.min_calls
+    resume_without outages.max_failure_rise outages.min_calls
     outages.max_wait failures.max_nonfinite_steps retry_failed echo critic_max_grad_norm use_vllm sync_ref_model
     output_dir max_steps
 """

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from agent_r1_trl.settings import Count, Flag, NotNegative, Number, SettingsGroup, Share, setting
+from agent_r1_trl.settings import Count, Flag, NotNegative, SettingsGroup, Share, setting
 
 
 @dataclass(kw_only=True)
@@ -27,11 +26,6 @@ class FailureSettings(SettingsGroup):
         True,
         "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments and engines "
         "are closed either way.",
-    )
-    rank_timeout: Annotated[float, Number(minimum=5)] = setting(
-        120.0,
-        "Seconds without a heartbeat from a rank after which the others end the run with a message that names it. "
-        "A killed rank of the same machine is noticed within 2 seconds.",
     )
 
 

@@ -1,10 +1,10 @@
-"""What a training run does when it is told to end, and when another rank or the launcher has died.
+"""What a training run does when it is told to end, and when another rank has failed or the launcher has died.
 
 A signal lets the update in flight finish and cancels a rollout, of which the journal keeps the whole turns. Then a
 checkpoint is written, environments and engines are closed, what tools have started is ended, and `train` raises
 KeyboardInterrupt or SystemExit. Signals are received on a thread of their own, because the main thread may wait for
 another rank in a collective operation. Covered here: the order of these events. Not covered: handlers
-(`signal_handlers.py`), agreement of ranks and their heartbeats (`ranks.py`), processes of tools
+(`signal_handlers.py`), what ranks tell each other (`ranks.py`), processes of tools
 (`rollout/processes.py`).
 
 transformers 5.17 names that this file touches: `_save_checkpoint`, `callback_handler`, `control`, `state`; of TRL
@@ -28,22 +28,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from agent_r1_trl.features.reliability.ranks import FAILED, LEFT, RankLostError, RankWatch, set_gloo_timeout
-from agent_r1_trl.features.reliability.signal_handlers import REPEAT_S, SignalListener, end_at_once, raise_signal
+from agent_r1_trl.features.reliability.ranks import RankLostError, RankWatch, set_gloo_timeout
+from agent_r1_trl.features.reliability.signal_handlers import REPEAT_S, SignalListener, raise_signal
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
-from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import Agreement, RolloutCallback
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-EXIT_RANK_LOST = 3
-"""`cli/errors.py` lists the exit codes."""
-AFTER_LOSS = "That rank's own output says why; start all of them again with resume_from_checkpoint: true."
-LOST_GRACE_S = 10.0
-"""Seconds between the news that a rank is lost and the end of a process whose main thread does not come back."""
-
 
 _runs = itertools.count()
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -58,10 +50,6 @@ def _close_all() -> None:
 
 class Interruption(BaseException):
     """All ranks have agreed to end; it never leaves `train`."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signum)
-        self.signum = signum
 
 
 class RunGuard(RolloutCallback):
@@ -91,9 +79,7 @@ class RunGuard(RolloutCallback):
         """Call `train` and see to its end; a signal or a lost rank is raised, with everything saved and closed."""
         self._received = self._agreed = 0
         self._saved_step = -1
-        actions: dict[str, Any] = {"on_signal": self._on_signal, "on_error": self._cancel, "on_lost": self._on_lost}
-        watch = self._watch = RankWatch(self.trainer.args.failures.rank_timeout, **actions)
-        state, error_text = FAILED, "it was interrupted"
+        watch = self._watch = RankWatch(self._on_signal, self._cancel)
         try:
             overlap = self.trainer.args.overlap_rollout  # trajectories are sampled all the time
             with (
@@ -101,17 +87,13 @@ class RunGuard(RolloutCallback):
                 marked_processes() if overlap else contextlib.nullcontext(),
             ):
                 watch.start(next(_runs))
-                result = self._run(train)
-            state = LEFT
-            return result
-        except (KeyboardInterrupt, SystemExit):
-            state = LEFT if self._agreed else FAILED
-            raise
-        except Exception as error:
-            error_text = f"{type(error).__name__}: {error}"
+                return self._run(train)
+        except BaseException as error:
+            if not self._agreed and not isinstance(error, RankLostError):
+                watch.tell(error=f"{type(error).__name__}: {error}")
             raise
         finally:
-            watch.stop(state, error_text if state == FAILED else "")
+            watch.stop()
             self._watch = None
 
     def _run(self, train: Callable[[], T]) -> T:
@@ -156,7 +138,8 @@ class RunGuard(RolloutCallback):
         if self._received:
             return
         self._received = signum
-        self._tell(signum=signum)
+        if self._watch is not None:
+            self._watch.tell(signum=signum)
         saves = self.trainer.args.failures.save_on_signal
         logger.warning(
             "%s%s: the update in flight is finished, a rollout is cancelled, %s checkpoint is written%s and "
@@ -169,19 +152,6 @@ class RunGuard(RolloutCallback):
         )
         self._cancel()
 
-    def _on_lost(self, message: str) -> None:
-        logger.error("%s. This rank ends within %g s. %s", shown(message), LOST_GRACE_S, AFTER_LOSS)
-        self._cancel()
-        watch = self._watch
-
-        def end_if_stuck() -> None:
-            if self._watch is watch:
-                end_at_once(EXIT_RANK_LOST, f"error: {message}")
-
-        timer = threading.Timer(LOST_GRACE_S, end_if_stuck)
-        timer.daemon = True
-        timer.start()
-
     def _cancel(self) -> None:
         threading.Thread(target=self.trainer.rollouts.cancel, name="cancel", daemon=True).start()
 
@@ -190,36 +160,27 @@ class RunGuard(RolloutCallback):
     @contextlib.contextmanager
     def around_rollout(self) -> Iterator[None]:
         """Around a rollout: all ranks call it, and what goes wrong on one of them is raised on all."""
-        phase = f"rollout of step {self.trainer.state.global_step + 1}"
-        self._tell(phase=phase, error="")
         failure = None
         with marked_processes():
             try:
                 yield
             except Exception as error:
                 failure = error
-                if not isinstance(error, CancelledError):
-                    self._tell(error=f"{type(error).__name__}: {error}")
+                if self._watch is not None and not isinstance(error, CancelledError):
+                    self._watch.tell(error=f"{type(error).__name__}: {error}")
         self._agree(failure)
-        self._tell(phase=phase.replace("rollout", "update"), error="")
 
     def _agree(self, failure: Exception | None = None) -> None:
-        if self._watch is not None and self._watch.lost is not None:
-            raise RankLostError(self._watch.lost) from failure
         # One that was cancelled has its reason elsewhere.
         own = None if isinstance(failure, CancelledError) else failure
         signum, texts = self._agreement.largest(self._received, own)
         self._agreed = signum
         if signum and self._watch is not None:
-            raise Interruption(signum) from failure
+            raise Interruption from failure
         if own is None and texts:
             raise RankLostError("; ".join(texts)) from failure
         if failure is not None:
             raise failure
-
-    def _tell(self, **changes: Any) -> None:
-        if self._watch is not None:
-            self._watch.tell(**changes)
 
     # ---------------------------------------------------------------- the Trainer's events
 
