@@ -17,6 +17,7 @@ from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import NothingRolledOutError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
+from agent_r1_trl.trainers.callbacks import OptimizerStep
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
 from agent_r1_trl.update.batching import TRAJECTORY_ROW
 from tests.trainers.helpers import make_trainer, same, two_turns, watched
@@ -149,7 +150,7 @@ def test_every_entry_that_enters_the_loss_is_looked_at_where_its_mask_holds_and_
     broken = watch.check_loss(torch.tensor(0.0), inputs | {name: torch.zeros(1, 3).masked_fill(first.bool(), NAN)})
     assert harmless == 0.0 and broken.isnan()
     with pytest.raises(NonFiniteError, match=f"{BATCH[name]} of row 0 of a rollout that was resumed"):
-        watch.end_step(is_finite=False, is_scaled=False, step=0)
+        watch.before_step(OptimizerStep(number=0, norms=(), is_finite=False, is_scaled=False))
 
 
 class InfiniteTerm(MultiTurnGRPOTrainer):

@@ -41,7 +41,9 @@ _CRITICS = ("old_values", "returns")
 """Those that the critic's mask holds for."""
 FORWARD = {"log_probs": "the policy's log-probs", "values": "the critic's values"}
 """What a forward pass gives, and its names in messages."""
-QUANTITIES = (*BATCH.values(), *FORWARD.values())
+LOSS = "the loss"
+QUANTITIES = (*BATCH.values(), *FORWARD.values(), LOSS)
+"""The first of these that is not finite is named."""
 
 
 class NonFiniteError(RunError):
@@ -76,9 +78,9 @@ class NumberWatch(RolloutCallback):
         """Names of the trajectories of the rollout that is trained on."""
         self._pending: dict[str, torch.Tensor] = {}
         """By quantity (B,) bool: whether a row of the micro-batch in flight holds what is not finite."""
-        self._found: list[tuple[torch.Tensor, list[str]]] = []
-        """Per micro-batch of the step (B, 1 + Q + 1): number of the trajectory, whether each quantity is broken, the
-        loss; and the names of its rollout, of which an optimizer step may take several."""
+        self._found: list[tuple[list[str], torch.Tensor, dict[str, torch.Tensor]]] = []
+        """Per micro-batch of the step: the names of its rollout, of which an optimizer step may take several; (B,)
+        number of the trajectory; by quantity (B,) whether it is broken."""
 
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
         """Remember whose rows the next micro-batches hold, on whatever rank they lie then."""
@@ -99,19 +101,15 @@ class NumberWatch(RolloutCallback):
         """
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         for name, text in BATCH.items():
-            values = inputs.get(name)
-            if values is not None:
+            if (values := inputs.get(name)) is not None:
                 values = values.unsqueeze(1) if values.dim() == 1 else values
                 self._take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
-        none = torch.zeros_like(mask[:, 0], dtype=torch.bool)
-        found = torch.stack([self._pending.get(name, none) for name in QUANTITIES], dim=1)  # (B, Q)
-        self._pending = {}
+        found, self._pending = self._pending, {}
         rows = inputs.get(TRAJECTORY_ROW, torch.full_like(mask[:, 0], -1))
-        is_finite = torch.isfinite(loss.detach())
-        bad_loss = torch.zeros_like(rows) + (~is_finite).to(rows.dtype)
-        table = torch.cat([rows.unsqueeze(1), found.to(rows.dtype), bad_loss.unsqueeze(1)], dim=1)
-        self._found.append((table, self._names))
-        return loss * torch.where(is_finite & ~found.any(), 1.0, math.nan).to(loss.dtype)
+        is_broken = ~torch.isfinite(loss.detach())
+        self._found.append((self._names, rows, found | {LOSS: is_broken.expand(len(rows))}))
+        is_broken = is_broken | torch.stack([*found.values()]).any()
+        return loss * torch.where(is_broken, math.nan, 1.0).to(loss.dtype)
 
     def before_step(self, step: OptimizerStep) -> None:
         """Skip a step that is not finite.
@@ -119,10 +117,11 @@ class NumberWatch(RolloutCallback):
         Raises:
             NonFiniteError: too many were skipped in a row; names the last healthy checkpoint.
         """
-        if step.lacks_tokens:  # neither healthy nor broken
-            self._found = []
-        else:
-            step.is_skipped |= self.end_step(is_finite=step.is_finite, is_scaled=step.is_scaled, step=step.number)
+        found, self._found = self._found, []
+        if step.is_finite and not step.lacks_tokens:
+            self._in_a_row, self._last_healthy_step = 0, step.number + 1
+        elif not step.lacks_tokens:  # one without tokens is neither healthy nor broken
+            self._skip(step, found)
         if self.num_skipped:
             self.trainer._metrics["train"]["nonfinite/skipped_steps"] = [float(self.num_skipped)]
 
@@ -137,34 +136,20 @@ class NumberWatch(RolloutCallback):
                 f"{self._advice()}"
             )
 
-    def end_step(self, *, is_finite: bool, is_scaled: bool, step: int) -> bool:
-        """Judge an optimizer step, and return whether to skip it. All ranks call it where it is not finite.
-
-        Args:
-            is_finite: whether the gradients of all ranks are.
-            is_scaled: float16 scales the loss, and skips steps by itself until the scale fits.
-            step: number of optimizer steps before this one.
-
-        Raises:
-            NonFiniteError: too many were skipped in a row; names the last healthy checkpoint.
-        """
-        found, self._found = self._found, []
-        if is_finite:
-            self._in_a_row, self._last_healthy_step = 0, step + 1
-            return False
+    def _skip(self, step: OptimizerStep, found: Sequence[Any]) -> None:
         causes = [cause for cause in gather_object([_first_cause(found)]) if cause is not None]
-        if is_scaled and not causes:
-            return False
+        if step.is_scaled and not causes:  # float16 skips steps by itself until the scale of the loss fits
+            return
         cause = min(causes)[1] if causes else "the gradients alone (the loss was finite)"
         if self._in_a_row == 0:
-            self._last_healthy_step = step
+            self._last_healthy_step = step.number
         self._in_a_row += 1
         self.num_skipped += 1
         if is_main_process() and self.num_skipped <= MAX_WARNINGS:
             logger.warning(
                 "Optimizer step %d was skipped: its numbers are not finite. First: %s. %d in a row "
                 "(failures.max_nonfinite_steps=%d).",
-                step + 1,
+                step.number + 1,
                 cause,
                 self._in_a_row,
                 self._max_in_a_row,
@@ -175,23 +160,22 @@ class NumberWatch(RolloutCallback):
                 f"failures.max_nonfinite_steps={self._max_in_a_row} allows. First in the last one: {cause}. "
                 f"{self._advice()} Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
             )
-        return True
+        step.is_skipped = True
 
     def _advice(self) -> str:
         path = last_checkpoint(self._output_dir, self._last_healthy_step)
         return "There is no healthy checkpoint." if path is None else f"The last healthy checkpoint is {path}."
 
 
-def _first_cause(found: Sequence[tuple[torch.Tensor, list[str]]]) -> tuple[int, str] | None:
+def _first_cause(found: Sequence[tuple[list[str], torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[int, str] | None:
     """What in this rank's micro-batches was the first to be not finite, and its place among `QUANTITIES`."""
-    rows = [(row, names) for table, names in found for row in table.tolist()]
-    for column, quantity in enumerate((*QUANTITIES, "the loss"), start=1):
-        for row, names in rows:
-            if row[column]:
-                number, is_loss = int(row[0]), column > len(QUANTITIES)
+    for place, quantity in enumerate(QUANTITIES):
+        for names, rows, broken in found:
+            if quantity in broken and broken[quantity].any():
+                number = int(rows[broken[quantity]][0])
                 is_known = 0 <= number < len(names)
                 name = names[number] if is_known else f"row {number} of a rollout that was resumed"
-                return column, quantity if is_loss else f"{quantity} of {name}"
+                return place, quantity if quantity == LOSS else f"{quantity} of {name}"
     return None
 
 
