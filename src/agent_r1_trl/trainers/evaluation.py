@@ -36,8 +36,6 @@ class EvaluationRows:
         self.num_rows = num_rows
         self.first_row = 0
         """Index of the first row of the present batch, in the order of the data set."""
-        self.outages: list[str] = []
-        """Tools that were down, in words: then rewards say nothing about the policy."""
         self.trajectories: list[Trajectory] = []
         """This rank's, without repetitions."""
         self._batch_sizes: list[int] = []
@@ -97,20 +95,6 @@ class EvaluationRows:
             exact[f"rewards/{name}/mean"] = values[:, columns].nanmean(dim=0).nanmean().item()
         return metrics | {name: [value] for name, value in exact.items()}
 
-    def leave_out_rewards(self, metrics: dict[str, list[float]]) -> None:
-        """Remove what a tool that was down would have reported as a bad policy, and say so."""
-        if not self.outages:
-            return
-        for name in [name for name in metrics if name.startswith(("reward", "frac_reward"))]:
-            del metrics[name]
-        metrics["tools/outages"] = [float(len(self.outages))]
-        if is_main_process():
-            logger.error(
-                "The rewards of this evaluation are excluded, since they say nothing about the policy: %s. Restore "
-                "what it needs. outages.max_failure_rise=1.0 switches this check off.",
-                "; ".join(self.outages),
-            )
-
     def _mean_over_batches(self, values: list[float]) -> float:
         """The mean over batches, weighted by their rows; NaN says that a batch has no value."""
         sizes = self._batch_sizes if len(values) == len(self._batch_sizes) else [1] * len(values)
@@ -162,7 +146,7 @@ class EvaluatingTrainer(GRPOTrainer):
         own = [prefix for key in sets if name.startswith(f"{(prefix := f'eval_{key}')}_")]
         if max(own, key=len, default="eval") == self._eval_prefix:  # else it is of another one of several data sets
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
-            if is_missing or self.evaluation.outages:
+            if is_missing:
                 metrics[name] = math.nan  # transformers compares it with the best so far
         return metrics
 
@@ -183,7 +167,6 @@ class EvaluatingTrainer(GRPOTrainer):
         logged, names = self._metrics["eval"], self.reward_func_names
         logged.update(self.evaluation.metrics(logged, names=names, group_size=self.num_generations_eval))
         self.features.call("evaluation_end", self.evaluation)
-        self.evaluation.leave_out_rewards(self._metrics["eval"])
         self.evaluation.warn_of_failures()
         return output
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import time
@@ -163,27 +162,6 @@ def test_calls_of_rows_that_json_does_not_hold_are_excluded_from_a_checkpoint():
         assert RecordedCall(tool="look", request=request, messages=[]).to_json() is None
 
 
-@pytest.mark.parametrize(
-    ("letters", "works_now", "is_named"),
-    [
-        ("c" * 8, False, True),
-        ("c" * 8, True, True),
-        ("v" * 8, False, True),
-        ("v" * 8, True, False),
-        (HEALTHY, True, False),
-    ],
-)
-def test_an_outage_in_an_evaluation_is_named_unless_the_model_may_have_caused_it(letters, works_now, is_named):
-    world = World(works_now)
-    world.judge(HEALTHY, HEALTHY)
-    for part in (letters[:4], letters[4:]):
-        world.watch.note_evaluation(*rollout(part))
-    found = world.watch.take_outages()
-    assert bool(found) is is_named and world.waits == []
-    assert not found or "the tool 'look' was down: 8 of its last 8 calls failed, first with: " in found[0]
-    assert world.watch.take_outages() == [], "the next evaluation is another one"
-
-
 # -------------------------------------------------------------------- training
 
 
@@ -255,25 +233,6 @@ def test_a_resumed_run_knows_what_the_interrupted_one_knew_of_its_tools(tmp_path
     resumed = trainer_on(backend, tmp_path, outages={"max_wait": 0.0})
     with pytest.raises(ToolOutageError, match=r"8 of its last 8 calls failed, .*\(0 of 16 before\)"):
         resumed.train(resume_from_checkpoint=True)  # without the past, wrong arguments might be the cause
-
-
-def test_an_evaluation_in_which_a_tool_was_down_has_no_reward_and_is_never_the_best(tmp_path, caplog):
-    backend = Backend(RuntimeError("?"), 17, 10**9)  # 8 calls in the step, 8 in its evaluation; then the outage
-    trainer = trainer_on(
-        backend, tmp_path, max_steps=1, save_strategy="best", eval_strategy="steps", eval_steps=1,
-        eval_dataset=questions(8), num_generations_eval=1, metric_for_best_model="reward",
-    )  # fmt: skip
-    trainer.train()
-    assert "eval_reward" in trainer.state.log_history[-2] | trainer.state.log_history[-1]
-    best = trainer.state.best_metric
-    metrics = trainer.evaluate()
-    assert metrics["eval_tools/outages"] == 1.0
-    assert not [name for name in metrics if name.startswith("eval_reward") and not math.isnan(metrics[name])]
-    assert math.isnan(metrics["eval_reward"]) and trainer.state.best_metric == best
-    assert (
-        "The rewards of this evaluation are excluded" in caplog.text
-        and "'look' was down: 8 of its last 8" in caplog.text
-    )
 
 
 def hanging(backend, *, on_loop):

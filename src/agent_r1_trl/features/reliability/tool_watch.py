@@ -130,8 +130,6 @@ class ToolWatch(RolloutCallback):
         self._on_void: Callable[[], Any] = lambda: None
         """Called before a wait, which a run may not survive, when the rollout must not be used."""
         self._warned_of: set[str] = set()
-        self._evaluated: dict[str, Calls] = {}
-        self._evaluated_calls: dict[str, list[RecordedCall]] = {}
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -141,11 +139,8 @@ class ToolWatch(RolloutCallback):
         """Whether the rollout is already the second one in which a tool failed that works when it is asked."""
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
-        """Judge a rollout of training; one of an evaluation is judged when that ends."""
-        if self.trainer.features.replaces_sampling:
-            return False
-        if not batch.position.is_training:
-            self.note_evaluation(batch.trajectories, batch.requests)
+        """Judge a rollout of training."""
+        if self.trainer.features.replaces_sampling or not batch.position.is_training:
             return False
         self._on_void = partial(self.trainer.features.call, "void", batch.position)
         if self.has_outage(batch.trajectories, batch.requests):
@@ -194,32 +189,6 @@ class ToolWatch(RolloutCallback):
             self._past.setdefault(name, deque(maxlen=PAST_ROLLOUTS)).append(calls)
         self._succeeded |= newest
         return False
-
-    # ---------------------------------------------------------------- evaluations
-
-    def evaluation_end(self, evaluation: Any) -> None:
-        """Leave the rewards of an evaluation out in which a tool was down."""
-        evaluation.outages += self.take_outages()
-
-    def note_evaluation(self, trajectories: Sequence[Trajectory], requests: Sequence[RolloutRequest]) -> None:
-        """Take in this rank's part of a batch of an evaluation, which `take_outages` ends."""
-        self._evaluated = _merge([self._evaluated, count_calls(trajectories)])
-        for name, calls in recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED).items():
-            self._evaluated_calls[name] = [*self._evaluated_calls.get(name, []), *calls][:NUM_RECORDED]
-
-    def take_outages(self) -> list[str]:
-        """What was down in the evaluation, in words; nothing is waited for. All ranks must call it."""
-        counts, newest = _merge(gather_object([self._evaluated])), self._evaluated_calls
-        self._evaluated, self._evaluated_calls = {}, {}
-        found = []
-        for name, calls in sorted(counts.items()):
-            if not self._is_suspected(name, calls, "num_failed"):
-                continue
-            was_down = self._is_suspected(name, calls, "num_suspect")  # though it may work again
-            answer = self._answer([*self._succeeded.get(name, []), *newest.get(name, [])][:NUM_RECORDED])
-            if was_down or answer is False:
-                found.append(f"the tool {name!r} was down: {calls}")
-        return found
 
     # ---------------------------------------------------------------- checkpoints
 
