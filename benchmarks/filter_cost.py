@@ -30,6 +30,7 @@ from train_step import KEY_HEADS, SHAPES, VOCABULARY, make_batch, optimizer_step
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from agent_r1_trl import ToolEnv
+from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 TRAINERS = {
@@ -98,10 +99,8 @@ def measure(args: argparse.Namespace, kind: str) -> dict[str, float]:
         for repeat in range(args.repeats + 1):
             seconds = {}
             for is_filtered in (True, False) if repeat % 2 else (False, True):
-                if is_filtered:
-                    trainer.features["group_filter"].change(filter_groups="top_fraction", filter_value=KEPT)
-                else:
-                    trainer.features["group_filter"].change(filter_groups=None)
+                rule = {"filter_groups": "top_fraction", "filter_value": KEPT} if is_filtered else {}
+                trainer.features["group_filter"].settings = SamplingSettings(**rule)
                 seconds[is_filtered] = timed_step(trainer, batch, rolled_out, args.group_size)
             pairs.append((*seconds[False], *seconds[True]))
     full, full_processor, kept, kept_processor = zip(*pairs[1:], strict=True)  # the first steps allocate

@@ -14,23 +14,17 @@ from tests.effort import examples
 RETURNS = torch.tensor(
     [[1, 1, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0], [0.2, 0.4, 0.6, 0.8]], dtype=torch.float64
 )
-GROUPS = torch.arange(5).repeat_interleave(4)
 NAN = math.nan
 
 
-def kept(returns, group_ids=None, **options):
-    """The groups with a row that is kept."""
-    returns = torch.as_tensor(returns)
-    if group_ids is None:
-        group_ids = torch.arange(len(returns)).repeat_interleave(returns.shape[1])
-    rows = select_groups(returns.flatten(), group_ids, **options)
-    return sorted(set(group_ids[rows].tolist()))
+def kept(returns, **options):
+    """The groups that are kept."""
+    return select_groups(torch.as_tensor(returns), **options).nonzero().flatten().tolist()
 
 
 def test_the_scores_are_those_computed_by_hand():
-    scores = group_scores(RETURNS.flatten(), GROUPS).tolist()
-    assert scores == pytest.approx([0, 0.577350, 0.5, 0, 0.258199], abs=1e-6)
-    assert has_signal(RETURNS.flatten(), GROUPS).tolist() == [False, True, True, False, True]
+    assert group_scores(RETURNS).tolist() == pytest.approx([0, 0.577350, 0.5, 0, 0.258199], abs=1e-6)
+    assert has_signal(RETURNS).tolist() == [False, True, True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -58,48 +52,45 @@ def test_equal_scores_go_to_the_lower_index():
     assert kept(returns, value=0.25) == [0]
     assert kept(returns, value=0.5) == [0, 1]
     assert kept(returns, value=0.75) == [0, 1, 3]
-    ids = torch.tensor([9, 9, 4, 4, 6, 6, 2, 2])
-    assert kept(torch.tensor(returns), ids, value=0.5) == [2, 4]
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("returns", [[[1.0, 1.0], [0.0, 0.0]], [[0.3, 0.1 + 0.2], [0.7, 0.1 + 0.6]], [[NAN, 1.0]] * 2])
 def test_of_a_batch_without_spread_nothing_is_kept(rule, returns):
     assert kept(torch.tensor(returns, dtype=torch.float64), rule=rule, value=0.5) == []
-    assert signal_to_noise(torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1])) == 0.0
+    assert signal_to_noise(torch.tensor([[1.0, 1.0], [2.0, 2.0]])) == 0.0
 
 
 def test_float_noise_is_no_spread():
     """1e-17 would otherwise be the largest score of its batch, and the group with it all that is trained on."""
     noisy, certain = [0.3, 0.1 + 0.2], [1.0, 1.0]
     returns = torch.tensor([noisy, certain, [0.0, 1e-3]], dtype=torch.float64)
-    assert group_scores(returns.flatten(), torch.arange(3).repeat_interleave(2))[:2].tolist() == [0.0, 0.0]
+    assert group_scores(returns)[:2].tolist() == [0.0, 0.0]
     assert kept(returns, rule="min_p", value=1e-9) == [2]
 
 
-def test_rows_outside_the_baseline_are_neither_counted_nor_kept():
+def test_members_outside_the_baseline_are_not_counted():
     """[nan 0 1 1] counts as [0 1 1], with a std of .577350; one member left has no signal."""
-    returns, ids = torch.tensor([NAN, 0, 1, 1, NAN, NAN, NAN, 9, 0, 0, 0, 1]), torch.arange(3).repeat_interleave(4)
-    scores = group_scores(returns, ids)
+    returns = torch.tensor([[NAN, 0, 1, 1], [NAN, NAN, NAN, 9], [0, 0, 0, 1]])
+    scores = group_scores(returns)
     assert scores[[0, 2]].tolist() == pytest.approx([0.577350, 0.5], abs=1e-6)
     assert scores[1].isnan()
-    assert has_signal(returns, ids).tolist() == [True, False, True]
-    rows = select_groups(returns, ids, value=0.4)
-    assert rows.tolist() == [False, True, True, True] + [False] * 8
+    assert has_signal(returns).tolist() == [True, False, True]
+    assert kept(returns, value=0.4) == [0]
 
 
-def test_groups_without_a_row_in_the_baseline_are_not_among_the_groups():
-    returns, ids = torch.tensor([NAN, NAN, 0, 1, 0, 2.0]), torch.tensor([0, 0, 1, 1, 2, 2])
-    assert kept(returns, ids, value=1.0) == [1, 2]
-    assert kept(returns, ids, value=0.7) == [2]  # floor(.7 * 2), where .7 * 3 would keep both
+def test_groups_without_a_member_in_the_baseline_are_not_among_the_groups():
+    returns = torch.tensor([[NAN, NAN], [0, 1], [0, 2.0]])
+    assert kept(returns, value=1.0) == [1, 2]
+    assert kept(returns, value=0.7) == [2]  # floor(.7 * 2), where .7 * 3 would keep both
 
 
 def test_the_gates_number_is_computed_by_hand():
     """RV = 0 .333333 .25 0 .066667: mean .13, std .152936."""
-    assert signal_to_noise(RETURNS.flatten(), GROUPS) == pytest.approx(1.176417, abs=1e-6)
-    assert math.isnan(signal_to_noise(torch.tensor([0.0, 1.0]), torch.tensor([0, 0])))
-    alone = torch.tensor([0.0, 1.0, 5.0, 5.0, 3.0])  # the last has no group to vary in
-    assert signal_to_noise(alone, torch.tensor([0, 0, 1, 1, 2])) == pytest.approx(math.sqrt(2))
+    assert signal_to_noise(RETURNS) == pytest.approx(1.176417, abs=1e-6)
+    assert math.isnan(signal_to_noise(torch.tensor([[0.0, 1.0]])))
+    alone = torch.tensor([[0.0, 1.0], [5.0, 5.0], [3.0, NAN]])  # the last has no group to vary in
+    assert signal_to_noise(alone) == pytest.approx(math.sqrt(2))
 
 
 grid = st.integers(-20, 20).map(lambda number: number / 10)
@@ -123,11 +114,7 @@ def test_a_constant_and_a_scale_change_no_choice(batch, options, constant, scale
 
 @settings(max_examples=examples(100), deadline=None)
 @given(batches, rules, st.randoms(use_true_random=False))
-def test_the_order_of_the_rows_changes_no_choice(batch, options, random):
-    """Members inside their group, and the rows of all groups among each other."""
-    returns = torch.tensor(batch, dtype=torch.float64).flatten()
-    ids = torch.arange(len(batch)).repeat_interleave(4)
-    order = list(range(len(returns)))
-    random.shuffle(order)
-    rows = select_groups(returns, ids, **options)
-    assert select_groups(returns[order], ids[order], **options).tolist() == rows[order].tolist()
+def test_the_order_of_the_members_changes_no_choice(batch, options, random):
+    returns = torch.tensor(batch, dtype=torch.float64)
+    order = random.sample(range(4), 4)
+    assert kept(returns[:, order], **options) == kept(returns, **options)

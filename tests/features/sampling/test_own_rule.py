@@ -1,7 +1,6 @@
 """A filter rule of the user's own: alone, and beside dynamic sampling and the echo guard's action `filter`."""
 
 import functools
-import math
 
 import pytest
 import torch
@@ -29,23 +28,17 @@ def own(rule):
     return OwnObject.of("sampling.filter_groups", rule, "mine")
 
 
-def test_it_sees_a_row_for_each_group_and_keeps_the_members_in_the_baseline():
-    returns = torch.tensor([0, 1, 1, math.nan, math.nan, math.nan, 0.5, 0.0])
-    kept = apply_own(own(passed), returns, 2)
-    assert kept.tolist() == [True, True, True, False, False, False, False, False]
-
-
 @pytest.mark.parametrize("answer", [None, [True, False], torch.ones(2), torch.ones(4, dtype=torch.bool)])
 def test_an_answer_of_another_form_is_refused(answer):
     with pytest.raises(
         OwnObjectError, match=r"^sampling.filter_groups='mine' returned .*Return a bool tensor of shape \(2,\)"
     ):
-        apply_own(own(lambda returns: answer), torch.zeros(4), 2)
+        apply_own(own(lambda returns: answer), torch.zeros(2, 2))
 
 
 def test_it_may_change_what_it_gets():
-    returns = torch.zeros(4)
-    apply_own(own(lambda groups: groups.fill_(7)[:, 0] > 0), returns, 2)
+    returns = torch.zeros(2, 2)
+    apply_own(own(lambda groups: groups.fill_(7)[:, 0] > 0), returns)
     assert not returns.any()
 
 

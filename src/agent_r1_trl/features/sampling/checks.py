@@ -66,20 +66,12 @@ CLASHES = (
 
 
 def resolve(config: Any) -> None:
-    """Find the user's own filter rule.
+    """Find the user's own filter rule: an `OwnObject`, from a path or the object itself.
 
     Raises:
-        ValueError: `filter_groups` names no rule.
+        ValueError: `filter_groups` names no rule, or what cannot be called.
     """
-    config.sampling.filter_groups = find_rule(config.sampling.filter_groups)
-
-
-def find_rule(given: Any) -> str | None:
-    """`filter_groups`: None, one of `RULES`, or an `OwnObject`, from a path or the object itself.
-
-    Raises:
-        ValueError: there is none, or it cannot be called.
-    """
-    form = "a function from returns of shape (G, n), NaN outside the baseline, to a bool tensor of shape (G,)"
-    is_ours = given is None or (isinstance(given, str) and given in RULES)
-    return given if is_ours else own_object("sampling.filter_groups", given, RULES, form)
+    given = config.sampling.filter_groups
+    if given is not None and given not in RULES:
+        form = "a function from returns of shape (G, n), NaN outside the baseline, to a bool tensor of shape (G,)"
+        config.sampling.filter_groups = own_object("sampling.filter_groups", given, RULES, form)

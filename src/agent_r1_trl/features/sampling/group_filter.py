@@ -6,18 +6,14 @@ Which these are: `rules.py`. What becomes of the others: `update/layout.py`; of 
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from agent_r1_trl.features.sampling.checks import CLASHES, find_rule
 from agent_r1_trl.features.sampling.rules import apply_own, raw_returns, select_groups, signal_to_noise
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, SamplingSettings
 from agent_r1_trl.objects import OwnObject
-from agent_r1_trl.settings import find_clashes, refuse
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 
@@ -32,25 +28,9 @@ class GroupFilter(RolloutCallback):
 
     def __init__(self, args: Any) -> None:
         self.settings: SamplingSettings = args.sampling
-        """Those that begin with `filter_` count."""
+        """Those that begin with `filter_` count; may be replaced between two rollouts, on all ranks alike."""
         self._share: float | None = None
         """Share of the last rollout that is kept, where its loss is multiplied by it."""
-        self._args = args
-
-    def change(self, **settings: Any) -> None:
-        """Filter otherwise from the next rollout on. All ranks must do so in the same step.
-
-        Args:
-            **settings: keys of `sampling` that begin with `filter_`; `filter_groups=None` filters nothing.
-
-        Raises:
-            ValueError: the run cannot be filtered, or not so; names the option and the fix.
-        """
-        asked = copy.copy(self._args)
-        asked.sampling = SamplingSettings.read("sampling", replace(self.settings, **settings))
-        asked.sampling.filter_groups = find_rule(asked.sampling.filter_groups)
-        refuse(find_clashes(asked, CLASHES))
-        self.settings = asked.sampling
 
     def keep(self, batch: RolloutBatch) -> torch.Tensor | None:
         """The trajectories of the groups that are trained on, and `filter/*`. All ranks must call it."""
@@ -60,16 +40,17 @@ class GroupFilter(RolloutCallback):
         accelerator, in_baseline = self.trainer.accelerator, batch.in_baseline
         own = raw_returns(batch.trajectories).to(in_baseline.device).masked_fill(~in_baseline, math.nan)
         returns = accelerator.gather(own)  # (N,)
-        group_ids = torch.arange(len(returns), device=returns.device) // batch.position.group_size
-        ratio = signal_to_noise(returns, group_ids)
+        groups = returns.view(-1, batch.position.group_size)  # (G, n)
+        ratio = signal_to_noise(groups)
         is_applied = settings.filter_when is None or ratio > settings.filter_when
         if isinstance(rule, OwnObject):
-            kept = apply_own(rule, returns, batch.position.group_size)
+            chosen = apply_own(rule, groups)
         else:
             value = DEFAULT_VALUES[rule] if settings.filter_value is None else settings.filter_value
-            kept = select_groups(returns, group_ids, rule=rule, value=value)
+            chosen = select_groups(groups, rule=rule, value=value)
             # Where nothing can be kept there is nothing to train on either, whatever the gate says.
-            is_applied = is_applied or not bool(kept.any())
+            is_applied = is_applied or not bool(chosen.any())
+        kept = (chosen.unsqueeze(1) & ~groups.isnan()).flatten()  # (N,)
         share = int(kept.sum()) / max(1, int((~returns.isnan()).sum())) if is_applied else 1.0
         metrics = {"kept_share": share, "signal_to_noise": ratio, "is_applied": float(is_applied)}
         self.trainer.add_metrics({f"filter/{name}": value for name, value in metrics.items()})

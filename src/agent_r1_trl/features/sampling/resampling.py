@@ -156,9 +156,9 @@ class Resampling(RolloutCallback):
         """Returns of each group's members on all ranks, which of them passed, and whether the returns differ."""
         self.trainer.rewards.resolve_members(batch, group_size)
         values = [raw_returns(batch.trajectories).tolist(), passes(batch.trajectories, self.pass_reward).tolist()]
-        returns, passed = torch.tensor(gather_object([*zip(*values, strict=True)])).view(-1, 2).T  # (N,) each
-        signals = has_signal(returns, torch.arange(len(returns)) // group_size)
-        return returns.view(-1, group_size).tolist(), passed.view(-1, group_size).tolist(), signals.tolist()
+        both = torch.tensor(gather_object([*zip(*values, strict=True)])).view(-1, group_size, 2)
+        returns, passed = both.unbind(dim=2)  # (G, n) each
+        return returns.tolist(), passed.tolist(), has_signal(returns).tolist()
 
     # ---------------------------------------------------------------- prompts
 

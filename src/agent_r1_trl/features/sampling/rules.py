@@ -49,38 +49,36 @@ def passes(trajectories: Sequence[Trajectory], pass_reward: float) -> torch.Tens
     return torch.tensor([float(has_passed(item)) if item.in_baseline else math.nan for item in trajectories])
 
 
-def group_scores(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+def group_scores(groups: torch.Tensor) -> torch.Tensor:
     """The standard deviation of each group's returns over its members in the baseline, with Bessel's correction.
 
     Args:
-        returns: (B,) raw returns of all ranks, NaN for trajectories outside the baseline.
-        group_ids: (B,) integers: which prompt, in any order.
+        groups: (G, n) raw returns of all ranks, NaN for trajectories outside the baseline.
 
     Returns:
-        (G,) float64, one score per group in ascending order of its id: 0 for a group without spread, NaN for one with
-        fewer than two members in the baseline.
+        (G,) float64: 0 for a group without spread, NaN for one with fewer than two members in the baseline.
 
-    >>> group_scores(torch.tensor([1.0, 1, 0, 2]), torch.tensor([0, 0, 1, 1])).tolist()
+    >>> group_scores(torch.tensor([[1.0, 1], [0, 2]])).tolist()
     [0.0, 1.4142135623730951]
     """
-    return _spreads(returns, group_ids)[0].sqrt()
+    return _spreads(groups)[0].sqrt()
 
 
-def has_signal(returns: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+def has_signal(groups: torch.Tensor) -> torch.Tensor:
     """(G,) whether each group has something to teach: two members in the baseline with different returns."""
-    return group_scores(returns, group_ids) > 0
+    return group_scores(groups) > 0
 
 
-def signal_to_noise(returns: torch.Tensor, group_ids: torch.Tensor) -> float:
+def signal_to_noise(groups: torch.Tensor) -> float:
     """Std(RV) / Mean(RV), where RV are the variances of the groups; both with Bessel's correction.
 
     It is large where a few groups hold all the spread, and small where all groups vary alike. 0 if no group has any
     spread; NaN with fewer than two groups of at least two members in the baseline.
 
-    >>> signal_to_noise(torch.tensor([0.0, 0, 0, 1]), torch.tensor([0, 0, 1, 1]))
+    >>> signal_to_noise(torch.tensor([[0.0, 0], [0, 1]]))
     1.4142135623730951
     """
-    variances = _spreads(returns, group_ids)[0]
+    variances, _ = _spreads(groups)
     variances = variances[~variances.isnan()]
     if len(variances) < 2:
         return math.nan
@@ -89,32 +87,25 @@ def signal_to_noise(returns: torch.Tensor, group_ids: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def select_groups(
-    returns: torch.Tensor, group_ids: torch.Tensor, *, rule: str = "top_fraction", value: float
-) -> torch.Tensor:
-    """The rows to train on: the members in the baseline of the groups that a rule keeps.
+def select_groups(groups: torch.Tensor, *, rule: str = "top_fraction", value: float) -> torch.Tensor:
+    """(G,) bool, the groups that a rule keeps; none if no group has any spread.
 
-    With s the scores of the groups (`group_scores`) in descending order, equal ones by ascending id:
+    With s the scores of the groups (`group_scores`) in descending order, equal ones by ascending place:
 
     - `top_fraction`: the first max(1, floor(value * G)) of the G groups that have members in the baseline.
     - `top_p`: the shortest prefix whose sum is at least value * sum(s); never a group with score 0.
     - `min_p`: every group with s >= value * max(s); never one with score 0.
 
-    Returns:
-        (B,) bool; all False if no group has any spread.
-
-    >>> returns, groups = torch.tensor([1.0, 1, 0, 1, 0, 3]), torch.tensor([0, 0, 1, 1, 2, 2])
-    >>> select_groups(returns, groups, rule="top_fraction", value=0.4).tolist()
-    [False, False, False, False, True, True]
+    >>> select_groups(torch.tensor([[1.0, 1], [0, 1], [0, 3]]), rule="top_fraction", value=0.4).tolist()
+    [False, False, True]
     """
-    variances, noise, index = _spreads(returns, group_ids)
+    variances, noise = _spreads(groups)
     scores = variances.sqrt().nan_to_num(0.0)
-    in_baseline = ~returns.isnan()
     kept = torch.zeros_like(scores, dtype=torch.bool)
     if not bool((scores > 0).any()):
-        return torch.zeros_like(in_baseline)
-    counted = set(index[in_baseline].tolist())
-    order = [group for group in _descending(scores, noise) if group in counted]
+        return kept
+    has_members = (~groups.isnan()).any(dim=1).tolist()
+    order = [group for group in _descending(scores, noise) if has_members[group]]
     if rule == "top_fraction":
         order = order[: max(1, math.floor(value * len(order) * (1 + TIE)))]
     else:
@@ -125,41 +116,37 @@ def select_groups(
     elif rule == "min_p":
         order = [group for group in order if scores[group] >= value * scores.max() * (1 - TIE)]
     kept[order] = True
-    return kept[index] & in_baseline
+    return kept
 
 
-def apply_own(rule: OwnObject, returns: torch.Tensor, group_size: int) -> torch.Tensor:
-    """The rows (B,) to train on, by a rule of the user's own, from (G, n) returns to the (G,) groups that it keeps.
+def apply_own(rule: OwnObject, groups: torch.Tensor) -> torch.Tensor:
+    """(G,) bool, the groups that a rule of the user's own keeps.
 
     Raises:
         OwnObjectError: it raises, or returns something else.
     """
-    groups = returns.view(-1, group_size)
     kept = rule(groups.clone())
     if not isinstance(kept, torch.Tensor) or kept.dtype != torch.bool or kept.shape != groups.shape[:1]:
         raise OwnObjectError(
             f"sampling.filter_groups={str(rule)!r} returned {kept!r:.200}. Return a bool tensor of shape "
             f"({len(groups)},), an entry for each group."
         )
-    return kept.to(returns.device).repeat_interleave(group_size) & ~returns.isnan()
+    return kept.to(groups.device)
 
 
-def _spreads(returns: torch.Tensor, group_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(G,) variance of each group, (G,) the float noise in its std, (B,) the place of each row's group among the G."""
-    values = returns.double()
-    precision = max(1e-9, 8 * torch.finfo(returns.dtype).eps) if returns.is_floating_point() else 1e-9
-    groups, index = group_ids.unique(return_inverse=True)
-    variances = torch.full((len(groups),), math.nan, dtype=torch.float64, device=returns.device)
+def _spreads(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(G,) variance of each group, and (G,) the float noise in its std."""
+    precision = max(1e-9, 8 * torch.finfo(groups.dtype).eps)
+    variances = torch.full((len(groups),), math.nan, dtype=torch.float64, device=groups.device)
     noise = torch.zeros_like(variances)
-    for group in range(len(groups)):
-        members = values[index == group]
-        members = members[~members.isnan()]
+    for place, group in enumerate(groups.double()):
+        members = group[~group.isnan()]
         if len(members) < 2:
             continue
-        noise[group] = precision * members.abs().max()
+        noise[place] = precision * members.abs().max()
         variance = members.var()
-        variances[group] = variance if variance.sqrt() > noise[group] else 0.0
-    return variances, noise, index
+        variances[place] = variance if variance.sqrt() > noise[place] else 0.0
+    return variances, noise
 
 
 def _descending(stds: torch.Tensor, noise: torch.Tensor) -> list[int]:
