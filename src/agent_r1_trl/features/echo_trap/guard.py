@@ -23,7 +23,7 @@ from accelerate.utils import broadcast_object_list
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.echo_trap.checks import EPSILON, EPSILON_HIGH, clip_matters, refusal
-from agent_r1_trl.features.echo_trap.escalation import SEVERITIES, GuardState, due_actions
+from agent_r1_trl.features.echo_trap.escalation import HEALTHY, GuardState, due_actions
 from agent_r1_trl.features.echo_trap.rollback import (
     ROLLED_BACK,
     Rollback,
@@ -37,7 +37,7 @@ from agent_r1_trl.features.echo_trap.rollback import (
 from agent_r1_trl.features.echo_trap.settings import ACTIONS, ALL
 from agent_r1_trl.recording.events import describe_event, write_event
 from agent_r1_trl.rollout import derive_seed
-from agent_r1_trl.trainers.callbacks import Agreement, RolloutCallback
+from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.config_checks import RolloutShape
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,6 @@ class EchoGuard(RolloutCallback):
         super().attach(trainer)
         self._judge = trainer.features["echo_signals"].judge
         self._is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-        self._agreement = Agreement(trainer.args.ddp_timeout_delta)
         names = list(trainer.args.echo.actions)
         found = {name: self._refusal(name) for name in (ACTIONS if names == [ALL] else names)}
         self._actions = [name for name, text in found.items() if text is None]
@@ -192,22 +191,17 @@ class EchoGuard(RolloutCallback):
         return self.trainer.args.echo.rate_factor ** max(1, self.state.num_rollbacks) if is_lowered else 1.0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Act on the verdict; all ranks act on the worst of theirs."""
+        """Act on the verdict of the main process, which is that of all."""
         metrics = {"learning_rate_factor": self.learning_rate_factor}
         self.state.num_steps += 1
-        verdict, num = self._judge.verdict, len(SEVERITIES)
-        answered, sees = (
-            SEVERITIES.index(own) if own in SEVERITIES else 0 for own in (verdict.answered, verdict.state)
-        )
-        own = 2 * (num * answered + sees) + verdict.is_exploding  # one number: the largest is the worst
-        agreed, _ = self._agreement.largest(own, None)
-        (answered, sees), is_exploding = divmod(agreed // 2, num), agreed % 2 == 1
-        self.state.note(state.global_step, is_healthy=sees == 0)
+        verdict = self._judge.verdict
+        answered, seen, is_exploding = self._on_main(lambda: (verdict.answered, verdict.state, verdict.is_exploding))
+        self.state.note(state.global_step, is_healthy=seen in HEALTHY)
         signals = self.trainer.features.get("signals")
         if signals is None or not signals.is_ending:  # else a resumed run decides again
-            self._undo(SEVERITIES[sees], self.state.past_actions(args.echo.patience, is_exploding=is_exploding))
-            if answered:
-                self._act(SEVERITIES[answered], is_exploding, control)
+            self._undo(seen, self.state.past_actions(args.echo.patience, is_exploding=is_exploding))
+            if answered not in HEALTHY:
+                self._act(answered, is_exploding, control)
         self._log(metrics | {"steps": self.state.num_steps, "rollbacks": self.state.num_rollbacks})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
