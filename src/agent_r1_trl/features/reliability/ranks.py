@@ -58,8 +58,8 @@ class RankWatch:
     def start(self, run: int) -> None:
         """Begin to watch the run of this number in its process; all ranks must call it."""
         if num_ranks() > 1:
-            store = dist.distributed_c10d._get_default_store().clone()  # the main thread may block that one
-            self._store = dist.PrefixStore(f"agent_r1_trl/{run}", store)
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._store = dist.PrefixStore(f"agent_r1_trl/{run}", store.clone())  # the main thread may block that one
         if self._store is not None or self._parent is not None:
             self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
             self._thread.start()
