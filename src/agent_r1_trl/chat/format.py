@@ -298,17 +298,6 @@ class ChatFormat:
         """Whether the template knows reasoning."""
         return bool(re.search(r"reasoning_content|\.thinking\b|</(?:\w+:)?think>|\[/THINK\]", self.chat_template))
 
-    def is_turn_end_trained(self) -> bool | None:
-        """Whether supervised training with this template's assistant masks trains the end-of-turn token.
-
-        None for a template without `{% generation %}` markers. Rollouts do not depend on it; a cold start does.
-        """
-        from trl.chat_template_utils import has_generation_markers, is_chat_template_stop_token_trained
-
-        if not has_generation_markers(self.chat_template):
-            return None
-        return bool(is_chat_template_stop_token_trained(self.tokenizer, self.chat_template))
-
     # ---------------------------------------------------------------- budgets
 
     def count(self, text: str) -> int:

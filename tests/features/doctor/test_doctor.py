@@ -169,14 +169,6 @@ BROKEN_TEMPLATES = {
     "calls what is not there": ("{{ messages[0].content.nothing() }}", {}, "error", "chat template", "", ""),
     "is empty": ("{#  #}", {}, "error", "chat template", "", ""),
     "is missing": (None, {}, "error", "chat template", "no chat template", ""),
-    "never trains the end of a turn": (
-        changed(
-            QWEN,
-            (SAYS, SAYS.replace(" + '<|im_end|>\\n'", "")),
-            ("{%- endgeneration %}", "{%- endgeneration %}{{- '' if message.tool_calls else '<|im_end|>\\n' }}"),
-        ),
-        {}, "warning", "chat template", "never learns to stop", "",
-    ),
 }  # fmt: skip
 
 

@@ -12,25 +12,20 @@ It runs the same code as a rollout, on scripts.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.features.doctor.environment import check_env
+from agent_r1_trl.features.doctor.report import Finding, has_errors, render
 
 if TYPE_CHECKING:
     from agent_r1_trl.features.doctor.checks import run_doctor
-    from agent_r1_trl.features.doctor.environment import check_env
-    from agent_r1_trl.features.doctor.report import Finding, has_errors, render
 
-_MODULE_OF = {
-    "Finding": "report",
-    "check_env": "environment",
-    "has_errors": "report",
-    "render": "report",
-    "run_doctor": "checks",
-}
 __all__ = ["Finding", "check_env", "has_errors", "render", "run_doctor"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name != "run_doctor":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    from agent_r1_trl.features.doctor.checks import run_doctor
+
+    return run_doctor

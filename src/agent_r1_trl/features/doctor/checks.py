@@ -220,9 +220,6 @@ def _check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | 
     except Exception as error:
         text = f"The template fails on an ordinary conversation ({describe_error(error)})."
         report.error("chat template", text, suggestion(chat.tokenizer, chat.chat_template))
-    if chat.is_turn_end_trained() is False:
-        text = "Its assistant masks leave out the end-of-turn token: a cold start (SFT) with it never learns to stop."
-        report.warning("chat template", text, "Move {% endgeneration %} behind the end-of-turn token.")
     tokens = ", ".join(chat.tokenizer.convert_ids_to_tokens(chat.stop_token_ids))
     shows = "renders tool conversations" if chat.supports_tools else "has no tool calls (none are used)"
     report.ok("chat template", f"Prefix preserving, {shows}; a turn stops at {tokens}.")
@@ -361,11 +358,8 @@ def _check_masks(report: Report, chat: ChatFormat, tools: Sequence[Schema] | Non
 
 def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None) -> _Scene:
     """One to four turns that call tools, say something or are truncated, and a last answer."""
-
-    def never_called(**arguments: Any) -> str:
-        raise AssertionError("scripted environments answer themselves")
-
-    shown = [Tool(never_called, schema=schema) for schema in tools or ()]
+    # Its function is never called: the scene answers itself.
+    shown = [Tool(lambda **arguments: "", schema=schema) for schema in tools or ()]
     scene = _Scene([{"role": "user", "content": _text(chat, rng)}], shown)
     for number in range(rng.randint(1, 4)):
         kind = rng.choice(["call", "call", "truncated", "text"] if tools else ["truncated", "text"])

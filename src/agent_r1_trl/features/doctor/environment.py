@@ -87,12 +87,13 @@ def examine_env(
     """As `check_env`, with one finding of level "ok" or "skipped" from every check that found nothing."""
     check_value("num_episodes", num_episodes, Count)
     check_value("timeout_s", timeout_s, Seconds)
-    rows: Any = [copy.deepcopy(DEFAULT_EXAMPLE)] if examples is None else examples
-    if isinstance(rows, (dict, str)) or not hasattr(rows, "__iter__"):
-        raise ValueError(f"examples={examples!r:.100}: must be a list of rows (dicts) or a data set.")
-    rows = list(itertools.islice(rows, num_episodes))
+    given: Any = [copy.deepcopy(DEFAULT_EXAMPLE)] if examples is None else examples
+    is_one_row = isinstance(given, (dict, str)) or not hasattr(given, "__iter__")
+    rows: list[Any] = [] if is_one_row else list(itertools.islice(given, num_episodes))
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"examples={rows!r:.100}: must hold at least one row, and every row must be a dict.")
+        raise ValueError(
+            f"examples={examples!r:.100}: must be a data set or a list with at least one row, and every row a dict."
+        )
     trial = EnvTrial(rows=rows, caller=Caller(timeout_s), make=functools.partial(make_env, env_or_factory))
     are_made_up = examples is None
     with contextlib.suppress(Stopped), contextlib.closing(trial.caller):  # the cheap checks come first
@@ -130,8 +131,7 @@ def _check_reset(trial: EnvTrial, are_made_up: bool) -> None:
             raise Stopped
         if reset.failure and are_made_up:
             text = f"{reset.failure}, on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was tried."
-            report.warning("reset", text, "Pass rows of your data set: check_env(env, examples).")
-            raise Stopped
+            trial.stop("reset", text, "Pass rows of your data set: check_env(env, examples).", level="warning")
         if reset.failure:
             trial.stop("reset", f"{reset.failure}.", "It must turn a row of the data set into messages.")
         prompt = reset.value[0]

@@ -12,21 +12,20 @@ import inspect
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
-from agent_r1_trl.features.doctor.report import Report, describe_error
-from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
+from agent_r1_trl.features.doctor.report import Level, Report, describe_error
+from agent_r1_trl.generation.base import Generation
+from agent_r1_trl.rollout import Draft, EnvironmentFailure, EnvSession, RolloutRequest
 from agent_r1_trl.rollout.runner import end_when_free
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
 from agent_r1_trl.tools.threads import OwnThread
-from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory
 
-BLOCKING_S = 0.5
 DESCRIBE = (
     "Give the function type hints and a docstring that says what it does and what each argument means; or describe it "
     "yourself: Tool(fn, schema={...})."
@@ -49,8 +48,6 @@ class CallOutcome:
     value: Any = None
     failure: str | None = None
     """Text of the exception or of the timeout; None if the call went well."""
-    blocked_s: float = 0.0
-    """Longest time for which the event loop could not run anything else."""
 
 
 class Caller:
@@ -66,45 +63,30 @@ class Caller:
 
     def call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> CallOutcome:
         """Wait for a coroutine; never raises. `name` is what a timeout calls it."""
-        too_slow = f"{name} did not come back within {self.timeout_s:g} s"
-        future = asyncio.run_coroutine_threadsafe(self._call(coroutine, too_slow), self._loop)
+        too_slow = CallOutcome(failure=f"{name} did not come back within {self.timeout_s:g} s")
+
+        async def guarded() -> CallOutcome:
+            limit = asyncio.timeout(self.timeout_s)
+            try:
+                async with limit:
+                    return CallOutcome(value=await coroutine)
+            except (EnvironmentFailure, RewardError) as error:  # their text names the method and its exception
+                return CallOutcome(failure=str(error).rstrip("."))
+            except BaseException as error:  # SystemExit as well: it would end the loop
+                return too_slow if limit.expired() else CallOutcome(failure=describe_error(error))
+
+        future = asyncio.run_coroutine_threadsafe(guarded(), self._loop)
         try:
             return future.result(timeout=self.timeout_s + _GRACE_S)
         except concurrent.futures.TimeoutError:
             # It blocks and may never let go of the loop: leave that loop to it and go on with another.
             end_when_free(self._loop)
             self._loop = _start_loop()
-            return CallOutcome(failure=too_slow, blocked_s=self.timeout_s + _GRACE_S)
+            return too_slow
 
     def close(self) -> None:
         """End what still runs, and the thread of the event loop."""
         end_when_free(self._loop)
-
-    async def _call(self, coroutine: Coroutine[Any, Any, Any], too_slow: str) -> CallOutcome:
-        async def guarded() -> CallOutcome:
-            try:
-                return CallOutcome(value=await coroutine)
-            except (EnvironmentFailure, RewardError) as error:  # their text names the method and its exception
-                return CallOutcome(failure=str(error).rstrip("."))
-            except BaseException as error:  # SystemExit as well: it would end the loop
-                return CallOutcome(failure=describe_error(error))
-
-        async def measure_pauses() -> None:
-            while True:
-                started = time.perf_counter()
-                await asyncio.sleep(0.005)
-                pauses.append(time.perf_counter() - started)
-
-        pauses = [0.0]
-        heartbeat = asyncio.ensure_future(measure_pauses())
-        task = asyncio.ensure_future(guarded())
-        done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
-        await asyncio.sleep(0)  # lets the heartbeat notice a pause that has just ended
-        heartbeat.cancel()
-        task.cancel()
-        outcome = task.result() if done else CallOutcome(failure=too_slow)
-        outcome.blocked_s = max(pauses)
-        return outcome
 
 
 def _start_loop() -> asyncio.AbstractEventLoop:
@@ -129,9 +111,9 @@ class EnvTrial:
     tools_of_row: dict[int, list[Tool]] = field(default_factory=dict)
     """The tools after the `reset` of a row, by the row's `id`: an environment may choose them there."""
 
-    def stop(self, check: str, message: str, fix: str) -> NoReturn:
-        """Report an error after which nothing further can be checked."""
-        self.report.error(check, message, fix)
+    def stop(self, check: str, message: str, fix: str, *, level: Level = "error") -> NoReturn:
+        """Report what nothing further can be checked after."""
+        self.report.add(level, check, message, fix)
         raise Stopped
 
     def new(self, thread: OwnThread) -> Any:
@@ -158,18 +140,9 @@ class EnvTrial:
         return session, reset.value[0]
 
     def call(self, name: str, session: EnvSession, argument: Any) -> CallOutcome:
-        """Call the session's `reset`, `step` or `outcome`; report an async one that blocks the event loop."""
+        """Call the session's `reset`, `step` or `outcome`."""
         method = "outcome_reward" if name == "outcome" else name
-        outcome = self.caller.call(f"{session.name}.{method}", getattr(session, name)(argument))
-        if outcome.blocked_s > BLOCKING_S and inspect.iscoroutinefunction(getattr(session.env, method, None)):
-            text = (
-                f"An async method or tool blocked the event loop, and all trajectories, for {outcome.blocked_s:.1f} s."
-            )
-            fix = (
-                "Use `await` (asyncio.sleep, an async HTTP client), or make it a plain function, which gets a thread."
-            )
-            self.report.error(name, text, fix)
-        return outcome
+        return self.caller.call(f"{session.name}.{method}", getattr(session, name)(argument))
 
     def step(self, session: EnvSession, message: Message, what: str) -> StepResult:
         """Take a step with a message; `what` says which one that is."""
@@ -219,23 +192,12 @@ class EnvEpisode:
 
     def trajectory(self, stop_reason: StopReason) -> Trajectory:
         """As the rollout would record it: one token per message, and one more for its observations if it has any."""
-        turns: list[Turn] = []
-        turn_ids: list[int] = []
+        draft = Draft(request=RolloutRequest(example={}), prompt_messages=self.prompt, prompt_ids=[0])
         for message, (observations, reward, _, _) in zip(self.messages, self.steps, strict=False):
-            start = len(turn_ids)
-            turn_ids += [len(turns), -1] if observations else [len(turns)]
-            turns.append(Turn(start=start, end=start + 1, message=message, observations=observations, reward=reward))
-        return Trajectory(
-            prompt_messages=self.prompt,
-            prompt_ids=[0],
-            completion_ids=[0] * len(turn_ids),
-            action_mask=[int(turn_id >= 0) for turn_id in turn_ids],
-            logprobs=[0.0] * len(turn_ids),
-            turn_ids=turn_ids,
-            authors=[Author.POLICY if turn_id >= 0 else Author.ENVIRONMENT for turn_id in turn_ids],
-            turns=turns,
-            stop_reason=stop_reason,
-        )
+            turn = draft.add_turn(Generation(token_ids=[0], logprobs=[0.0], stop="stop"), message, generate_s=0.0)
+            turn.observations, turn.reward = observations, reward
+            draft.add_context([0] * bool(observations), [Author.ENVIRONMENT] * bool(observations))
+        return draft.finish(stop_reason, duration_s=0.0)
 
 
 def make_env(given: Any) -> Any:
