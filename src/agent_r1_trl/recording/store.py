@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,17 @@ from agent_r1_trl.safe_text import short_or_hex
 from agent_r1_trl.trajectory import Trajectory
 
 
-def dump_json(value: Any) -> str:
+def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
     """Compact JSON that can always be written as UTF-8.
 
     An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
     written as its `repr`, because recording must not end a training run.
     """
+    dumps = partial(json.dumps, ensure_ascii=ensure_ascii, separators=(",", ":"), default=_to_json)
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_to_json)
-    except (TypeError, ValueError):  # keys that are not strings, circular references, very long numbers
-        text = json.dumps(_clean(value, ()), ensure_ascii=False, separators=(",", ":"), default=_to_json)
+        text = dumps(value)
+    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references, long numbers
+        text = dumps(_clean(value, ()))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
@@ -54,8 +56,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _clean(value: Any, parents: tuple[int, ...]) -> Any:
-    if id(value) in parents:
-        return "<circular reference>"
+    if id(value) in parents or len(parents) > 100:
+        return "<circular reference>" if id(value) in parents else "<too deep>"
     if isinstance(value, dict):
         return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -80,8 +80,6 @@ class RolloutLog:
         self._repeats_finished = repeats_finished
         self._ended: set[int] = set()
         """Numbers of trajectories of which nothing more is written, though the loop that was given up may go on."""
-        self.num_reused = 0
-        """Finished trajectories that were handed out."""
         self._appender = Appender(path, size=recorded.num_bytes if recorded else 0)
         if recorded is None:
             self._appender.append({"kind": "rollout", "version": VERSION, **header})
@@ -113,7 +111,6 @@ class RolloutLog:
         has_gone_on = self._is_complete or self._key(replace(request, attempt=request.attempt + 1)) in self._recorded
         if trajectory.stop_reason.is_infrastructure_failure and not has_gone_on:
             return None
-        self.num_reused += 1
         return trajectory
 
     def open(

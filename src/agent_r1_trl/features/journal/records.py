@@ -13,14 +13,15 @@ import json
 import logging
 import os
 import struct
-import sys
 import zlib
-from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.safe_text import short_or_hex
+import numpy as np
+
+from agent_r1_trl.recording.store import dump_json
 
 logger = logging.getLogger(__name__)
 
@@ -115,38 +116,8 @@ class Appender:
         )
 
 
-# ---------------------------------------------------------------- JSON
-
-
-def dump(value: Any) -> str:
-    """Compact ASCII JSON (a lone surrogate, which a model can write, is escaped)."""
-    try:
-        return _ENCODER.encode(value)
-    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references, very long numbers
-        return json.dumps(_cleaned(value, ()), separators=(",", ":"), default=repr)
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    return repr(value)
-
-
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain)
-
-
-def _cleaned(value: Any, parents: tuple[int, ...]) -> Any:
-    if id(value) in parents or len(parents) > 100:
-        return "<not recorded>"
-    if isinstance(value, dict):
-        return {str(key): _cleaned(item, (*parents, id(value))) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_cleaned(item, (*parents, id(value))) for item in value]
-    if isinstance(value, int):
-        return short_or_hex(value)
-    return value if value is None or isinstance(value, str | float) else repr(value)
+dump = partial(dump_json, ensure_ascii=True)
+"""Compact ASCII JSON (a lone surrogate, which a model can write, is escaped)."""
 
 
 # ---------------------------------------------------------------- numbers
@@ -154,38 +125,32 @@ def _cleaned(value: Any, parents: tuple[int, ...]) -> Any:
 
 def pack_ids(ids: Sequence[int]) -> str:
     """Token ids, (N,), as text."""
-    return _text(array("i", ids))
+    return _text(np.asarray(ids, "<i4"))
 
 
 def unpack_ids(text: str) -> list[int]:
     """The inverse of `pack_ids`."""
-    data = base64.b64decode(text)
-    return list(struct.unpack(f"<{len(data) // 4}i", data))
+    return np.frombuffer(base64.b64decode(text), "<i4").tolist()
 
 
 def pack_floats(values: Sequence[float]) -> str:
     """Numbers, (N,), as text."""
-    short = array("f", values)
-    return _SHORT + _text(short) if short.tolist() == values else _text(array("d", values))
+    numbers = np.asarray(values, "<f8")
+    with np.errstate(over="ignore"):
+        short = numbers.astype("<f4")
+    return _SHORT + _text(short) if (short == numbers).all() else _text(numbers)
 
 
 def unpack_floats(text: str) -> list[float]:
     """The inverse of `pack_floats`."""
-    kind, size = ("f", 4) if text.startswith(_SHORT) else ("d", 8)
     data = base64.b64decode(text.removeprefix(_SHORT))
-    return list(struct.unpack(f"<{len(data) // size}{kind}", data))
+    return np.frombuffer(data, "<f4" if text.startswith(_SHORT) else "<f8").tolist()
 
 
 def checksum_ids(ids: Sequence[int], before: int = 0) -> int:
     """CRC-32 of token ids, (N,), that follow ids with the checksum `before`."""
-    return zlib.crc32(_little_endian(array("i", ids)), before)
+    return zlib.crc32(np.asarray(ids, "<i4").tobytes(), before)
 
 
-def _text(numbers: array[Any]) -> str:
-    return base64.b64encode(_little_endian(numbers)).decode("ascii")
-
-
-def _little_endian(numbers: array[Any]) -> array[Any]:
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
+def _text(numbers: np.ndarray) -> str:
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
