@@ -191,12 +191,6 @@ def test_one_bad_batch_is_no_collapse():
     assert {*states(steps)} == {"healthy"}
 
 
-def test_a_run_that_stops_to_call_a_tool_which_earns_nothing_is_healthy():
-    rng = np.random.default_rng(1)
-    history = simulate(rng, np.zeros(140), calls=ramp(0.8, 0.02, 40, 60, 40), call_gain=0.0)
-    assert {*states(with_entropy(rng, history, np.full(140, 0.8)))} == {"healthy"}
-
-
 # -------------------------------------------------------------------- numbers by hand
 
 

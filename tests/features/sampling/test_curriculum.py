@@ -195,12 +195,6 @@ def test_a_checkpoint_without_it_begins_anew_and_says_so(tmp_path, caplog):
         caplog.clear()
 
 
-def test_off_it_changes_nothing(tmp_path):
-    trainer = make_trainer(tmp_path)
-    rows = [{"id": "a"}]
-    assert "resampling" not in trainer.features and trainer.features.fold("choose_rows", rows, 3) is rows
-
-
 def test_an_environment_that_makes_its_own_prompts_is_refused():
     for curriculum in (True, False):
         config = SimpleNamespace(sampling=SamplingSettings(resample_rounds=2, curriculum=curriculum))
