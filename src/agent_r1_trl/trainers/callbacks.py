@@ -13,7 +13,6 @@ the same events (`callbacks=[...]`, or `trainer.add_callback`). The step itself 
         on_values, check_loss                                  each micro-batch
         before_step                                            the optimizer step, with its gradient norm
       state_dict, save, saved                                  a checkpoint
-      evaluation_end                                           an evaluation
     close_run                                                  the run is over, however it ended
     end_run                                                    `train` has ended well
 
@@ -235,9 +234,6 @@ class RolloutCallback(TrainerCallback):
 
         `output` is TRL's batch of the rows. Scalars that are put into it stand in each of its micro-batches.
         """
-
-    def evaluation_end(self, evaluation: Any) -> None:
-        """All batches of an evaluation (`EvaluationRows`) have been sampled and scored."""
 
     # ---------------------------------------------------------------- the update
 

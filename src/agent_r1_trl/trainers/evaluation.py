@@ -166,7 +166,6 @@ class EvaluatingTrainer(GRPOTrainer):
         self.last_trajectories = self.evaluation.trajectories
         logged, names = self._metrics["eval"], self.reward_func_names
         logged.update(self.evaluation.metrics(logged, names=names, group_size=self.num_generations_eval))
-        self.features.call("evaluation_end", self.evaluation)
         self.evaluation.warn_of_failures()
         return output
 
