@@ -43,7 +43,7 @@ ATTRIBUTES = """
 """Attributes of TRL's trainer that are read or set."""
 IMPORTS = {
     "trl": "GRPOConfig GRPOTrainer ModelConfig chat_template_utils get_peft_config get_quantization_config",
-    "trl.chat_template_utils": "get_training_chat_template has_generation_markers is_chat_template_stop_token_trained",
+    "trl.chat_template_utils": "get_training_chat_template",
     "trl.models": "unwrap_model_for_generation",
     "trl.models.utils": "disable_gradient_checkpointing",
     "trl.trainer.callbacks": "SyncRefModelCallback",
