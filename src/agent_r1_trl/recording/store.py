@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,11 @@ def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
     An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
     written as its `repr`, because recording must not end a training run.
     """
-    dumps = partial(json.dumps, ensure_ascii=ensure_ascii, separators=(",", ":"), default=_to_json)
+    options: Any = {"ensure_ascii": ensure_ascii, "separators": (",", ":"), "default": _to_json}
     try:
-        text = dumps(value)
+        text = json.dumps(value, **options)
     except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references, long numbers
-        text = dumps(_clean(value, ()))
+        text = json.dumps(_clean(value, ()), **options)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
@@ -50,9 +49,7 @@ def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
 def _to_json(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    return repr(value)
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else repr(value)
 
 
 def _clean(value: Any, parents: tuple[int, ...]) -> Any:
