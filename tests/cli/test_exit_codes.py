@@ -12,7 +12,6 @@ import pytest
 
 from agent_r1_trl.cli import errors, main, train
 from agent_r1_trl.features.reliability import signal_handlers
-from agent_r1_trl.features.reliability.nonfinite import NonFiniteError
 from agent_r1_trl.features.reliability.ranks import RankLostError
 from agent_r1_trl.rollout.watchdog import LoopLostError
 from tests.own_process import signal_this_process
@@ -149,17 +148,3 @@ def test_a_failure_to_close_hides_neither_the_exit_code_nor_the_cause(capsys):
         train._train(trainer, None, types.SimpleNamespace(stop=lambda: None))
     assert ended.value.exit_code == errors.EXIT_INFRASTRUCTURE
     assert "could not be closed: OSError: engine is gone" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(OSError(28, "No space left on device"), "cannot be written"), (NonFiniteError("hold NaN"), "hold NaN")],
-)
-def test_a_model_that_cannot_be_saved_at_the_end_is_the_infrastructures_failure(error, words, tmp_path):
-    def save_model(output_dir, _internal_call):
-        raise error
-
-    accelerator = types.SimpleNamespace(is_local_main_process=True, wait_for_everyone=lambda: None)
-    with pytest.raises(RuntimeError, match=words) as ended:
-        train._save(types.SimpleNamespace(save_model=save_model, accelerator=accelerator), str(tmp_path))
-    assert ended.value.exit_code == errors.EXIT_INFRASTRUCTURE
