@@ -296,7 +296,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1468, 7),
     "advantages": (1129, 5),
-    "chat": (2555, 13),
+    "chat": (2562, 13),
     "cli": (2608, 15),
     "critic": (612, 3),
     "environments": (1307, 8),

@@ -285,6 +285,30 @@ def test_a_turn_that_ended_itself_gets_nothing_and_a_cut_one_the_end_of_turn_tok
     assert chat.tokenizer.decode(closing) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "turn", "header"),
+    [
+        ("qwen2_5", "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n", "<|im_start|>assistant\n"),
+        (
+            "llama3", "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}<|eot_id|>",
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+    ],
+)  # fmt: skip
+def test_a_generation_prompt_that_is_written_unasked_is_no_part_of_a_turn(family, turn, header):
+    body = "{% for m in messages %}" + turn + "{% endfor %}"
+    unasked, usual = (
+        ChatFormat(make_tokenizer(family, chat_template=body + end))
+        for end in (f"{{{{ {header!r} }}}}", f"{{% if add_generation_prompt %}}{{{{ {header!r} }}}}{{% endif %}}")
+    )
+    said, more = assistant(content="Paris."), [{"role": "user", "content": "And of Spain?"}]
+    assert unasked.stop_token_ids == usual.stop_token_ids
+    assert unasked.encode_prompt(QUESTION) == usual.encode_prompt(QUESTION)
+    assert unasked.encode_reply(said) == usual.encode_reply(said)
+    assert unasked.encode_observations(said, more) == usual.encode_observations(said, more)
+    assert unasked.parse(usual.encode_reply(said))["content"] == "Paris."
+
+
 def test_a_turn_that_stopped_on_a_foreign_token_is_closed_by_the_template_s_own():
     tokenizer = make_tokenizer("qwen2_5")
     end_of_text = tokenizer.convert_tokens_to_ids("<|endoftext|>")

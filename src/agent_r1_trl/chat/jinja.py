@@ -43,24 +43,31 @@ class ChatTemplate:
         self.plain = plain
         self.kwargs = dict(kwargs or {})
         self._reads_thinking = re.search(r"\.thinking\b|[\"']thinking[\"']", source) is not None
+        # The generation prompt of a template that writes it after every conversation, asked or not.
+        self._unasked = ""
         self.no_tools: list[dict[str, Any]] | None = None
         """What to pass as tools where there are none; some templates cannot count None."""
         self.probe_tools: list[dict[str, Any]] | None = [PROBE_TOOL] if plain else None
         """What to pass as tools where a rendering is only a probe: Hermes' template for tools needs some."""
-        if not self.attempt([{"role": "user", "content": "?"}]):
+        question: Message = {"role": "user", "content": "?"}
+        if not self.attempt([question]):
             self.no_tools, self.probe_tools = [], [PROBE_TOOL]
+        eos, begun = getattr(tokenizer, "eos_token", None), self.attempt([question], generation_prompt=True)
+        if eos and eos in begun.rpartition("?")[2] and begun == self.attempt([question]):
+            self._unasked = begun.rpartition(eos)[2]
 
     def render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
         """Text of a conversation; whatever the template raises propagates."""
         messages = [self._readable(message) for message in messages]
         try:
-            return self._apply(messages, tools, generation_prompt)
+            text = self._apply(messages, tools, generation_prompt)
         except TypeError:
             # DeepSeek's templates concatenate the arguments of a call, which must then be text.
             as_text = [_with_text_arguments(message) for message in messages]
             if as_text == messages:
                 raise
-            return self._apply(as_text, tools, generation_prompt)
+            text = self._apply(as_text, tools, generation_prompt)
+        return text if generation_prompt else text.removesuffix(self._unasked)
 
     def probe(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> str:
         """`render` for a conversation that no model will see."""
