@@ -146,6 +146,10 @@ ADDRESSES = (
     "api.openai.com",
     "ftp://a",
     "http://",
+    "http://:8000/v1",
+    "http://a:80OO/v1",
+    "http://a:99999",
+    "http://[::1",
     "https://me:password@a",
     "https://a/v1?k=password",
 )

@@ -181,12 +181,12 @@ def api_url(url: str) -> str:
     Raises:
         ValueError: it is no address of HTTP, or holds a password or a query.
     """
-    match = re.fullmatch(r"(https?://[^/@?#\s]+)(/[^@?#\s]*)?", url)
-    if match is None:
+    match = re.fullmatch(r"(https?://(?:[^/@?#\s:\[\]]+|\[[\da-f:.]+\])(?::(\d{0,5}))?)(/[^@?#\s]*)?", url, re.I)
+    if match is None or int(match[2] or 0) > 65535:
         given = "***" if any(mark in url for mark in "@?#") else repr(url)  # it is no place for a secret
         raise ValueError(
             f"endpoint={given}: it must begin with http:// or https:// and name a host, without password, query or "
             "fragment (the key comes from an environment variable). Pass one such as https://api.openai.com/v1."
         )
-    path = (match[2] or "").rstrip("/").removesuffix("/chat/completions")
+    path = (match[3] or "").rstrip("/").removesuffix("/chat/completions")
     return match[1] + (path or "/v1")
