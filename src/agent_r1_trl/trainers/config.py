@@ -237,7 +237,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     failures: AsMapping = setting(
         None,
-        "When failing trajectories, steps that are not finite and silent ranks end the run, and what a signal does, "
+        "When failing trajectories and steps that are not finite end the run, and what a signal does, "
         "such as {max_share: 0.8}.",
     )
     outages: AsMapping = setting(
