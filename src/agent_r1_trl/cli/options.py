@@ -32,13 +32,11 @@ _LIBRARIES = {3: "Training (TRL)", 4: "Training (transformers)"}
 _INTRODUCTION = """\
 # Options of training
 
-Every setting of `agent-r1-trl train`, ours first. A recipe writes `name: value` and the command line `--name value`.
-A list is `name: [one, two]` in a recipe and `--name one two` on the command line. Both write `null` for None, also to take
-back what a recipe sets.
+Every setting of `agent-r1-trl train`, ours first. A recipe writes `name: value` and the command line `--name value`, a
+list is `name: [one, two]` and `--name one two`; both write `null` for None, also to take back what a recipe sets.
 `echo.patience` is the key `patience` of the mapping `echo`: a recipe writes `echo: {patience: 5}`, the command line
-`--echo.patience 5`, a script `echo={"patience": 5}`.
-In a script, all but those of task, data and model are arguments of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`.
-Where PPO has another default, both stand there. This page is made from the code by `make options`.
+`--echo.patience 5`, a script `echo={"patience": 5}`. In a script, all but those of task, data and model are arguments
+of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`. Where PPO's default differs, both are given. Made by `make options`.
 """
 
 
