@@ -112,6 +112,23 @@ def test_the_survivor_of_a_killed_rank_says_so_closes_everything_and_ends(end, t
     assert still_open(tmp_path, rank=0) == 0
 
 
+def test_a_rank_hears_signals_while_the_one_that_keeps_the_store_stands_still(processes, tmp_path):
+    port = free_port()
+    silent, rank = (processes(endings.run_rank, tmp_path, rank, "hang", 2, port) for rank in range(2))
+    log, deadline = tmp_path / "log-1.txt", time.monotonic() + TIMEOUT_S
+    while len(list(tmp_path.glob("open-*"))) < 8:
+        assert time.monotonic() < deadline and rank.is_alive()
+        time.sleep(0.05)
+    os.kill(silent.pid, signal.SIGSTOP)
+    time.sleep(1.5)  # by now the thread of the other rank waits for the store
+    rank.terminate()
+    time.sleep(3)
+    assert "SIGTERM: the update in flight is finished" in log.read_text(encoding="utf-8")
+    rank.terminate()
+    rank.join(10)
+    assert rank.exitcode == 143 and "SIGTERM for the second time" in log.read_text(encoding="utf-8")
+
+
 def test_a_second_signal_ends_at_once(processes, tmp_path):
     process = processes(endings.two_signals, tmp_path)
     start = time.monotonic()

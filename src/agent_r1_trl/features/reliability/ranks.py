@@ -66,10 +66,17 @@ class RankWatch:
 
     def tell(self, *, signum: int = 0, error: str = "") -> None:
         """Leave a note for the other ranks, unless there is one."""
-        if self._store is not None:
-            note = json.dumps({"rank": dist.get_rank(), "signum": signum, "error": error})
+        if (store := self._store) is None:
+            return
+        note = json.dumps({"rank": dist.get_rank(), "signum": signum, "error": error})
+
+        def leave() -> None:
             with contextlib.suppress(RuntimeError):  # its host may have ended before
-                self._store.compare_set("note", "", note)
+                store.compare_set("note", "", note)
+
+        thread = threading.Thread(target=leave, name="note", daemon=True)
+        thread.start()
+        thread.join(LOOK_S)  # a store whose machine is gone answers nobody, and no connection breaks
 
     def stop(self) -> None:
         """Stop watching."""
@@ -98,8 +105,10 @@ class RankWatch:
                 self._parent = None
                 self._on_signal(signal.SIGTERM, "its launcher is gone")
             if self._store is not None and not self._found.is_set():
-                with contextlib.suppress(RuntimeError):
+                try:
                     self._look()
+                except RuntimeError:  # its host has ended, and torch prints a trace of each try
+                    self._store = None
 
     def _look(self) -> None:
         if not self._store.check(["note"]):
