@@ -14,7 +14,7 @@ import uuid
 
 NUM_RANKS = 2
 HANG_S = 300
-SENT = {"kill": signal.SIGKILL, "signal": signal.SIGTERM}
+SENT = {"kill": signal.SIGKILL, "signal": signal.SIGTERM, "full": signal.SIGTERM}
 
 
 def run_rank(folder, rank, ending, num_ranks=NUM_RANKS, port=0):
@@ -22,7 +22,8 @@ def run_rank(folder, rank, ending, num_ranks=NUM_RANKS, port=0):
 
     Endings: `signal`: rank 1 sends SIGTERM to itself while both ranks sample; `environment`: an environment of rank 1
     breaks the protocol while those of rank 0 hang; `reward`: a reward function raises on rank 1 alone; `disk`: rank 1
-    cannot write its part of a checkpoint; `kill`: rank 1 kills itself while rank 0 samples; `hang`: nothing happens.
+    cannot write its part of a checkpoint; `full`: both as for `signal` and for `disk`; `kill`: rank 1 kills itself
+    while rank 0 samples; `hang`: nothing happens.
     """
     if num_ranks > 1:
         os.environ |= {
@@ -78,7 +79,7 @@ def train(folder, rank, ending):
         folder / "run", env=Env, reward_funcs=reward, max_steps=3, per_device_train_batch_size=4, ddp_timeout=77,
         save_strategy="steps" if ending == "disk" else "no", save_steps=1,
     )  # fmt: skip
-    if ending == "disk" and rank == 1:
+    if ending in ("disk", "full") and rank == 1:
         trainer._save_rng_state = write_nothing
     try:
         trainer.train()

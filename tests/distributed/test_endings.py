@@ -96,12 +96,13 @@ def test_an_error_of_one_ranks_reward_function_ends_both_and_is_named_once(end, 
     assert still_open(tmp_path) == 0
 
 
-def test_a_checkpoint_that_one_rank_cannot_write_ends_both_and_is_none_of_theirs(end, tmp_path):
-    codes, logs, apart = end("disk")
+@pytest.mark.parametrize("ending", ["disk", "full"])
+def test_a_checkpoint_that_one_rank_cannot_write_ends_both_and_is_none_of_theirs(end, tmp_path, ending):
+    codes, logs, apart = end(ending)
     assert codes == [3, 3], logs
     assert "SaveError: " in logs[0] and "checkpoint-1 cannot be written: OSError: [Errno 28]" in logs[0]
     assert apart < 15
-    assert not (tmp_path / "run" / "checkpoint-1").exists()
+    assert not (tmp_path / "run" / "checkpoint-1").exists() and still_open(tmp_path) == 0
 
 
 def test_the_survivor_of_a_killed_rank_says_so_closes_everything_and_ends(end, tmp_path):

@@ -49,11 +49,11 @@ class RankWatch:
     def __init__(self, on_signal: Callable[[int, str], None], on_error: Callable[[], None]) -> None:
         self._on_signal, self._on_error = on_signal, on_error
         self._parent = os.getppid() if any(name in os.environ for name in _LAUNCHED) else None
-        self._stopped, self._found = threading.Event(), threading.Event()
+        self._stopped, self._has_failed = threading.Event(), threading.Event()
         self._store: Any = None
         self._thread: threading.Thread | None = None
-        self._note: dict[str, Any] = {}
-        """What another rank has left."""
+        self._notes: dict[str, dict[str, Any]] = {}
+        """The first `signal` and the first `error` of all ranks."""
 
     def start(self, run: int) -> None:
         """Begin to watch the run of this number in its process; all ranks must call it."""
@@ -65,14 +65,14 @@ class RankWatch:
             self._thread.start()
 
     def tell(self, *, signum: int = 0, error: str = "") -> None:
-        """Leave a note for the other ranks, unless there is one."""
+        """Leave a note for the other ranks: a signal or an error, unless there is one."""
         if (store := self._store) is None:
             return
         note = json.dumps({"rank": dist.get_rank(), "signum": signum, "error": error})
 
         def leave() -> None:
             with contextlib.suppress(RuntimeError):  # its host may have ended before
-                store.compare_set("note", "", note)
+                store.compare_set("error" if error else "signal", "", note)
 
         thread = threading.Thread(target=leave, name="note", daemon=True)
         thread.start()
@@ -89,9 +89,10 @@ class RankWatch:
         is_broken = isinstance(error, dist.DistError) or re.search("gloo|nccl", str(error), re.IGNORECASE)
         if num_ranks() == 1 or not isinstance(error, RuntimeError) or isinstance(error, RunError) or not is_broken:
             return None
-        self._found.wait(3 * LOOK_S)
-        if self._note.get("error"):
-            return RankLostError(f"Rank {self._note['rank']} has stopped all others: {self._note['error']}")
+        self._has_failed.wait(3 * LOOK_S)
+        note = self._notes.get("error")
+        if note is not None and note["rank"] != dist.get_rank():
+            return RankLostError(f"Rank {note['rank']} has stopped all others: {note['error']}")
         return RankLostError(
             f"Another rank is gone: killed, out of memory, crashed, or its machine is lost ({error}). Its own output "
             "or the launcher's says why; start all of them again with resume_from_checkpoint: true."
@@ -104,20 +105,22 @@ class RankWatch:
             if self._parent is not None and os.getppid() != self._parent:
                 self._parent = None
                 self._on_signal(signal.SIGTERM, "its launcher is gone")
-            if self._store is not None and not self._found.is_set():
+            if self._store is not None:
                 try:
                     self._look()
                 except RuntimeError:  # its host has ended, and torch prints a trace of each try
                     self._store = None
 
     def _look(self) -> None:
-        if not self._store.check(["note"]):
-            return
-        note = json.loads(self._store.get("note"))
-        if note["rank"] != dist.get_rank():
-            self._note = note
-            if note["signum"]:
+        for kind in ("signal", "error"):
+            if kind in self._notes or not self._store.check([kind]):
+                continue
+            note = self._notes[kind] = json.loads(self._store.get(kind))
+            if kind == "error":
+                self._has_failed.set()
+            if note["rank"] == dist.get_rank():
+                continue
+            if kind == "signal":
                 self._on_signal(note["signum"], f"rank {note['rank']} received it")
             else:
                 self._on_error()
-        self._found.set()

@@ -89,7 +89,8 @@ class RunGuard(RolloutCallback):
                 watch.start(next(_runs))
                 return self._run(train)
         except BaseException as error:
-            if not self._agreed and not isinstance(error, RankLostError):
+            has_ended = self._agreed and isinstance(error, KeyboardInterrupt | SystemExit)  # as all others do
+            if not has_ended and not isinstance(error, RankLostError):
                 watch.tell(error=f"{type(error).__name__}: {error}")
             raise
         finally:
@@ -97,16 +98,17 @@ class RunGuard(RolloutCallback):
             self._watch = None
 
     def _run(self, train: Callable[[], T]) -> T:
-        has_best = False  # the model is no longer that of the last step
         try:
-            result = train()
-            has_best = self.trainer.args.load_best_model_at_end
-            if not self._agreed:
-                self._agree()  # one that came after the very last step
+            has_best = False  # the model is no longer that of the last step
+            with contextlib.suppress(Interruption):
+                result = train()
+                has_best = self.trainer.args.load_best_model_at_end
+                if not self._agreed:
+                    self._agree()  # one that came after the very last step
             if not self._agreed:
                 return result
-        except Interruption:
-            pass
+            if self.trainer.args.failures.save_on_signal and not has_best:
+                self._save()
         except BaseException as error:
             self.trainer.rollouts.cancel()
             end_marked_processes()
@@ -116,8 +118,6 @@ class RunGuard(RolloutCallback):
             if lost is None:
                 raise
             raise lost from error
-        if self.trainer.args.failures.save_on_signal and not has_best:
-            self._save()
         step, trainer = self.trainer.state.global_step, self.trainer
         if trainer.is_world_process_zero():
             folder = f"checkpoint-{step} in {trainer.args.output_dir}" if step == self._saved_step else "no checkpoint"
