@@ -113,7 +113,10 @@ class RunGuard(RolloutCallback):
             self.trainer.rollouts.cancel()
             end_marked_processes()
             if isinstance(error, ToolOutageError) and self.trainer.args.save_strategy != "no":
-                self._save()  # on all ranks alike; nothing was trained on since
+                try:
+                    self._save()  # on all ranks alike; nothing was trained on since
+                except RuntimeError as failed:  # the outage is what ends the run
+                    logger.error("%s", failed)
             lost = None if self._watch is None else self._watch.explain(error)
             if lost is None:
                 raise
