@@ -114,6 +114,9 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     }
 
 
+_NEW_ROLLOUT = "resume_without: [rollout]: the run then goes on from its weights and its optimizer with a new rollout."
+
+
 def check_same_run(folder: Path, saved: dict[str, Any], trainer: Any) -> None:
     """Refuse to put an adapter on other frozen weights, or to go on where place or rollout would not fit.
 
@@ -135,15 +138,20 @@ def check_same_run(folder: Path, saved: dict[str, Any], trainer: Any) -> None:
         _check_data(lead, saved, now)
     if "rollout" in without or not has_part(folder, "rollout"):
         return
-    is_in_flight = saved.get("is_in_flight", False)
-    names = ("checkpoint_format", "processes", *PLACE, *(IN_FLIGHT if is_in_flight else ()))
+    if (version := saved.get("checkpoint_format")) != VERSION:  # None: of a time when each rank's file told it
+        raise CheckpointError(
+            f"resume_from_checkpoint={str(folder)!r}: its {ROLLOUT_STATE.format(rank='*')} have the format of another "
+            f"version of agent-r1-trl ({version} instead of {VERSION}). Resume with the version that wrote them, or "
+            f"set {_NEW_ROLLOUT}"
+        )
+    is_in_flight = saved["is_in_flight"]
+    names = ("processes", *PLACE, *(IN_FLIGHT if is_in_flight else ()))
     if changed := [name for name in names if saved.get(name) != now[name]]:
         before, given = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (saved, now))
         raise CheckpointError(
             f"{lead} {before} and cannot go on with {given}, which its place in the data "
             f"{'and the rollout in flight do' if is_in_flight else 'does'} not fit. Start it with {before}, "
-            "or set resume_without: [rollout]: the run then goes on from its weights and its optimizer with a new "
-            "rollout."
+            f"or set {_NEW_ROLLOUT}"
         )
 
 
