@@ -94,8 +94,9 @@ class RankWatch:
         if note is not None and note["rank"] != dist.get_rank():
             return RankLostError(f"Rank {note['rank']} has stopped all others: {note['error']}")
         return RankLostError(
-            f"Another rank is gone: killed, out of memory, crashed, or its machine is lost ({error}). Its own output "
-            "or the launcher's says why; start all of them again with resume_from_checkpoint: true."
+            "Another rank is gone: killed, out of memory, crashed, or its machine is lost; or something else kept it "
+            f"for longer than ddp_timeout ({error}). Its own output or the launcher's says why. Start all of them "
+            "again with resume_from_checkpoint: true, and with a longer ddp_timeout if a rank was only slow."
         )
 
     # ---------------------------------------------------------------- the thread
