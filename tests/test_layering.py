@@ -307,7 +307,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/games": (1236, 8),
     "features/hub": (937, 7),
     "features/journal": (1315, 10),
-    "features/reliability": (1192, 8),
+    "features/reliability": (1208, 8),
     "features/sampling": (773, 7),
     "features/sandbox": (1579, 10),
     "features/search": (231, 2),
@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (740, 7),
     "rollout": (2764, 15),
     "tools": (2567, 15),
-    "trainers": (6059, 16),
+    "trainers": (6067, 16),
     "update": (1713, 8),
 }
 
