@@ -263,6 +263,8 @@ class RewardCalls:
         raise_everywhere(self._error)
 
     def _check(self, function: Any, said: str) -> Any:
+        untaken = _untaken(function)
+
         def arguments(kwargs: dict[str, Any], rows: slice = slice(None)) -> dict[str, Any]:
             """Those of some trajectories, never with the rows that fill up the call."""
             return {
@@ -270,6 +272,7 @@ class RewardCalls:
                 if isinstance(value, list) and len(value) == self._num_rows
                 else value
                 for name, value in kwargs.items()
+                if name not in untaken
             }
 
         @contextlib.contextmanager
@@ -311,6 +314,16 @@ class RewardCalls:
             except RewardError as error:
                 self._error = error
         return values + [0.0] * (self._num_rows - count)
+
+
+def _untaken(function: Any) -> set[str]:
+    """Our own arguments that a reward function of TRL's form does not take; it is called without them."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return set()
+    takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+    return set() if takes_all else {"trajectory", "environments"} - {*parameters}
 
 
 def _drawn(returned: Any) -> Any:
