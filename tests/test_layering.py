@@ -294,7 +294,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1468, 7),
+    "(nouns)": (1506, 7),
     "advantages": (1129, 5),
     "chat": (2562, 13),
     "cli": (2608, 15),
@@ -313,11 +313,11 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (231, 2),
     "features/serve": (1054, 8),
     "generation": (3994, 25),
-    "recording": (965, 6),
+    "recording": (932, 6),
     "rewards": (740, 7),
     "rollout": (2764, 15),
     "tools": (2567, 15),
-    "trainers": (6067, 16),
+    "trainers": (6080, 16),
     "update": (1713, 8),
 }
 

@@ -13,6 +13,7 @@ in another encoding (base64, URL escapes), or split over several messages.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -206,3 +207,40 @@ _MAX_BITS = 14_000
 def short_or_hex(number: int) -> int | str:
     """The number; hexadecimal text if it has too many digits for Python to write it in decimals."""
     return hex(number) if number.bit_length() > _MAX_BITS else number
+
+
+# -------------------------------------------------------------------- JSON
+
+
+def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
+    """Compact JSON that can always be written as UTF-8.
+
+    An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
+    written as its `repr`, because recording must not end a training run.
+    """
+    options: Any = {"ensure_ascii": ensure_ascii, "separators": (",", ":"), "default": _to_json}
+    try:
+        text = json.dumps(value, **options)
+    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references, long numbers
+        text = json.dumps(_clean(value, ()), **options)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
+        return json.dumps(json.loads(text), separators=(",", ":"))
+    return text
+
+
+def _to_json(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else repr(value)
+
+
+def _clean(value: Any, parents: tuple[int, ...]) -> Any:
+    if id(value) in parents or len(parents) > 100:
+        return "<circular reference>" if id(value) in parents else "<too deep>"
+    if isinstance(value, dict):
+        return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item, (*parents, id(value))) for item in value]
+    return short_or_hex(value) if isinstance(value, int) else value

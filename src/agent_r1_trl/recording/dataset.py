@@ -13,7 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.store import SPLITS, Record, dump_json, read_records
+from agent_r1_trl.recording.store import SPLITS, Record, read_records
+from agent_r1_trl.safe_text import dump_json
 
 COLUMNS = {
     "id": ("text", "of the example in the data set"),

@@ -11,7 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.store import FOLDER, dump_json, read_lines
+from agent_r1_trl.recording.store import FOLDER, read_lines
+from agent_r1_trl.safe_text import dump_json
 
 logger = logging.getLogger(__name__)
 

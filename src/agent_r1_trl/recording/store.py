@@ -24,43 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl import safe_text
-from agent_r1_trl.safe_text import short_or_hex
+from agent_r1_trl.safe_text import dump_json
 from agent_r1_trl.trajectory import Trajectory
-
-
-def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
-    """Compact JSON that can always be written as UTF-8.
-
-    An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
-    written as its `repr`, because recording must not end a training run.
-    """
-    options: Any = {"ensure_ascii": ensure_ascii, "separators": (",", ":"), "default": _to_json}
-    try:
-        text = json.dumps(value, **options)
-    except (TypeError, ValueError, RecursionError):  # keys that are no strings, circular references, long numbers
-        text = json.dumps(_clean(value, ()), **options)
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, which a model can write as \ud800 in the JSON of a call
-        return json.dumps(json.loads(text), separators=(",", ":"))
-    return text
-
-
-def _to_json(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return sorted(value, key=repr) if isinstance(value, set | frozenset) else repr(value)
-
-
-def _clean(value: Any, parents: tuple[int, ...]) -> Any:
-    if id(value) in parents or len(parents) > 100:
-        return "<circular reference>" if id(value) in parents else "<too deep>"
-    if isinstance(value, dict):
-        return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(item, (*parents, id(value))) for item in value]
-    return short_or_hex(value) if isinstance(value, int) else value
-
 
 MASKED_ID = 0
 """Stands for every id of a prompt, turn or observation in which a secret was found."""

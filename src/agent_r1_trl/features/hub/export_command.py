@@ -62,7 +62,7 @@ def _write_sft(arguments: argparse.Namespace) -> str:
     from agent_r1_trl.features.hub.card import read_facts
     from agent_r1_trl.features.hub.push_command import environment_of
     from agent_r1_trl.recording.dataset import sft_rows
-    from agent_r1_trl.recording.store import dump_json
+    from agent_r1_trl.safe_text import dump_json
 
     path, least = Path(arguments.output), arguments.min_reward
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent

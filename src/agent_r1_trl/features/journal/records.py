@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_r1_trl.recording.store import dump_json
+from agent_r1_trl.safe_text import dump_json
 
 logger = logging.getLogger(__name__)
 
