@@ -92,6 +92,7 @@ def test_rows_that_fill_up_a_call_are_not_seen_and_failures_earn_nothing():
 
     failed = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
     assert score(length, [two_turns(), failed], num_missing=1) == [2.0, None, 0.0]
+    assert score(one_of_them(1.0), [two_turns()]) == [0.0], "called without `trajectory`, which it does not take"
 
 
 def plain(trajectory, **columns):
