@@ -34,7 +34,8 @@ class ContextSettings(SettingsGroup):
         "'drop_observations': of what answered the turns before those, only a note; 'step': what the environment "
         "gives (info['next_context']), else as 'window', and every turn is a row of its own; 'summarise': the prompt "
         "and a summary that the model wrote; 'strip_thinking': without the reasoning of earlier turns that the "
-        "published chat template drops. Or your own: a function, or its path, my_module.my_policy.",
+        "published chat template drops; 'agent': what an agent of its own asks with. Or your own: a function, or its "
+        "path, my_module.my_policy.",
     )
     turns: Count | None = setting(
         None,
@@ -130,6 +131,7 @@ def messages_of(turn: Turn) -> list[Message]:
 
 POLICIES: dict[str, Callable[[ContextView, int], Sequence[Message]] | None] = {
     "keep": None,
+    "agent": None,  # an environment with `drive` opens its contexts itself
     "window": window,
     "summarise": None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": drop_observations,

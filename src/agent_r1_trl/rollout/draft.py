@@ -47,6 +47,8 @@ class Draft:
     """The back end refused the request and would refuse it again."""
     usage: dict[str, int] | None = None
     """What a server has counted, of a trajectory without ids (`hosted.py`); None for one with ids."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """What an agent of its own has noted (`drive`)."""
     cancelled_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
 
@@ -162,7 +164,7 @@ class Draft:
             generation=self.request.generation,
             seed=self.request.seed,
             error=self.error,
-            info={} if self.usage is None else {USAGE: dict(self.usage)},
+            info=self.info if self.usage is None else {USAGE: dict(self.usage)},
             duration_s=duration_s,
         )
 

@@ -130,6 +130,9 @@ async def _sample_turns(
 ) -> StopReason:
     draft.phase = "reset"
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
+    if (drive := getattr(session.env, "drive", None)) is not None:  # an agent asks for its turns itself
+        stop_reason: StopReason = await drive(draft, generator, chat, limits, params)
+        return stop_reason
     num_characters = sum(len(str(message.get("content") or "")) for message in draft.prompt_messages)
     if limits.max_model_length is not None and num_characters > MAX_CHARS_PER_TOKEN * limits.max_model_length:
         return StopReason.PROMPT_TOO_LONG  # which needs no tokenizer to see
@@ -141,7 +144,7 @@ async def _sample_turns(
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
     contexts, summaries = Contexts(draft, chat, tools, limits), Summaries(draft, chat, tools, limits)
-    sample = functools.partial(_sample, draft, generator, chat, tools, params)
+    sample = functools.partial(sample_turn, draft, generator, chat, tools, params)
     for turn_index in range(limits.max_turns):
         max_tokens = limits.turn_budget(*draft.lengths)
         draft.phase = f"turn {turn_index}: generation"
@@ -196,7 +199,7 @@ async def take_step(
     return observations, info, StopReason.INVALID_CALLS if is_lost else None
 
 
-async def _sample(
+async def sample_turn(
     draft: Draft,
     generator: Generator,
     chat: ChatFormat,

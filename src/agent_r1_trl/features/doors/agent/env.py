@@ -1,0 +1,218 @@
+"""An environment that is an agent: it asks for its turns itself, and what it returns is scored."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from agent_r1_trl.environments.reward_values import read_number, read_outcome
+from agent_r1_trl.features.doors.agent.server import DoorServer, server_here
+from agent_r1_trl.features.doors.agent.session import MODEL, AgentSession
+from agent_r1_trl.objects import locate_error
+from agent_r1_trl.rollout.env_session import EnvironmentFailure, ToolFailure
+from agent_r1_trl.settings import Finite, check_value
+from agent_r1_trl.tools import shared_pool
+from agent_r1_trl.tools.faults import is_infrastructure_error
+from agent_r1_trl.trajectory import Message, StopReason, Trajectory
+
+AGENT_THREADS = 1000
+"""Maximum number of plain `run` functions at once. Each holds its thread for the whole of its trajectory, so they have
+a pool of their own, which no other number of places names."""
+POLICY = "agent"
+"""The value of `context.policy` that an agent needs."""
+
+
+class Door:
+    """How an agent reaches the policy: what an OpenAI client takes, and rewards for single calls."""
+
+    model = MODEL
+
+    def __init__(self, session: AgentSession, server: DoorServer) -> None:
+        self._session, self._server = session, server
+        self.api_key = session.key
+        """The session: every trajectory has its own."""
+        self.base_url = f"{server.address}/v1"
+        self.session_url = f"{server.address}/sessions/{session.key}/v1"
+        """A `base_url` that needs no key, for clients that have one of their own."""
+        self.untrained_base_url = f"{server.address}/untrained/v1"
+        """A `base_url` for calls that are not the agent's own work, and not trained on (titles, summaries)."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Arguments of an OpenAI client: `openai.AsyncOpenAI(**door.settings)`."""
+        return {"base_url": self.base_url, "api_key": self.api_key}
+
+    @property
+    def client(self) -> Any:
+        """An `openai.OpenAI`, for plain functions; all trajectories share its connections, which is cheap."""
+        return self._server.client("OpenAI").with_options(api_key=self.api_key)
+
+    @property
+    def async_client(self) -> Any:
+        """An `openai.AsyncOpenAI`, for async functions."""
+        return self._server.client("AsyncOpenAI").with_options(api_key=self.api_key)
+
+    def reward(self, answer: Any, value: float, name: str = "reward") -> None:
+        """Reward one call, beside the outcome.
+
+        Args:
+            answer: of the call, or its `id`.
+            value: is added to the turn's reward.
+            name: of the part, in metrics.
+
+        Raises:
+            KeyError: no call of this trajectory has that answer.
+        """
+        self._session.reward(str(getattr(answer, "id", answer)), read_number(value, "reward"), name)
+
+
+class AgentEnv:
+    """Lets an agent act in place of the rollout's own loop.
+
+    Every trajectory calls `run(door, example)`, a plain or async function, which talks to `door` as to OpenAI. What it
+    returns is the reward: a number, True (1) or False (0), or (number, {part: number}). A subclass may define `run`
+    and `outcome_reward(trajectory)`, which finds in `answer` what `run` returned, and in `example` the row. Use it
+    with `context="agent"`.
+
+    Args:
+        run: the agent; a subclass may define it instead.
+        unfinished_reward: of a trajectory whose agent raised, or was stopped before it returned.
+    """
+
+    has_reward = True
+    tools = ()
+    run: Callable[..., Any]
+    unfinished_reward: Finite = 0.0
+    example: dict[str, Any]
+    answer: Any = None
+    """What `run` returned; None if it has not returned."""
+    is_finished = False
+    """Whether it has."""
+    _server: DoorServer | None = None
+    _session: AgentSession
+    _agent: asyncio.Task[Any] | None = None
+
+    def __init__(self, run: Callable[..., Any] | None = None, *, unfinished_reward: float | None = None) -> None:
+        if run is not None:
+            self.run = run
+        if unfinished_reward is not None:
+            self.unfinished_reward = unfinished_reward
+        check_value(f"{type(self).__name__}.unfinished_reward", self.unfinished_reward, Finite)
+        if not callable(getattr(self, "run", None)):
+            raise ValueError(
+                f"{type(self).__name__}.run={getattr(self, 'run', None)!r:.80}: must be a function of a door and an "
+                "example. Pass it, or define it in a subclass."
+            )
+
+    def outcome_reward(self, trajectory: Trajectory) -> Any:
+        """Score the finished trajectory: what `run` returned, or 0 if that was None or text (for `reward_funcs`)."""
+        if not self.is_finished:
+            return self.unfinished_reward
+        if self.answer is None or isinstance(self.answer, str):
+            return 0.0
+        return read_outcome(self.answer, f"{type(self).__name__}.run", 1.0, 0.0)
+
+    # ---------------------------------------------------------------- the protocol
+
+    async def reset(self, example: dict[str, Any]) -> list[Message]:
+        """Start the agent; returns the messages of its first call.
+
+        Raises:
+            RuntimeError: it made none.
+        """
+        self.example = example
+        self._server = await server_here()
+        self._session = self._server.open()
+        door = Door(self._session, self._server)
+        self._agent = asyncio.create_task(_call(self.run, door, example))
+        self._agent.add_done_callback(lambda agent: agent.cancelled() or agent.exception())  # nobody may look any more
+        called = self._session.called
+        await asyncio.wait({self._agent, called}, return_when=asyncio.FIRST_COMPLETED)
+        if called.done():
+            return called.result()
+        if (error := _error_of(self._agent)) is None:
+            raise RuntimeError("the agent returned and made no call. It must ask the model at door.base_url.")
+        raise RuntimeError(f"the agent made no call: {_told(error)}") from error
+
+    async def drive(self, draft: Any, generator: Any, chat: Any, limits: Any, params: Any) -> StopReason:
+        """Answer the agent's calls until it returns; in place of the rollout's loop.
+
+        Raises:
+            ValueError: another context policy than "agent".
+            TrajectoryFailure: what the agent needs has failed.
+        """
+        assert self._agent is not None
+        try:
+            if limits.context.policy != POLICY:
+                raise ValueError(
+                    f"context.policy={limits.context.policy!r}: an agent decides itself what it asks with, and may "
+                    f"change what it has said. Set context={POLICY!r}."
+                )
+            draft.phase = "turn 0: agent"
+            session = self._session
+            session.begin(draft, generator, chat, limits, params)
+            await asyncio.wait({self._agent, session.over}, return_when=asyncio.FIRST_COMPLETED)
+            return session.over.result() if session.over.done() else self._conclude(draft)
+        finally:
+            self._end()
+
+    def _conclude(self, draft: Any) -> StopReason:
+        """The agent has returned, or raised."""
+        assert self._agent is not None
+        error, limit = _error_of(self._agent), self._session.limit
+        if error is not None and is_infrastructure_error(error, has_backend=False):
+            raise ToolFailure(f"the agent raised {type(error).__name__}: {error}") from error
+        if not draft.turns:
+            raise EnvironmentFailure(f"the agent ended and had heard no answer ({error!r})")
+        draft.info["agent/raised"] = int(error is not None and limit is None)
+        if error is None:
+            self.answer, self.is_finished = self._agent.result(), True
+        else:
+            draft.info["agent_error"] = _told(error)
+        return limit or StopReason.DONE
+
+    def step(self, message: Message) -> Any:
+        """An agent takes no messages.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__} asks for its turns itself: train or evaluate it, with no hosted model."
+        )
+
+    async def close(self) -> None:
+        """End the agent, and the session if it has not ended."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._server is not None:
+            self._server.end(self._session)
+        if self._agent is not None:
+            self._agent.cancel()
+
+
+async def _call(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an agent: on the loop, or on a thread of its own if it is a plain function."""
+    try:
+        if inspect.iscoroutinefunction(run):
+            return await run(*arguments)
+        result = await shared_pool(AGENT_THREADS).run(functools.partial(run, *arguments))
+        return await result if inspect.isawaitable(result) else result
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
+
+
+def _error_of(task: asyncio.Task[Any]) -> Exception | None:
+    """What an ended agent raised."""
+    if task.cancelled():
+        return RuntimeError("the agent was cancelled, by itself")
+    error = task.exception()
+    return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
+
+
+def _told(error: Exception) -> str:
+    return locate_error(error) if error.__traceback__ else str(error)

@@ -1,0 +1,190 @@
+"""Which ids a request goes on from: conversations of one trajectory, known by what their messages say.
+
+Two messages are the same if they have one role, one text without the white space around it and, for an assistant, the
+same calls in the same order: names and parsed arguments, 3.0 being 3. Nothing else counts. A conversation is its tools
+and its messages. The rule decides only which ids are put together; rows are found by ids alone (`Draft`), so that an
+error in it may cost a row, and never makes a wrong mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.trajectory import Author, Message
+
+Schema = dict[str, Any]
+
+
+@dataclass(kw_only=True, eq=False)
+class HeldTurn:
+    """A turn of the policy that an agent has heard."""
+
+    before: HeldTurn | None
+    """The turn that its conversation goes on from."""
+    ids: list[int]
+    """What stands between both, or the whole prompt."""
+    sampled: list[int]
+    message: Message
+    is_stopped: bool
+    """The model ended the turn itself."""
+
+    @property
+    def context(self) -> list[int]:
+        """All ids up to the end of the turn."""
+        turns: list[HeldTurn] = [self]
+        while (before := turns[-1].before) is not None:
+            turns.append(before)
+        return [*itertools.chain.from_iterable((*turn.ids, *turn.sampled) for turn in reversed(turns))]
+
+    @property
+    def depth(self) -> int:
+        """Number of turns up to it, itself included."""
+        return 1 if self.before is None else self.before.depth + 1
+
+
+@dataclass(kw_only=True)
+class HeldContext:
+    """What a turn is sampled after."""
+
+    key: str
+    """The conversation's identity."""
+    messages: list[Message]
+    tools: list[Schema]
+    ids: list[int]
+    before: HeldTurn | None
+    """The turn that is gone on from; None if everything was put together anew."""
+    delta: list[int] = field(default_factory=list)
+    """(N,) the ids after that turn."""
+    authors: list[Author] = field(default_factory=list)
+    """(N,)"""
+    news: list[Message] = field(default_factory=list)
+    """The messages after it."""
+    drift: str | None = None
+    """Where a conversation first differs from the last one that it does not go on from."""
+
+
+class Held:
+    """What one trajectory's agent has heard."""
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._by_key: dict[str, HeldTurn] = {}
+        self._by_text: dict[str, HeldTurn] = {}
+        self._last: tuple[str, list[str]] | None = None
+        """Tools and messages of the last conversation."""
+
+    def context(self, messages: list[Message], tools: list[Schema]) -> HeldContext:
+        """The ids of a conversation: those that are held, and what is newly encoded.
+
+        Raises:
+            ChatFormatError: the chat template refuses the messages.
+        """
+        said, shown = [*map(identity, messages)], _plain_text(tools)
+        keys = list(_chain(shown, said))
+        known = (place for place in range(len(messages), 0, -1) if keys[place] in self._by_key)
+        start = next(known, 0)
+        context = HeldContext(
+            key=keys[-1], messages=messages, tools=tools, ids=[], before=self._by_key.get(keys[start])
+        )
+        own = {
+            place: self._by_text[text]
+            for place, text in enumerate(said)
+            if messages[place]["role"] == "assistant" and text in self._by_text
+        }
+        if context.before is not None:
+            later = {place: turn for place, turn in own.items() if place >= start}
+            try:
+                context.delta, context.authors = self._put_together(context.before, messages, start, later, tools)
+                context.ids = context.before.context + context.delta
+                context.news = messages[start:]
+            except ChatFormatError:  # what follows the turn cannot be shown there
+                context.before = None
+        if context.before is None:
+            context.ids, _ = self._put_together(None, messages, 0, own, tools)
+        if context.before is None or any(item["role"] == "assistant" for item in context.news):
+            context.drift = self._difference(shown, said)
+        return context
+
+    def add(self, context: HeldContext, sampled: Sequence[int], message: Message, *, is_stopped: bool) -> HeldTurn:
+        """An agent has heard a turn that was sampled after a context."""
+        ids = context.ids if context.before is None else context.delta
+        turn = HeldTurn(before=context.before, ids=ids, sampled=list(sampled), message=message, is_stopped=is_stopped)
+        text = identity(message)
+        self._by_key[_extended(context.key, text)] = turn
+        self._by_text[text] = turn
+        self._last = _plain_text(context.tools), [*map(identity, context.messages), text]
+        return turn
+
+    def _put_together(
+        self, current: HeldTurn | None, messages: list[Message], start: int, own: dict[int, HeldTurn], tools: Any
+    ) -> tuple[list[int], list[Author]]:
+        """Ids and authors after a turn, (N,); turns of the policy in the messages keep the ids that were sampled."""
+        ids: list[int] = []
+        authors: list[Author] = []
+        for place, turn in [*own.items(), (len(messages), None)]:
+            new, written_by = self._encoded(current, messages[start:place], tools)
+            ids, authors = ids + new, authors + written_by
+            if turn is not None:
+                ids, authors = ids + turn.sampled, authors + [Author.ENVIRONMENT] * len(turn.sampled)
+            current, start = turn, place + 1
+        return ids, authors
+
+    def _encoded(self, turn: HeldTurn | None, messages: list[Message], tools: Any) -> tuple[list[int], list[Author]]:
+        if turn is None:
+            hide = self._chat.encoder.hide  # what looks like a special token in them is text, whoever said it
+            safe = [hide(item, special_only=True) if item["role"] == "assistant" else item for item in messages]
+            ids = self._chat.encode_prompt(safe, tools or None)
+            return ids, [Author.ENVIRONMENT] * len(ids)
+        closing = self._chat.encode_turn_end(turn.sampled, stopped=turn.is_stopped)
+        rest, authors = self._chat.encode_observations(turn.message, messages, tools or None)
+        return [*closing, *rest], [*[Author.TEMPLATE] * len(closing), *authors]
+
+    def _difference(self, tools: str, said: list[str]) -> str | None:
+        if self._last is None:
+            return None
+        known_tools, known = self._last
+        if known_tools != tools:
+            return "tools"
+        pairs = itertools.zip_longest(known, said)
+        first = next((old or new for old, new in pairs if old != new), None)
+        return None if first is None else str(json.loads(first)[0])
+
+
+def identity(message: Message) -> str:
+    """What counts of a message, as text.
+
+    >>> identity({"role": "developer", "content": " Be brief. ", "name": "x"})
+    '["system", "Be brief.", []]'
+    """
+    calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+    told = [[call.get("name"), call.get("arguments")] for call in calls]
+    role = "system" if message["role"] == "developer" else message["role"]
+    return _plain_text([role, str(message.get("content") or "").strip(), told])
+
+
+def _plain_text(value: Any) -> str:
+    return json.dumps(_plain(value), sort_keys=True, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_plain, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _chain(tools: str, said: Sequence[str]) -> Iterator[str]:
+    """Identities of a conversation's beginnings: of none of its messages, of one, ..., of all."""
+    return itertools.accumulate(said, _extended, initial=_extended("", tools))
+
+
+def _extended(key: str, text: str) -> str:
+    return hashlib.blake2b(f"{key} {text}".encode(), digest_size=16).hexdigest()

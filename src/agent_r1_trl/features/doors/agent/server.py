@@ -1,0 +1,153 @@
+"""The endpoint on this machine that agents talk to: one server for each event loop, shared by all sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.features.doors.agent.session import GONE, MODEL, AgentSession
+from agent_r1_trl.features.doors.agent.wire import NO_RETRY, DoorError, read_request, stream_lines
+from agent_r1_trl.safe_text import shown_all
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MAX_BODY_BYTES = 64 * 2**20
+MAX_ENDED = 4096
+"""How many keys of ended sessions are remembered."""
+logger = logging.getLogger(__name__)
+
+
+class DoorServer:
+    """Answers agents on this machine with their sessions."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, AgentSession] = {}
+        self._ended: dict[str, None] = {}
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    async def start(self) -> DoorServer:
+        """Listen."""
+        from aiohttp import web
+
+        app = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[web.middleware(functools.partial(self._answer))]
+        )
+        for session in ("", "/sessions/{key}"):
+            app.add_routes([web.get(f"{session}/v1/models", self._list_models)])
+            for mode in ("", "/untrained"):
+                complete = functools.partial(self._complete, is_trained=not mode)
+                app.add_routes([web.post(f"{session}{mode}/v1/chat/completions", complete)])
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket).start()
+        return self
+
+    def close(self) -> None:
+        """Stop listening, once the loop is gone."""
+        self._socket.close()
+
+    def open(self) -> AgentSession:
+        """A new session."""
+        session = AgentSession()
+        self.sessions[session.key] = session
+        return session
+
+    def end(self, session: AgentSession) -> None:
+        """End a session; the last one takes the connections along."""
+        session.end()
+        if self.sessions.pop(session.key, None) is None:
+            return
+        self._ended[session.key] = None
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        if not self.sessions and self._runner.server is not None:
+            for connection in self._runner.server.connections:
+                connection.close()
+
+    @functools.lru_cache(2)  # noqa: B019 - a server lives as long as its loop
+    def client(self, kind: str) -> Any:
+        """A client of OpenAI's that takes 20 ms to make; of this server, without a key."""
+        import openai
+
+        return getattr(openai, kind)(base_url=f"{self.address}/v1", api_key="none")
+
+    async def _answer(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
+        from aiohttp import web
+
+        try:
+            return await handler(request)
+        except ConnectionResetError:  # nobody is there to hear it
+            return web.Response(status=499)
+        except web.HTTPException as error:
+            hint = " Only chat completions are served." if error.status == 404 else ""
+            failure = DoorError(error.status, f"{request.method} {request.path}: {error.reason}.{hint}")
+        except DoorError as error:
+            failure = error
+        except ChatFormatError as error:
+            failure = DoorError(400, str(error), param="messages")
+        except Exception as error:
+            logger.error("A request of an agent failed: %s: %s", type(error).__name__, error, exc_info=error)
+            failure = DoorError(500, f"{type(error).__name__}: {error}")
+        response = web.json_response(shown_all(failure.body), status=failure.status, headers=NO_RETRY)
+        if not self.sessions:
+            response.force_close()
+        return response
+
+    def _session(self, request: web.Request) -> AgentSession:
+        key = request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if (session := self.sessions.get(key)) is not None:
+            return session
+        unknown = 401, "This key opens no session. Use the api_key that the agent was given."
+        raise DoorError(*((410, GONE) if key in self._ended else unknown))
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        from aiohttp import web
+
+        self._session(request)
+        card = {"id": MODEL, "object": "model", "created": 0, "owned_by": "agent-r1-trl"}
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _complete(self, request: web.Request, *, is_trained: bool) -> web.StreamResponse:
+        from aiohttp import web
+
+        session = self._session(request)
+        try:
+            body = await request.json()
+        except (ValueError, RecursionError) as error:
+            raise DoorError(400, f"The body is not JSON that can be read: {error}.") from error
+        asked, transport = read_request(body), request.transport
+        if transport is None:
+            raise ConnectionResetError
+        repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        answer = await session.complete(asked, transport, is_retry=repeats, is_trained=is_trained)
+        if not asked.is_streamed:
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for line in stream_lines(answer, has_usage=asked.has_usage):
+            await response.write(line)
+        return response
+
+
+_servers: dict[asyncio.AbstractEventLoop, asyncio.Task[DoorServer]] = {}
+
+
+async def server_here() -> DoorServer:
+    """The server of the running loop, which starts with the first session."""
+    loop = asyncio.get_running_loop()
+    for other in [other for other in _servers if other.is_closed()]:
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            _servers.pop(other).result().close()
+    if loop not in _servers:
+        # Not a part of the trajectory that comes first: neither its variables nor its end.
+        _servers[loop] = loop.create_task(DoorServer().start(), context=contextvars.Context())
+    return await asyncio.shield(_servers[loop])

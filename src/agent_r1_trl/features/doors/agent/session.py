@@ -1,0 +1,339 @@
+"""The calls of one trajectory: what they are sampled after, what they may spend, and when they are recorded.
+
+A call is recorded when its answer is handed to a client that is still there, in one piece: what nobody heard is not in
+the trajectory. The same request again, by a client that says so or after one that has left, gets the same answer; the
+same request heard twice is two actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
+from agent_r1_trl.features.doors.agent.held import Held, HeldContext, HeldTurn
+from agent_r1_trl.features.doors.agent.wire import Asked, DoorError, completion
+from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
+from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.rollout.limits import RolloutLimits
+from agent_r1_trl.rollout.loop import cut_message, sample_turn
+from agent_r1_trl.rollout.requests import derive_seed
+from agent_r1_trl.tools.calls import read_calls
+from agent_r1_trl.trajectory import Message, StopReason, ToolResult, Turn
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""Name of the model, as it is listed; requests may name any."""
+NUM_FINAL_TEXTS, NUM_REFUSALS = 2, 4
+"""How many requests after the budget is spent are answered with a text, and how many there may be in all."""
+SPENT = "The budget of this task is spent. Give your final answer."
+GONE = "This trajectory has ended; its key is of no use any more."
+_warned: set[str] = set()
+
+
+@dataclass(eq=False)
+class _Player:
+    """What a call needs, of the rollout."""
+
+    draft: Draft
+    generator: Generator
+    chat: ChatFormat
+    limits: RolloutLimits
+    params: SamplingParams
+
+
+@dataclass(eq=False)
+class _SampledCall:
+    """One request, and the turn that answers it."""
+
+    asked: Asked
+    context: HeldContext
+    is_trained: bool
+    connection: asyncio.BaseTransport
+    task: asyncio.Task[tuple[Generation, Message, float]]
+    is_main: bool = False
+    began: float = 0.0
+    answer: dict[str, Any] | None = None
+    """Once a client has heard it."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a client is there that has heard nothing yet."""
+        return self.answer is None and not self.connection.is_closing()
+
+
+class AgentSession:
+    """One agent at work. All methods but `reward` are called on the rollout's event loop."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.key = f"agent-{secrets.token_hex(16)}"
+        self.called: asyncio.Future[list[Message]] = loop.create_future()
+        """Messages of the first request."""
+        self.over: asyncio.Future[StopReason] = loop.create_future()
+        """Why the agent is not waited for any more."""
+        self.over.add_done_callback(lambda over: over.cancelled() or over.exception())
+        self.limit: StopReason | None = None
+        """The limit that a call has met."""
+        self.has_ended = False
+        self._begun: asyncio.Future[_Player] = loop.create_future()
+        self._calls: dict[tuple[str, bool], list[_SampledCall]] = {}
+        self._turns: dict[str, Turn] = {}
+        """By the identity of its answer."""
+        self._heard: dict[HeldTurn, tuple[Turn, float]] = {}
+        """The turn, and when it was heard."""
+        self._main: HeldTurn | _SampledCall | None = None
+        """What the next turn of the conversation that began first goes on from, or the call that does so."""
+        self._num_refused = 0
+
+    def begin(
+        self, draft: Draft, generator: Generator, chat: ChatFormat, limits: RolloutLimits, params: SamplingParams
+    ) -> None:
+        """Answer calls from now on."""
+        self._held, self._variables = Held(chat), contextvars.copy_context()
+        self._begun.set_result(_Player(draft, generator, chat, limits, params))
+
+    def end(self) -> None:
+        """Answer no call any more."""
+        self.has_ended = True
+        for call in (call for calls in self._calls.values() for call in calls):
+            call.task.cancel()
+        self._begun.cancel()
+        self.called.cancel()
+
+    def reward(self, identity: str, value: float, name: str) -> None:
+        """Add to the reward of the turn with this answer."""
+        turn = self._turns[identity]
+        turn.reward += value
+        turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + value
+
+    async def complete(
+        self, asked: Asked, connection: asyncio.BaseTransport, *, is_retry: bool, is_trained: bool
+    ) -> dict[str, Any]:
+        """Answer a request.
+
+        Raises:
+            DoorError: it cannot be answered.
+            ChatFormatError: the chat template refuses the messages.
+            ConnectionResetError: nobody is there any more to hear it.
+        """
+        if not self.called.done():
+            self.called.set_result(asked.messages)
+        await asyncio.wait({self._begun})
+        self._check_open()
+        player = self._begun.result()
+        context = self._held.context(asked.messages, asked.tools)
+        call = self._same(context.key, is_retry=is_retry, is_trained=is_trained)
+        if call is None:
+            max_tokens = self._max_tokens(player, context, asked, is_trained=is_trained)
+            if max_tokens is None:
+                return completion("chatcmpl-end", MODEL, {"content": SPENT}, "length", len(context.ids), 0)
+            call = self._start(player, context, asked, connection, max_tokens, is_trained=is_trained)
+        call.connection = connection
+        await asyncio.wait({call.task})
+        self._check_open()
+        if (failure := call.task.exception()) is not None:
+            raise DoorError(500, f"The policy could not answer: {failure}") from failure
+        if connection.is_closing():
+            raise ConnectionResetError
+        if call.answer is None:
+            call.answer = self._hear(player, call)
+        return call.answer
+
+    def _check_open(self) -> None:
+        if self.has_ended:
+            raise DoorError(410, GONE)
+
+    def _same(self, key: str, *, is_retry: bool, is_trained: bool) -> _SampledCall | None:
+        """The call that a request repeats."""
+        calls = self._calls.get((key, is_trained), [])
+        left = [call for call in calls if call.answer is None and not call.is_waited_for]
+        return next(reversed([*(calls if is_retry else ()), *left]), None)
+
+    # ---------------------------------------------------------------- what a call may spend
+
+    def _max_tokens(self, player: _Player, context: HeldContext, asked: Asked, *, is_trained: bool) -> int | None:
+        """How many tokens may be sampled; None for a final text in their place."""
+        draft, limits = player.draft, player.limits
+        if not is_trained:
+            room = limits.turn_budget(len(context.ids), 0)
+            self._check_length(room, len(context.ids))
+            return min(room, asked.max_tokens or room)
+        if not draft.turns:  # so that a trajectory without a turn has a prompt
+            draft.prompt_messages, draft.prompt_ids = context.messages, context.ids
+        calls = [call for calls in self._calls.values() for call in calls if call.is_trained and call.is_waited_for]
+        num_spent = 0 if not draft.turns else draft.lengths[1] + len(context.delta)
+        budget = limits.turn_budget(len(context.ids) - num_spent, num_spent)
+        if len(draft.turns) + len(calls) >= limits.max_turns:
+            if self.limit is None and budget > 0:
+                self._go_on(player, context)  # what was observed last is part of the trajectory
+            return self._refuse(StopReason.MAX_TURNS, len(context.ids))
+        if budget < 1:
+            is_first = not draft.turns and not calls
+            limit = StopReason.PROMPT_TOO_LONG if is_first else StopReason.MAX_COMPLETION_LENGTH
+            assert limits.max_completion_length is not None
+            return self._refuse(limit, len(context.ids), may_shorten=num_spent < limits.max_completion_length)
+        return min(budget, asked.max_tokens or budget)
+
+    def _refuse(self, limit: StopReason, num_tokens: int, *, may_shorten: bool = False) -> int | None:
+        """Answer with a final text, or refuse; `may_shorten`: a shorter conversation could go on."""
+        self.limit = self.limit or limit
+        self._num_refused += 1
+        is_end = limit is StopReason.PROMPT_TOO_LONG or self._num_refused >= NUM_REFUSALS
+        if is_end and not self.over.done():
+            self.over.set_result(self.limit)
+        self._check_length(0 if is_end or may_shorten or self._num_refused > NUM_FINAL_TEXTS else 1, num_tokens)
+        return None
+
+    def _check_length(self, room: int, num_tokens: int) -> None:
+        if room < 1:
+            message = f"{num_tokens} tokens leave no room for an answer within the limits of this task."
+            raise DoorError(400, message, param="messages", code="context_length_exceeded")
+
+    # ---------------------------------------------------------------- sampling
+
+    def _start(
+        self,
+        player: _Player,
+        context: HeldContext,
+        asked: Asked,
+        connection: asyncio.BaseTransport,
+        max_tokens: int,
+        *,
+        is_trained: bool,
+    ) -> _SampledCall:
+        same = self._calls.setdefault((context.key, is_trained), [])
+        is_main = is_trained and self._main is context.before and (context.before is not None or not self._turns)
+        # A conversation that goes on is sampled as an environment's; the order of arrival decides nothing.
+        depth = 0 if context.before is None else context.before.depth
+        place = (depth,) if is_main else (depth, context.key, len(same), "trained" if is_trained else "untrained")
+        request = player.draft.request
+        sampling = sample_turn(
+            Draft(request=request, prompt_ids=context.ids),
+            player.generator,
+            player.chat,
+            context.tools,
+            player.params,
+            max_tokens,
+            derive_seed(request.seed, *place),
+        )
+        task = asyncio.get_running_loop().create_task(sampling, context=self._variables)
+        call = _SampledCall(asked, context, is_trained, connection, task, is_main, time.perf_counter())
+        task.add_done_callback(lambda task: self._look_at(player, call))
+        same.append(call)
+        if is_main:
+            self._main = call
+        player.draft.phase = f"turn {len(player.draft.turns)}: generation"
+        self._warn(asked)
+        return call
+
+    def _look_at(self, player: _Player, call: _SampledCall) -> None:
+        """A turn has been sampled, or could not be."""
+        if call.task.cancelled() or self.has_ended:
+            return
+        if (error := call.task.exception()) is not None:
+            if not self.over.done():
+                self.over.set_exception(error)
+            return
+        generation, _, _ = call.task.result()
+        if found := _first_stop(player.chat, generation.token_ids, call.asked.stop):
+            self._cut(player, call, found, "stop")
+
+    def _cut(self, player: _Player, call: _SampledCall, num_tokens: int, stop: Any) -> None:
+        """Keep the first tokens of a turn: they were sampled as they would have been."""
+        generation, message, _ = call.task.result()
+        del generation.token_ids[num_tokens:], generation.logprobs[num_tokens:]
+        generation.stop = stop
+        ids = call.context.ids
+        cut = player.chat.parse(
+            generation.token_ids, ids[-PREFIX_TOKENS:], call.context.tools or None, position=len(ids)
+        )
+        message.clear()
+        message.update(cut)
+
+    def _warn(self, asked: Asked) -> None:
+        new = [name for name in asked.overridden if name not in _warned]
+        _warned.update(new)
+        if new:
+            logger.warning(
+                "An agent sets %s, which does not count here: turns are sampled as the run says. Reported once for "
+                "each setting; env/agent/overridden counts on.",
+                ", ".join(new),
+            )
+
+    # ---------------------------------------------------------------- what has been heard
+
+    def _hear(self, player: _Player, call: _SampledCall) -> dict[str, Any]:
+        """Record a turn, as its answer is handed over; returns the answer."""
+        draft, limits, context = player.draft, player.limits, call.context
+        generation, message, seconds = call.task.result()
+        num_turns = len(draft.turns)
+        identity = f"chatcmpl-{self.key[-8:]}-{num_turns if call.is_trained else 'untrained'}"
+        if call.is_trained:
+            self._go_on(player, context)
+            room = limits.turn_budget(*draft.lengths)  # others may have spent some of it meanwhile
+            if len(generation.token_ids) > max(room, 1):
+                self._cut(player, call, max(room, 1), "length")
+        is_cut = generation.stop == "length"
+        message = cut_message(message, len(generation.token_ids)) if is_cut else message
+        message = _without(message, call.asked.stop)
+        if call.is_trained:
+            turn = draft.add_turn(generation, message, generate_s=seconds)
+            turn.is_invalid = bool(message.get("malformed_tool_call"))
+            held = self._held.add(context, generation.token_ids, message, is_stopped=generation.stop == "stop")
+            self._turns[identity], self._heard[held] = turn, (turn, time.perf_counter())
+            self._main = held if self._main is call else self._main
+            self.limit = StopReason.MAX_COMPLETION_LENGTH if is_cut and limits.room(*draft.lengths) < 1 else None
+            self._count(draft, context, call.asked)
+        draft.phase = f"turn {len(draft.turns)}: agent"
+        finish = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
+        answer = completion(identity, MODEL, message, finish, len(context.ids), len(generation.token_ids))
+        if call.asked.wants_ids:
+            answer["prompt_token_ids"] = context.ids
+            answer["choices"][0]["token_ids"] = list(generation.token_ids)
+        return answer
+
+    def _go_on(self, player: _Player, context: HeldContext) -> None:
+        """Let the next turn stand after a context: in the row that it extends, or in one of its own."""
+        draft = player.draft
+        if not draft.turns:
+            draft.prompt_messages, draft.prompt_ids = context.messages, context.ids
+            return
+        draft.rewrite_context(context.ids, context.delta, context.authors)
+        if context.before is None:
+            draft.turns[-1].next_context = context.messages
+            return
+        turn, heard_at = self._heard[context.before]
+        if turn.observations:
+            return
+        turn.observations, turn.env_s = context.news, time.perf_counter() - heard_at
+        texts = {item["tool_call_id"]: item["content"] for item in context.news if item["role"] == "tool"}
+        calls = [item for item in read_calls(turn.message) if item.id in texts]
+        turn.tool_results = [ToolResult(call=replace(item), content=texts[item.id]) for item in calls]
+
+    def _count(self, draft: Draft, context: HeldContext, asked: Asked) -> None:
+        names = ["agent/overridden"] if asked.overridden else []
+        names += [f"drift/{context.drift}"] if context.drift else []
+        for name in names:
+            draft.info[name] = draft.info.get(name, 0) + 1
+
+
+def _first_stop(chat: ChatFormat, ids: list[int], stops: tuple[str, ...]) -> int:
+    """Number of ids up to the end of the first of these strings; 0 if none is there."""
+    if not any(stop in chat.encoder.decode(ids) for stop in stops):
+        return 0
+    counts = range(1, len(ids) + 1)
+    return next(count for count in counts if any(stop in chat.encoder.decode(ids[:count]) for stop in stops))
+
+
+def _without(message: Message, stops: tuple[str, ...]) -> Message:
+    """The message up to the first of these strings, as clients expect it."""
+    content = str(message.get("content") or "")
+    ends = [content.index(stop) for stop in stops if stop in content]
+    return {**message, "content": content[: min(ends)]} if ends else message

@@ -1,0 +1,203 @@
+"""OpenAI's chat completions as an agent speaks them: requests read, answers, pieces of a stream and errors written."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_r1_trl.chat.messages import as_text
+from agent_r1_trl.tools.calls import read_calls
+from agent_r1_trl.trajectory import Message
+
+NO_RETRY = {"x-should-retry": "false"}
+_ROLES = {"developer": "system", "function": "tool"}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (),
+    "top_p": (),
+    "top_k": (),
+    "min_p": (),
+    "seed": (),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "tool_choice": ("auto",),
+    "response_format": ({"type": "text"},),
+}
+"""Settings that are the run's own, or that nothing here can keep -> the values with which they change nothing."""
+
+
+class DoorError(Exception):
+    """An answer other than 200, in OpenAI's form; clients do not repeat the request."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """What one request asks for."""
+
+    messages: list[Message]
+    """Contents are texts, arguments of calls are parsed, results stand in the order of their calls."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    is_streamed: bool = False
+    has_usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
+    wants_ids: bool = False
+    overridden: tuple[str, ...] = ()
+    """Settings that were given and do not count."""
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _are_messages(value: Any) -> bool:
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value)
+
+
+def _are_tools(value: Any) -> bool:
+    functions = [item.get("function") if isinstance(item, dict) else None for item in value or ()]
+    return all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in functions)
+
+
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "messages": (_are_messages, "a list of messages such as [{'role': 'user', 'content': '...'}]"),
+    "tools": (_are_tools, "a list of {'type': 'function', 'function': {'name': ..., 'parameters': ...}}"),
+    "functions": (lambda value: not value, "left out: give tools"),
+    "n": (lambda value: value in (None, 1), "1: ask several times for several answers"),
+    "max_tokens": (lambda value: value is None or _is_count(value), "a whole number from 1 on"),
+    "max_completion_tokens": (lambda value: value is None or _is_count(value), "a whole number from 1 on"),
+    "stop": (lambda value: all(isinstance(item, str) for item in _texts(value)), "a string, or a list of strings"),
+    "stream_options": (lambda value: isinstance(value or {}, dict), "an object"),
+}
+
+
+def _texts(value: Any) -> list[Any]:
+    return [item for item in (value if isinstance(value, list) else [value]) if item not in (None, "")]
+
+
+def read_request(body: Any) -> Asked:
+    """Read the JSON of a request.
+
+    Raises:
+        DoorError: a setting has a value that cannot be honoured; the message names it.
+        ChatFormatError: a message holds an image.
+    """
+    given = body if isinstance(body, dict) else {}
+    for name, (holds, rule) in _RULES.items():
+        if not holds(given.get(name)):
+            raise DoorError(400, f"{name}={given.get(name)!r:.100}: must be {rule}.", param=name)
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
+    return Asked(
+        messages=read_messages(given["messages"]),
+        tools=given.get("tools") or [],
+        max_tokens=min(limits, default=None),
+        stop=tuple(_texts(given.get("stop"))),
+        is_streamed=bool(given.get("stream")),
+        has_usage=bool((given.get("stream_options") or {}).get("include_usage")),
+        wants_ids=bool(given.get("return_token_ids")),
+        overridden=tuple(
+            name for name, neutral in _NEUTRAL.items() if given.get(name) is not None and given[name] not in neutral
+        ),
+    )
+
+
+def read_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages of a client as the rollout has them."""
+    messages: list[Message] = []
+    called: dict[str, tuple[int, str]] = {}  # id of a call -> its place in the turn, and the function's name
+    for index, item in enumerate(given):
+        role = _ROLES.get(item["role"], item["role"])
+        message: Message = {"role": role, "content": as_text(item.get("content"), f"messages[{index}]")}
+        if role == "assistant":
+            calls = read_calls(dict(item), id_prefix=f"call_{index}")
+            called = {call.id: (place, call.name) for place, call in enumerate(calls)}
+            if calls:
+                functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+                message["tool_calls"] = [
+                    {"type": "function", "id": call.id, "function": function}
+                    for call, function in zip(calls, functions, strict=True)
+                ]
+            if isinstance(item.get("reasoning_content"), str) and item["reasoning_content"]:
+                message["reasoning_content"] = item["reasoning_content"]
+        elif role == "tool":
+            known = str(item.get("tool_call_id") or "")
+            name = called.get(known, (0, item.get("name")))[1]
+            message = {"role": role, "name": str(name or "unknown"), "tool_call_id": known, **message}
+        messages.append(message)
+        _put_in_order(messages, called)
+    return messages
+
+
+def _put_in_order(messages: list[Message], called: Mapping[str, tuple[int, str]]) -> None:
+    """Move the last message, the result of a parallel call, before those of later calls."""
+    place, last = len(messages) - 1, messages[-1]
+    own = called.get(last.get("tool_call_id", ""))
+    while own and place and called.get(messages[place - 1].get("tool_call_id", ""), (-1,))[0] > own[0]:
+        place -= 1
+    messages.insert(place, messages.pop())
+
+
+# ---------------------------------------------------------------- answers
+
+
+def completion(
+    identity: str, model: str, message: Message, finish_reason: str, num_prompt: int, num_sampled: int
+) -> dict[str, Any]:
+    """An answer; `message` as it was read from the sampled ids."""
+    said: dict[str, Any] = {"role": "assistant", "content": message.get("content") or None}
+    if calls := message.get("tool_calls"):
+        said["tool_calls"] = [_as_sent(call) for call in calls]
+    elif said["content"] is None:
+        said["content"] = ""
+    if message.get("reasoning_content"):
+        said["reasoning_content"] = message["reasoning_content"]
+    usage = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_prompt + num_sampled,
+    }
+    choice = {"index": 0, "message": said, "finish_reason": finish_reason, "logprobs": None}
+    head = {"id": identity, "object": "chat.completion", "created": int(time.time()), "model": model}
+    return {**head, "choices": [choice], "usage": usage}
+
+
+def _as_sent(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+    return {"id": call.get("id"), "type": "function", "function": {"name": function.get("name"), "arguments": text}}
+
+
+def stream_lines(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[bytes]:
+    """A finished answer as server-sent events: what is said, the calls one by one, the end, the usage."""
+    (choice,) = answer["choices"]
+    said = dict(choice["message"])
+    calls = said.pop("tool_calls", [])
+    deltas = [said, *({"tool_calls": [{"index": index, **call}]} for index, call in enumerate(calls))]
+    extras = {name: value for name, value in answer.items() if name == "prompt_token_ids"}
+    ids = {name: value for name, value in choice.items() if name == "token_ids"}
+    head = {**{name: answer[name] for name in ("id", "created", "model")}, "object": "chat.completion.chunk"}
+    pieces: list[dict[str, Any]] = [
+        {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+    ]
+    pieces[0] |= extras
+    end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], **ids}
+    pieces.append({**head, "choices": [end]})
+    if has_usage:
+        pieces.append({**head, "choices": [], "usage": answer["usage"]})
+    for piece in pieces:
+        yield f"data: {json.dumps(piece)}\n\n".encode()
+    yield b"data: [DONE]\n\n"

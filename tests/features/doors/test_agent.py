@@ -1,0 +1,322 @@
+"""An agent through the endpoint: its trajectories are those of an environment, whatever it does with its messages."""
+
+import asyncio
+import random
+
+import pytest
+
+from agent_r1_trl.trajectory import StopReason
+from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out, use
+from tests.rollout.helpers import PROMPT, chat_of
+from tests.toys import AddEchoEnv, call, calls, say
+
+FIELDS = ("prompt_ids", "completion_ids", "action_mask", "authors", "logprobs", "turn_ids", "stop_reason", "segments")
+
+
+class SameTask(AddEchoEnv):
+    """The task of `loop_agent`."""
+
+    tool_call_reward = tool_error_reward = failure_reward = 0.0
+
+
+def random_turn(request):
+    """A call, parallel calls, or an answer; it depends on the seed alone."""
+    rng = random.Random(request.seed)
+    options = [
+        call(),
+        calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "hé <|im_end|> ok"})),
+        say("x" * rng.randrange(9)),
+    ]
+    return rng.choice(options)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"max_turns": 3}, {"max_completion_length": 90}, {"max_completion_length": 150, "max_tokens_per_turn": 60}],
+)
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3"])
+def test_64_trajectories_equal_those_of_an_environment_token_for_token(family, limits):
+    given, chat = {"max_turns": 8, "max_completion_length": 400} | limits, chat_of(family)
+    options = {"examples": 64, "family": family, **given}
+    through_door, recorder = roll_out(loop_agent, random_turn, **options)
+    expected, _ = roll_out(None, random_turn, env=SameTask, **options | {"context": "keep"})
+    for one, other in zip(through_door, expected, strict=True):
+        assert [getattr(one, name) for name in FIELDS] == [getattr(other, name) for name in FIELDS]
+        assert one.prompt_messages == other.prompt_messages
+        assert [turn.message for turn in one.turns] == [turn.message for turn in other.turns]
+        if one.stop_reason is StopReason.DONE:
+            assert one.total_reward == other.total_reward
+    assert len({item.stop_reason for item in expected}) >= (2 if limits else 1)
+    assert recorder.generator.most_running > 8 and chat is chat_of(family)
+
+
+# -------------------------------------------------------------------- rows
+
+
+ALIKE = {
+    "arguments in another order, 3.0 for 3": lambda m: arguments(m, '{"b": 3.0, "a": 2}'),
+    "arguments as an object": lambda m: arguments(m, {"a": 2, "b": 3}),
+    "other ids of calls": lambda m: renamed_calls(m),
+    "content null": lambda m: each(m, "assistant", content=None),
+    "content empty": lambda m: each(m, "assistant", content=""),
+    "content in parts": lambda m: each(m, "user", content=[{"type": "text", "text": PROMPT[0]["content"]}]),
+    "white space around texts": lambda m: each(m, "user", content=f"\n{m[0]['content']}  "),
+    "names and nulls": lambda m: each(m, "assistant", name="bot", refusal=None, annotations=[], function_call=None),
+    "empty reasoning": lambda m: each(m, "assistant", reasoning_content=""),
+    "the newest result edited": lambda m: [*m[:-1], m[-1] | {"content": "edited"}],
+}
+"""What a client may change without a new row."""
+OTHER = {
+    "a clock in a system prompt": (lambda m: [{"role": "system", "content": f"It is {len(m)}."}, *m], "system", 2),
+    "an old result edited": (lambda m: m if len(m) < 4 else [*m[:2], m[2] | {"content": "6"}, *m[3:]], "tool", 2),
+    "an own turn edited": (lambda m: m if len(m) < 4 else [m[0], *arguments(m[1:2], "{}"), *m[2:]], "assistant", 1),
+    "an own turn dropped": (lambda m: m if len(m) < 4 else [m[0], *m[3:]], "assistant", 1),
+    "a summary": (lambda m: [{"role": "user", "content": f"You have {len(m)} messages."}], "user", 0),
+}
+"""What opens one: the change, where it is found, and how many of two sampled turns are in the third context."""
+
+
+def each(messages, role, **changes):
+    return [item | changes if item["role"] == role else item for item in messages]
+
+
+def arguments(messages, value):
+    """Write those of the first call in another way."""
+
+    def change(call):
+        is_first = call["function"]["arguments"] == '{"a": 2, "b": 3}'
+        return call | {"function": call["function"] | {"arguments": value}} if is_first else call
+
+    return [item | {"tool_calls": [*map(change, item.get("tool_calls", ()))]} for item in messages]
+
+
+def renamed_calls(messages):
+    text = repr(messages)
+    for number, item in enumerate(item for item in messages if "tool_calls" in item):
+        text = text.replace(item["tool_calls"][0]["id"], f"other_{number}")
+    return eval(text)
+
+
+def changing(change):
+    async def agent(door, example):
+        return await loop_agent(door, example, change=change)
+
+    return agent
+
+
+THREE = [call(), call(a=4, b=5), say("five")]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_a_client_may_write_its_messages_as_it_likes(name):
+    trajectory, _ = checked(changing(ALIKE[name]), THREE)
+    assert len(trajectory.turns) == 3 and not trajectory.segments and "drift" not in str(trajectory.info)
+    expected, _ = checked(loop_agent, THREE)
+    if name != "the newest result edited":
+        assert trajectory.completion_ids == expected.completion_ids
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_changes_the_history_opens_a_row_and_keeps_the_sampled_ids_of_each_turn_that_is_still_there(name):
+    change, where, num_kept = OTHER[name]
+    trajectory, recorder = checked(changing(change), THREE)
+    assert len(trajectory.rows) > 1 and trajectory.info[f"drift/{where}"] >= 1
+    (_, first), (_, second), (context, _) = recorder.log
+    held = [contains(context, ids) for ids in (first[:-1], second[:-1])]
+    assert len(trajectory.turns) == 3 and sum(held) == num_kept
+
+
+def contains(ids, part):
+    return any(ids[start : start + len(part)] == part for start in range(len(ids) - len(part) + 1))
+
+
+def test_tools_in_another_order_are_another_conversation_and_keys_in_another_order_are_not():
+    orders = iter([TOOLS, [dict(reversed(tool.items())) for tool in TOOLS], TOOLS[::-1]])
+
+    async def agent(door, example):
+        messages = example["prompt"]
+        for tools in orders:
+            said = await ask(door, messages, tools=tools)
+            messages = [*messages, said, *map(use, said.get("tool_calls") or ())]
+
+    trajectory, _ = checked(agent, THREE)
+    assert [len(row.turn_ids) > 0 for row in trajectory.rows] == [True, True] and trajectory.info["drift/tools"] == 1
+
+
+def test_results_of_parallel_calls_stand_in_the_order_of_the_calls():
+    both = calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "hi"}))
+    swapped, _ = checked(changing(lambda m: [*m[:-2], m[-1], m[-2]]), [both, say("ok")])
+    expected, _ = checked(loop_agent, [both, say("ok")])
+    assert swapped.completion_ids == expected.completion_ids
+    assert [item.content for item in swapped.tool_results] == ["3", "hi"]
+
+
+def test_conversations_that_take_turns_continue_their_rows():
+    async def agent(door, example):
+        one, two = example["prompt"], [{"role": "system", "content": "You check."}, *example["prompt"]]
+        for _ in range(2):
+            said = await ask(door, one, tools=TOOLS)
+            one = [*one, said, *map(use, said["tool_calls"])]
+            said = await ask(door, two)
+            two = [*two, said, {"role": "user", "content": "Sure?"}]
+        return 1.0
+
+    trajectory, _ = checked(agent, [call(), say("yes"), call(), say("no")])
+    assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[0, 2], [1, 3]]
+
+
+def test_parallel_calls_are_sampled_side_by_side_and_each_has_its_row():
+    async def agent(door, example):
+        asked = [ask(door, [{"role": "user", "content": f"Part {i}"}]) for i in range(4)]
+        return float(len({said["content"] for said in await asyncio.gather(*asked)}))
+
+    trajectory, recorder = checked(agent, lambda request: say(f"{request.seed % 9973}"), delay_s=0.3)
+    assert recorder.generator.most_running == 4 and len(trajectory.rows) == 4 == trajectory.outcome_reward
+    assert trajectory.duration_s < 1.1
+
+
+def test_the_same_request_heard_twice_is_two_actions():
+    async def agent(door, example):
+        votes = [await ask(door, example["prompt"]) for _ in range(2)]
+        return float(len({said["content"] for said in votes}))
+
+    trajectory, _ = checked(agent, lambda request: say(f"{request.seed}"))
+    assert len(trajectory.turns) == 2 == len(trajectory.rows) == trajectory.outcome_reward
+
+
+# -------------------------------------------------------------------- settings of a request
+
+
+FIVE = [say("It is five.")]
+
+
+def answers(agent, turns=FIVE, **options):
+    """What an agent returns, its trajectory and what the sampler was asked."""
+    found = []
+
+    async def run(door, example):
+        found.append(await agent(door, example))
+        return 1.0
+
+    trajectory, recorder = checked(run, turns, **options)
+    return found[0] if found else None, trajectory, recorder
+
+
+def test_a_stream_is_the_same_answer_as_events():
+    async def agent(door, example):
+        openai = pytest.importorskip("openai")
+        client = door.async_client
+        assert isinstance(client, openai.AsyncOpenAI) and [model.id async for model in client.models.list()] == [
+            "policy"
+        ]
+        asked = {"model": "policy", "messages": example["prompt"], "tools": TOOLS, "stream": True}
+        pieces = [
+            piece
+            async for piece in await client.chat.completions.create(**asked, stream_options={"include_usage": True})
+        ]
+        called = [
+            piece.choices[0].delta.tool_calls
+            for piece in pieces
+            if piece.choices and piece.choices[0].delta.tool_calls
+        ]
+        assert pieces[-1].usage.total_tokens > 0 and pieces[-2].choices[0].finish_reason == "tool_calls"
+        return [(item.index, item.function.name, item.function.arguments) for (item,) in called]
+
+    both = calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "hé"}))
+    streamed, trajectory, _ = answers(agent, [both])
+    assert streamed == [(0, "add", '{"a": 1, "b": 2}'), (1, "echo", '{"text": "hé"}')]
+    assert trajectory.num_action_tokens > 0 and trajectory.outcome_reward == 1.0
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_stop_strings_cut_the_ids_and_the_turn_is_closed_by_the_template(is_last):
+    async def agent(door, example):
+        said = await ask(door, example["prompt"], stop=["Observation:"])
+        if not is_last:
+            await ask(door, [*example["prompt"], said, {"role": "user", "content": "Go on."}])
+        return said["content"]
+
+    said, trajectory, _ = answers(agent, [say("Let me see. Observation: it rains"), say("ok")])
+    assert said == "Let me see. " and len(trajectory.rows) == 1
+    text = chat_of("qwen2_5").tokenizer.decode(trajectory.completion_ids[: trajectory.turns[0].end])
+    assert text == "Let me see. Observation:" and not trajectory.turns[0].is_truncated
+    assert is_last or trajectory.authors[trajectory.turns[0].end] == "template"
+
+
+def test_a_client_may_lower_the_budget_and_not_raise_it():
+    async def agent(door, example):
+        few = await post(door, {"messages": example["prompt"], "max_tokens": 2})
+        many = await post(door, {"messages": example["prompt"], "max_completion_tokens": 10**6})
+        return [answer["choices"][0]["finish_reason"] for _, answer, _ in (few, many)]
+
+    reasons, _, recorder = answers(agent, max_completion_length=100)
+    assert reasons == ["length", "stop"] and recorder.max_tokens == [2, 98]
+
+
+def test_ids_are_sent_on_request_and_are_those_of_the_trajectory():
+    async def agent(door, example):
+        _, plain, _ = await post(door, {"messages": example["prompt"]})
+        _, answer, _ = await post(door, {"messages": example["prompt"], "return_token_ids": True})
+        return "token_ids" in str(plain), answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+
+    (is_sent, prompt, sampled), trajectory, _ = answers(agent)
+    assert (is_sent, prompt, sampled) == (False, trajectory.prompt_ids, trajectory.rows[1].completion_ids)
+
+
+def test_sampling_settings_of_a_client_do_not_count_and_are_counted():
+    async def agent(door, example):
+        await ask(door, example["prompt"], temperature=0.1, tool_choice="required")
+        return await ask(door, [*example["prompt"], {"role": "user", "content": "?"}], tool_choice="auto")
+
+    _, trajectory, recorder = answers(agent, [say("a"), say("b")])
+    assert trajectory.info["agent/overridden"] == 1
+    assert {request.params.temperature for request in recorder.generator.requests} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "body, param",
+    [
+        ({"n": 2}, "n"), ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools"), ({"functions": [{}]}, "functions"), ({"stop": 7}, "stop"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_in_openais_form_and_the_agent_may_go_on(body, param):
+    async def agent(door, example):
+        status, answer, headers = await post(door, {"messages": example["prompt"]} | body)
+        await ask(door, example["prompt"])
+        return status, answer["error"]["param"], headers["x-should-retry"]
+
+    assert answers(agent)[0] == (400, param, "false")
+
+
+def test_a_key_may_stand_in_the_path_and_a_wrong_one_opens_nothing():
+    async def agent(door, example):
+        nothing, wrong = {"Authorization": "Bearer none"}, {"Authorization": "Bearer agent-0"}
+        body = {"messages": example["prompt"]}
+        path, _, _ = await post(door, body, headers=nothing, base_url=door.session_url)
+        refused, answer, _ = await post(door, body, headers=wrong)
+        lost, told, _ = await post(door, body, path="/responses")
+        return path, refused, answer["error"]["type"], lost, "chat completions" in told["error"]["message"]
+
+    assert answers(agent)[0] == (200, 401, "invalid_request_error", 404, True)
+
+
+def test_calls_that_are_not_the_agents_own_are_answered_and_not_trained():
+    async def agent(door, example):
+        title = await post(
+            door, {"messages": [{"role": "user", "content": "A title?"}]}, base_url=door.untrained_base_url
+        )
+        await ask(door, example["prompt"])
+        return title[0]
+
+    found = []
+
+    async def run(door, example):
+        found.append(await agent(door, example))
+        return 1.0
+
+    trajectory, recorder = roll_out(run, [say("Title"), say("five")])
+    assert found == [200] and len(recorder.log) == 2 and len(trajectory.turns) == 1
+    assert trajectory.final_text == "five" and trajectory.prompt_messages[0]["content"] == "What is 2 + 3?"

@@ -1,0 +1,303 @@
+"""Whatever an agent or its client does wrong is a state of its trajectory: a reward, a stop reason, a number."""
+
+import asyncio
+import threading
+import time
+
+import aiohttp
+import pytest
+
+from agent_r1_trl.environments.base import RewardError
+from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.generation.scripted import ScriptedGenerator
+from agent_r1_trl.tools import InfrastructureError
+from agent_r1_trl.trajectory import StopReason
+from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out
+from tests.toys import call, say
+
+ANSWER = [say("It is five.")]
+
+
+# -------------------------------------------------------------------- retries, and clients that leave
+
+
+def test_a_client_that_times_out_and_retries_gets_what_was_sampled_once():
+    async def agent(door, example):
+        client = door.async_client.with_options(timeout=0.4, max_retries=5)
+        answer = await client.chat.completions.create(model="policy", messages=example["prompt"])
+        return float(answer.choices[0].message.content == "It is five.")
+
+    pytest.importorskip("openai")
+    trajectory, recorder = checked(agent, ANSWER, delay_s=1.0)
+    assert len(recorder.log) == 1 == len(trajectory.turns) and trajectory.outcome_reward == 1.0
+
+
+@pytest.mark.parametrize("header", [{}, {"x-stainless-retry-count": "1"}])
+def test_an_answer_that_nobody_heard_is_given_to_who_asks_again(header):
+    async def agent(door, example):
+        with pytest.raises(asyncio.TimeoutError):
+            await post(door, {"messages": example["prompt"]}, timeout=aiohttp.ClientTimeout(total=0.2))
+        await asyncio.sleep(0.6)
+        status, _, _ = await post(door, {"messages": example["prompt"]}, headers=header)
+        return float(status == 200)
+
+    trajectory, recorder = checked(agent, ANSWER, delay_s=0.5)
+    assert len(recorder.log) == 1 == len(trajectory.turns) and trajectory.outcome_reward == 1.0
+
+
+def test_a_request_that_says_it_is_a_repetition_gets_the_answer_that_was_heard():
+    async def agent(door, example):
+        heads = {}, {"x-stainless-retry-count": "2"}
+        one, two = [(await post(door, {"messages": example["prompt"]}, headers=head))[1] for head in heads]
+        return float(one == two)
+
+    trajectory, _ = checked(agent, ANSWER)
+    assert len(trajectory.turns) == 1 == trajectory.outcome_reward
+
+
+def test_what_a_client_that_left_for_good_has_not_heard_is_not_trained():
+    async def agent(door, example):
+        with pytest.raises(asyncio.TimeoutError):
+            await post(
+                door, {"messages": [{"role": "user", "content": "?"}]}, timeout=aiohttp.ClientTimeout(total=0.1)
+            )
+        await ask(door, example["prompt"])
+        return 1.0
+
+    trajectory, recorder = roll_out(agent, ANSWER, delay_s=0.4)
+    assert len(recorder.log) == 2 and len(trajectory.turns) == 1
+    assert trajectory.prompt_ids == recorder.contexts[1] and trajectory.prompt_messages[0]["content"] != "?"
+
+
+# -------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize(
+    "limits, reason", [({"max_turns": 3}, "max_turns"), ({"max_completion_length": 100}, "max_completion_length")]
+)
+def test_a_spent_budget_is_said_twice_then_refused_and_then_the_trajectory_ends(limits, reason):
+    seen = []
+
+    async def agent(door, example):
+        messages = example["prompt"]
+        while True:
+            status, answer, headers = await post(door, {"messages": messages, "tools": TOOLS})
+            if status != 200:
+                seen.append((status, answer["error"]["code"], headers["x-should-retry"]))
+                continue
+            (choice,) = answer["choices"]
+            seen.append(choice["finish_reason"])
+            results = [
+                {"role": "tool", "tool_call_id": item["id"], "content": "5"}
+                for item in choice["message"].get("tool_calls") or ()
+            ]
+            messages = [*messages, choice["message"], *results]
+
+    trajectory, _ = checked(agent, [call()], **limits)
+    num, refusal = len(trajectory.turns), (400, "context_length_exceeded", "false")
+    assert trajectory.stop_reason == reason and seen[num - 1 :][1:4] == ["length", "length", refusal]
+    assert len(seen) in (num + 3, num + 4) and trajectory.outcome_reward == 0.0
+    assert trajectory.info.get("agent/raised", 0) == 0
+
+
+def test_an_agent_that_answers_after_its_budget_keeps_its_reward_and_the_limits_stop_reason():
+    async def agent(door, example):
+        said = await ask(door, example["prompt"])
+        text = await ask(door, [*example["prompt"], said, {"role": "user", "content": "?"}])
+        return 0.5 if "budget" in text["content"] else 0.0
+
+    trajectory, _ = checked(agent, ANSWER, max_turns=1)
+    assert trajectory.stop_reason is StopReason.MAX_TURNS and trajectory.outcome_reward == 0.5
+
+
+def test_a_conversation_that_is_too_long_for_the_model_may_be_shortened():
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        _, answer, _ = await post(door, {"messages": [{"role": "user", "content": "word " * 400}]})
+        await ask(door, [{"role": "user", "content": "A summary."}])
+        return float(answer["error"]["code"] == "context_length_exceeded")
+
+    trajectory, _ = checked(agent, ANSWER, max_model_length=300)
+    assert trajectory.outcome_reward == 1.0 and trajectory.stop_reason is StopReason.DONE
+
+
+def test_a_prompt_that_leaves_no_room_ends_the_trajectory():
+    async def agent(door, example):
+        await post(door, {"messages": [{"role": "user", "content": "word " * 400}]})
+        await asyncio.sleep(60)
+
+    trajectory, _ = roll_out(agent, ANSWER, max_model_length=200)
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG and not trajectory.turns
+
+
+# -------------------------------------------------------------------- rewards
+
+
+@pytest.mark.parametrize(
+    "returned, expected", [(0.75, (0.75, {})), (True, (1.0, {})), (False, (0.0, {})), (None, (0.0, {})),
+                           ("five", (0.0, {})), ((1.5, {"a": 1.0, "b": 0.5}), (1.5, {"a": 1.0, "b": 0.5}))],
+)  # fmt: skip
+def test_what_run_returns_is_the_reward(returned, expected):
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        return returned
+
+    trajectory, _ = checked(agent, ANSWER)
+    assert (trajectory.outcome_reward, trajectory.reward_parts) == expected
+
+
+@pytest.mark.parametrize("returned", [{"reward": 1}, float("nan"), (1.0, {"a": 0.5})])
+def test_what_is_no_reward_ends_the_run_with_the_place(returned):
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        return returned
+
+    with pytest.raises(RewardError, match=r"AgentEnv\.run(, part|) ?returned"):
+        roll_out(agent, ANSWER)
+
+
+def test_a_subclass_scores_the_answer_and_calls_have_rewards_of_their_own():
+    class Mine(AgentEnv):
+        def run(self, door, example):  # on a thread
+            assert threading.current_thread() is not threading.main_thread()
+            first = door.client.chat.completions.create(model="policy", messages=example["prompt"])
+            door.reward(first, 0.25, "brief")
+            door.reward(first.id, 0.5)
+            return first.choices[0].message.content
+
+        async def outcome_reward(self, trajectory):
+            trajectory.info["length"] = len(self.answer)
+            return float(self.answer == trajectory.final_text and self.example["prompt"] is not None)
+
+    pytest.importorskip("openai")
+    trajectory, _ = checked(None, ANSWER, env=Mine)
+    assert trajectory.outcome_reward == 1.0 and trajectory.total_reward == 1.75
+    assert trajectory.turns[0].reward_parts == {"brief": 0.25, "reward": 0.5} and trajectory.info["length"] == 11
+
+
+# -------------------------------------------------------------------- agents that fail
+
+
+def test_an_agent_that_raises_after_a_call_is_scored_and_before_one_is_an_environment_error():
+    async def late(door, example):
+        await ask(door, example["prompt"])
+        raise KeyError("no such tool")
+
+    async def early(door, example):
+        raise KeyError("no such file")
+
+    async def never(door, example):
+        return 1.0
+
+    trajectory, _ = checked(late, ANSWER)
+    assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome_reward == 0.0
+    assert trajectory.info["agent/raised"] == 1 and "KeyError" in trajectory.info["agent_error"]
+    for agent, told in ((early, "made no call: KeyError"), (never, "returned and made no call")):
+        trajectory, _ = roll_out(agent, ANSWER)
+        assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and told in trajectory.error
+
+
+@pytest.mark.parametrize("has_asked", [True, False])
+def test_infrastructure_that_fails_is_never_the_policys_fault(has_asked):
+    async def agent(door, example):
+        if has_asked:
+            await ask(door, example["prompt"])
+        raise InfrastructureError("the index is down")
+
+    trajectory, _ = roll_out(agent, ANSWER)
+    assert trajectory.stop_reason.is_infrastructure_failure and "the index is down" in trajectory.error
+
+
+@pytest.mark.parametrize("error", [SystemExit("bye"), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
+def test_an_agent_that_raises_what_ends_programs_ends_its_trajectory_alone(error):
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        raise error
+
+    def plain(door, example):
+        answer = door.client.chat.completions.create(model="policy", messages=example["prompt"])
+        assert answer.choices
+        raise error
+
+    pytest.importorskip("openai")
+    for run in (agent, plain):
+        trajectory, _ = roll_out(run, ANSWER)
+        assert trajectory.stop_reason is StopReason.DONE and trajectory.info["agent/raised"] == 1
+
+
+def test_a_sampler_that_fails_is_told_the_agent_and_ends_the_trajectory():
+    async def agent(door, example):
+        status, answer, headers = await post(door, {"messages": example["prompt"]})
+        seen.append((status, headers["x-should-retry"], "the machine is gone" in answer["error"]["message"]))
+        await asyncio.sleep(60)
+
+    seen = []
+    generator = ScriptedGenerator(lambda request: RuntimeError("the machine is gone"))
+    trajectory, _ = roll_out(agent, None, generator=generator)
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR and "the machine is gone" in trajectory.error
+    assert not seen or seen == [(500, "false", True)]
+
+
+def test_an_agent_that_hangs_is_timed_out_and_scored_and_its_next_call_is_gone():
+    asked = []
+
+    def agent(door, example):
+        client = door.client.with_options(max_retries=0)
+        client.chat.completions.create(model="policy", messages=example["prompt"])
+        time.sleep(0.9)
+        try:
+            client.chat.completions.create(model="policy", messages=example["prompt"])
+        except openai.APIStatusError as error:
+            asked.append(error.status_code)
+
+    async def slow(door, example):
+        await ask(door, example["prompt"])
+        await asyncio.sleep(1.5)
+        return 1.0
+
+    openai = pytest.importorskip("openai")
+    both = iter([agent, slow])
+    limits = {"rollout_timeout": 0.6}
+    trajectories, _ = roll_out(None, ANSWER, env=lambda: AgentEnv(next(both)), examples=2, **limits)
+    assert [item.stop_reason for item in trajectories] == [StopReason.TIMEOUT] * 2
+    assert all(len(item.turns) == 1 and item.outcome_reward == 0.0 for item in trajectories)
+
+
+def test_an_agent_that_makes_no_call_in_time_is_an_environment_error():
+    async def agent(door, example):
+        await asyncio.sleep(60)
+
+    trajectory, _ = roll_out(agent, ANSWER, reset_timeout=0.3)
+    assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "reset_timeout" in trajectory.error
+
+
+def test_calls_after_the_end_and_between_rollouts_leave_no_trace(caplog):
+    doors = []
+
+    async def agent(door, example):
+        doors.append(door)
+        if len(doors) > 1:
+            seen.append(
+                (
+                    await post(
+                        door, {"messages": example["prompt"]}, headers={"Authorization": f"Bearer {doors[0].api_key}"}
+                    )
+                )[0]
+            )
+        await ask(door, example["prompt"])
+        return 1.0
+
+    seen = []
+    trajectories, _ = roll_out(agent, ANSWER, examples=2, max_concurrency=1)
+    assert seen == [410] and [len(item.turns) for item in trajectories] == [1, 1]
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
+def test_another_context_policy_is_refused_with_the_one_to_set():
+    with pytest.raises(ValueError, match=r"context\.policy='keep': an agent decides .* Set context='agent'"):
+        roll_out(loop_agent, ANSWER, context="keep")
+
+
+def test_an_environment_needs_an_agent():
+    with pytest.raises(ValueError, match=r"AgentEnv\.run=None: must be a function"):
+        AgentEnv()
