@@ -36,10 +36,22 @@ class TrajectoryLog:
     """What is recorded and not yet contradicted."""
     request: Record = field(default_factory=dict)
     """What the generator is asked for the turn that is being sampled."""
+    is_agents: bool = False
+    """An agent asks for the turns, several at a time: they are found by what was asked, wherever they stand."""
+    asked: dict[int, tuple[Generation, Record]] = field(default_factory=dict)
+    """What an agent's turns not yet recorded were asked with, by the identity of what was sampled."""
 
     def turn(self, index: int) -> RecordedTurn | None:
         """The recorded turn; None if it is to be sampled."""
         return self.turns[index] if index < len(self.turns) else None
+
+    def find(self, index: int, request: Record) -> RecordedTurn | None:
+        """The recorded turn that was asked for in these words; where there is none, those from `index` on are void."""
+        places = self.turns if self.is_agents else self.turns[index : index + 1]
+        found = next((turn for turn in places if request.items() <= turn.sampled.items()), None)
+        if found is None and not self.is_agents:
+            self.forget_from(index)
+        return found
 
     def forget_from(self, index: int) -> None:
         """Sample that turn and those after it."""
@@ -54,23 +66,28 @@ class JournaledDraft(Draft):
 
     def add_turn(self, generation: Generation, message: Message, **times: Any) -> Turn:
         """Append what the policy sampled; see `Draft`."""
-        index = len(self.turns)
+        log, index = self.log, len(self.turns)
         turn = super().add_turn(generation, message, **times)
-        if (recorded := self.log.turn(index)) is not None:
+        request, recorded = log.request, log.turn(index)
+        if log.is_agents:
+            _, request = log.asked.pop(id(generation))
+            index, recorded = len(log.turns), log.find(index, request)
+        if recorded is not None:
             turn.generate_s = recorded.sampled["generate_s"]
             return turn
-        self.log.append(
-            {
-                "kind": "turn",
-                "turn": index,
-                **self.log.request,
-                "ids": pack_ids(generation.token_ids),
-                "logprobs": pack_floats(generation.logprobs),
-                "stop": generation.stop,
-                "message": message,
-                "generate_s": turn.generate_s,
-            }
-        )
+        record = {
+            "kind": "turn",
+            "turn": index,
+            **request,
+            "ids": pack_ids(generation.token_ids),
+            "logprobs": pack_floats(generation.logprobs),
+            "stop": generation.stop,
+            "message": message,
+            "generate_s": turn.generate_s,
+        }
+        if log.is_agents:
+            log.turns.append(RecordedTurn(sampled=record))
+        log.append(record)
         return turn
 
 
@@ -89,12 +106,14 @@ class JournaledGenerator(Generator):
         """The recorded turn if it was asked for with the same words; else a new one. See `Generator`."""
         index = len(self._draft.turns)
         request = {"seed": seed, "max_tokens": max_tokens, "context": self._checksum_of(prompt_ids)}
-        recorded = self._log.turn(index)
-        if recorded is not None and all(recorded.sampled[name] == value for name, value in request.items()):
-            return recorded.generation
-        self._log.forget_from(index)
-        self._log.request = request
-        return await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+        if (recorded := self._log.find(index, request)) is not None:
+            generation = recorded.generation
+        else:
+            self._log.request = request
+            generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+        if self._log.is_agents:
+            self._log.asked[id(generation)] = generation, request
+        return generation
 
     def _checksum_of(self, prompt_ids: list[int]) -> int:
         """Only what the last turn has not seen is read."""
@@ -142,6 +161,7 @@ class JournaledSession(EnvSession):
         """
         result = await super().reset(request)
         self._mode = resume_mode(self.env)
+        self._log.is_agents = hasattr(self.env, "drive")
         return result
 
     async def step(self, message: Message) -> StepResult:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agent_r1_trl.environments.reward_values import read_number, read_outcome
+from agent_r1_trl.features.doors.agent.command import run_command
 from agent_r1_trl.features.doors.agent.server import DoorServer, server_here
 from agent_r1_trl.features.doors.agent.session import MODEL, AgentSession
-from agent_r1_trl.objects import locate_error
+from agent_r1_trl.objects import import_object, locate_error
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, ToolFailure
 from agent_r1_trl.settings import Finite, check_value
 from agent_r1_trl.tools import shared_pool
@@ -21,6 +22,8 @@ from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 AGENT_THREADS = 1000
 """Maximum number of plain `run` functions at once. Each holds its thread for the whole of its trajectory, so they have
 a pool of their own, which no other number of places names."""
+CLOSE_WAIT_S = 2.0
+"""Seconds that an agent has to end when its trajectory has; it may clean up."""
 POLICY = "agent"
 """The value of `context.policy` that an agent needs."""
 
@@ -78,7 +81,8 @@ class AgentEnv:
     with `context="agent"`.
 
     Args:
-        run: the agent; a subclass may define it instead.
+        run: the agent: a function, its path (my_module.my_agent), or a command line as a list (`run_command`). A
+            subclass may define it instead.
         unfinished_reward: of a trajectory whose agent raised, or was stopped before it returned.
     """
 
@@ -95,9 +99,14 @@ class AgentEnv:
     _session: AgentSession
     _agent: asyncio.Task[Any] | None = None
 
-    def __init__(self, run: Callable[..., Any] | None = None, *, unfinished_reward: float | None = None) -> None:
-        if run is not None:
-            self.run = run
+    def __init__(
+        self, run: Callable[..., Any] | str | Sequence[str] | None = None, *, unfinished_reward: float | None = None
+    ) -> None:
+        if isinstance(run, list | tuple):
+            self.run = functools.partial(run_command, run)
+        elif run is not None:
+            given: Any = import_object(run, "run") if isinstance(run, str) else run
+            self.run = given
         if unfinished_reward is not None:
             self.unfinished_reward = unfinished_reward
         check_value(f"{type(self).__name__}.unfinished_reward", self.unfinished_reward, Finite)
@@ -187,6 +196,8 @@ class AgentEnv:
     async def close(self) -> None:
         """End the agent, and the session if it has not ended."""
         self._end()
+        if self._agent is not None:
+            await asyncio.wait({self._agent}, timeout=CLOSE_WAIT_S)
 
     def _end(self) -> None:
         if self._server is not None:

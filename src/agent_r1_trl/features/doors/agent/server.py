@@ -71,7 +71,7 @@ class DoorServer:
             del self._ended[next(iter(self._ended))]
         if not self.sessions and self._runner.server is not None:
             for connection in self._runner.server.connections:
-                connection.close()
+                connection.force_close()
 
     @functools.lru_cache(2)  # noqa: B019 - a server lives as long as its loop
     def client(self, kind: str) -> Any:
