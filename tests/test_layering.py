@@ -304,7 +304,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "evaluation": (1166, 8),
     "features/__init__.py": (130, 1),
     "features/doctor": (1978, 9),
-    "features/doors": (1175, 8),
+    "features/doors": (1177, 8),
     "features/echo_trap": (1954, 12),
     "features/games": (1236, 8),
     "features/hub": (937, 7),

@@ -30,7 +30,9 @@ async def run_command(command: Sequence[str], door: Any, example: dict[str, Any]
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
-        await process.wait()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await process.communicate()  # so that its pipes are closed
     if process.returncode:
         told = errors.decode(errors="replace").strip()[-MAX_ERROR_CHARS:]
         raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}. {told}")
