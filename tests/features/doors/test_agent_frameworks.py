@@ -1,6 +1,7 @@
 """Agents of other frameworks and command lines, unchanged."""
 
 import functools
+import importlib
 import sys
 import textwrap
 import time
@@ -31,7 +32,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_the_openai_agents_sdk_plays_in_one_row():
-    sdk = pytest.importorskip("agents")
+    sdk = importlib.import_module("agents")
 
     async def agent(door, example):
         sdk.set_tracing_disabled(True)
@@ -46,7 +47,7 @@ def test_the_openai_agents_sdk_plays_in_one_row():
 
 
 def test_smolagents_writes_its_own_turns_as_text_and_has_a_row_per_turn():
-    smolagents = pytest.importorskip("smolagents")
+    smolagents = importlib.import_module("smolagents")
 
     def agent(door, example):
         model = smolagents.OpenAIServerModel(model_id=door.model, api_base=door.base_url, api_key=door.api_key)
@@ -59,7 +60,6 @@ def test_smolagents_writes_its_own_turns_as_text_and_has_a_row_per_turn():
 
 
 def test_the_first_example_of_the_page_is_short_and_plays():
-    pytest.importorskip("openai")
     (_, source), *_ = code_blocks(ROOT / "docs" / "doors.md", "python")
     assert len(source.splitlines()) <= 25
     page = {"__name__": "page"}
@@ -130,7 +130,7 @@ def test_an_agent_may_be_named_by_its_path():
 
 
 def test_many_agents_on_threads_and_on_the_loop_play_at_a_time():
-    openai = pytest.importorskip("openai")
+    openai = importlib.import_module("openai")
     assert openai and chat_of("qwen2_5")
 
     def plain(door, example):
@@ -143,7 +143,6 @@ def test_many_agents_on_threads_and_on_the_loop_play_at_a_time():
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_trajectories_after_one_another_share_connections_and_nothing_is_left_on_the_loop(caplog, is_async):
-    pytest.importorskip("openai")
 
     async def on_loop(door, example):
         answer = await door.async_client.chat.completions.create(model="policy", messages=example["prompt"])
