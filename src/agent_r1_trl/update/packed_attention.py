@@ -64,8 +64,8 @@ def packed_attention(
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 queries,
-                # PyTorch's kernel for masks is wrong on heads that are views of one, where a block of queries has one
-                # alone and no gradient is asked for (pytorch/pytorch#191937, seen on an H100).
+                # On an H100, masks without gradients gave wrong numbers on heads that are views of one; see
+                # pytorch/pytorch#191937.
                 repeat_kv(keys, groups).contiguous(),
                 repeat_kv(values, groups).contiguous(),
                 attn_mask=packed_layout.mask(queries.shape[2], keys.shape[2], query, window) if has_mask else None,
