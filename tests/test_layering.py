@@ -295,7 +295,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1506, 7),
+    "(nouns)": (1516, 7),
     "advantages": (1129, 5),
     "chat": (2562, 13),
     "cli": (2608, 15),
@@ -304,7 +304,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "evaluation": (1166, 8),
     "features/__init__.py": (130, 1),
     "features/doctor": (1978, 9),
-    "features/doors": (1177, 8),
+    "features/doors": (1163, 8),
     "features/echo_trap": (1954, 12),
     "features/games": (1236, 8),
     "features/hub": (937, 7),
@@ -313,11 +313,11 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sampling": (773, 7),
     "features/sandbox": (1579, 10),
     "features/search": (231, 2),
-    "features/serve": (1054, 8),
+    "features/serve": (1046, 8),
     "generation": (3994, 25),
     "recording": (932, 6),
     "rewards": (740, 7),
-    "rollout": (2771, 15),
+    "rollout": (2789, 15),
     "tools": (2567, 15),
     "trainers": (6080, 16),
     "update": (1713, 8),

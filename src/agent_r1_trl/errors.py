@@ -1,4 +1,4 @@
-"""What ends a run, and the exit code that the command line gives it."""
+"""What ends a run, with its exit code, and what ends a request in OpenAI's form, with its status."""
 
 
 class RunError(RuntimeError):
@@ -6,3 +6,13 @@ class RunError(RuntimeError):
 
     exit_code = 3
     """2: a mistake in the recipe; 3: something that the run depends on; 4: the run has collapsed."""
+
+
+class APIError(Exception):
+    """An answer other than 200: HTTP's status, what is wrong, the setting, and OpenAI's name of the mistake."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
@@ -120,6 +120,24 @@ async def conclude(
         await session.close()
 
 
+def _drive_of(env: Any, limits: RolloutLimits) -> Callable[..., Any] | None:
+    """What an agent asks for its turns with, in place of this loop; None for an environment that is none.
+
+    Raises:
+        ValueError: the context policy is for the other kind.
+    """
+    drive, policy = getattr(env, "drive", None), limits.context.policy
+    if (drive is not None) == (policy == "agent"):
+        return drive
+    why, fix = (
+        "is no agent: it has no `drive`, so nothing decides what stands in its contexts",
+        "'keep', or another one",
+    )
+    if drive is not None:
+        why, fix = "is an agent, which decides itself what it asks with, and may change what it has said", "'agent'"
+    raise ValueError(f"context.policy={policy!r}: {type(env).__name__} {why}. Set context={fix}.")
+
+
 async def _sample_turns(
     draft: Draft,
     session: EnvSession,
@@ -130,7 +148,7 @@ async def _sample_turns(
 ) -> StopReason:
     draft.phase = "reset"
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
-    if (drive := getattr(session.env, "drive", None)) is not None:  # an agent asks for its turns itself
+    if (drive := _drive_of(session.env, limits)) is not None:
         stop_reason: StopReason = await drive(draft, generator, chat, limits, params)
         return stop_reason
     num_characters = sum(len(str(message.get("content") or "")) for message in draft.prompt_messages)

@@ -1,7 +1,6 @@
 """An agent through the endpoint: its trajectories are those of an environment, whatever it does with its messages."""
 
 import asyncio
-import importlib
 import random
 
 import pytest
@@ -205,7 +204,8 @@ def answers(agent, turns=FIVE, **options):
 
 def test_a_stream_is_the_same_answer_as_events():
     async def agent(door, example):
-        openai = importlib.import_module("openai")
+        import openai
+
         client = door.async_client
         assert isinstance(client, openai.AsyncOpenAI) and [model.id async for model in client.models.list()] == [
             "policy"

@@ -1,7 +1,6 @@
 """Whatever an agent or its client does wrong is a state of its trajectory: a reward, a stop reason, a number."""
 
 import asyncio
-import importlib
 import threading
 import time
 
@@ -14,7 +13,8 @@ from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.tools import InfrastructureError
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out
-from tests.toys import call, say
+from tests.toys import AddEnv, call, say
+from tests.trainers.helpers import make_trainer
 
 ANSWER = [say("It is five.")]
 
@@ -253,7 +253,8 @@ def test_an_agent_that_hangs_is_timed_out_and_scored_and_its_next_call_is_gone()
         await asyncio.sleep(1.5)
         return 1.0
 
-    openai = importlib.import_module("openai")
+    import openai
+
     both = iter([agent, slow])
     limits = {"rollout_timeout": 0.6}
     trajectories, _ = roll_out(None, ANSWER, env=lambda: AgentEnv(next(both)), examples=2, **limits)
@@ -292,8 +293,13 @@ def test_calls_after_the_end_and_between_rollouts_leave_no_trace(caplog):
 
 
 def test_another_context_policy_is_refused_with_the_one_to_set():
-    with pytest.raises(ValueError, match=r"context\.policy='keep': an agent decides .* Set context='agent'"):
+    with pytest.raises(ValueError, match=r"context\.policy='keep': .* decides itself .* Set context='agent'"):
         roll_out(loop_agent, ANSWER, context="keep")
+
+
+def test_an_environment_that_is_no_agent_is_refused_with_an_agents_policy(tmp_path):
+    with pytest.raises(ValueError, match=r"context\.policy='agent': AddEnv is no agent.* Set context='keep'"):
+        make_trainer(tmp_path, env=AddEnv, context="agent").train()
 
 
 def test_an_environment_needs_an_agent():

@@ -1,7 +1,6 @@
 """Agents of other frameworks and command lines, unchanged."""
 
 import functools
-import importlib
 import sys
 import textwrap
 import time
@@ -31,8 +30,8 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_the_openai_agents_sdk_plays_in_one_row():
-    sdk = importlib.import_module("agents")
+def test_an_agent_of_the_openai_agents_sdk_stands_in_one_row():
+    import agents as sdk
 
     async def agent(door, example):
         sdk.set_tracing_disabled(True)
@@ -47,7 +46,7 @@ def test_the_openai_agents_sdk_plays_in_one_row():
 
 
 def test_smolagents_writes_its_own_turns_as_text_and_has_a_row_per_turn():
-    smolagents = importlib.import_module("smolagents")
+    import smolagents
 
     def agent(door, example):
         model = smolagents.OpenAIServerModel(model_id=door.model, api_base=door.base_url, api_key=door.api_key)
@@ -130,7 +129,8 @@ def test_an_agent_may_be_named_by_its_path():
 
 
 def test_many_agents_on_threads_and_on_the_loop_play_at_a_time():
-    openai = importlib.import_module("openai")
+    import openai
+
     assert openai and chat_of("qwen2_5")
 
     def plain(door, example):

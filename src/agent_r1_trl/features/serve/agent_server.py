@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agent_r1_trl.errors import APIError
 from agent_r1_trl.evaluation.agent import Agent
-from agent_r1_trl.features.serve.openai_api import APIError, ChatRequest, chat_answer, read_request, stream_pieces
+from agent_r1_trl.features.serve.openai_api import ChatRequest, chat_answer, read_request, stream_pieces
 from agent_r1_trl.features.serve.session import Conversation, ConversationError
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.safe_text import shown_all

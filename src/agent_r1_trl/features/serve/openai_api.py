@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from agent_r1_trl.errors import APIError
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.trajectory import Message, Trajectory
 
@@ -28,16 +29,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Settings that are taken only with a value that changes nothing."""
 ABOUT_THE_CALLER = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
-
-
-class APIError(Exception):
-    """An answer other than 200: HTTP's status, what is wrong, the setting, and OpenAI's name of the mistake."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class _Strict(BaseModel):

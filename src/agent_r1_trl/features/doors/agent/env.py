@@ -24,8 +24,6 @@ AGENT_THREADS = 1000
 a pool of their own, which no other number of places names."""
 CLOSE_WAIT_S = 2.0
 """Seconds that an agent has to end when its trajectory has; it may clean up."""
-POLICY = "agent"
-"""The value of `context.policy` that an agent needs."""
 
 
 class Door:
@@ -150,16 +148,10 @@ class AgentEnv:
         """Answer the agent's calls until it returns; in place of the rollout's loop.
 
         Raises:
-            ValueError: another context policy than "agent".
             TrajectoryFailure: what the agent needs has failed.
         """
         assert self._agent is not None
         try:
-            if limits.context.policy != POLICY:
-                raise ValueError(
-                    f"context.policy={limits.context.policy!r}: an agent decides itself what it asks with, and may "
-                    f"change what it has said. Set context={POLICY!r}."
-                )
             draft.phase = "turn 0: agent"
             session = self._session
             session.begin(draft, generator, chat, limits, params)

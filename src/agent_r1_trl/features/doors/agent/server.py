@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.errors import APIError
 from agent_r1_trl.features.doors.agent.session import GONE, MODEL, AgentSession
-from agent_r1_trl.features.doors.agent.wire import NO_RETRY, DoorError, read_request, stream_lines
+from agent_r1_trl.features.doors.agent.wire import NO_RETRY, read_request, stream_lines
 from agent_r1_trl.safe_text import shown_all
 
 if TYPE_CHECKING:
@@ -89,14 +90,14 @@ class DoorServer:
             return web.Response(status=499)
         except web.HTTPException as error:
             hint = " Only chat completions are served." if error.status == 404 else ""
-            failure = DoorError(error.status, f"{request.method} {request.path}: {error.reason}.{hint}")
-        except DoorError as error:
+            failure = APIError(error.status, f"{request.method} {request.path}: {error.reason}.{hint}")
+        except APIError as error:
             failure = error
         except ChatFormatError as error:
-            failure = DoorError(400, str(error), param="messages")
+            failure = APIError(400, str(error), param="messages")
         except Exception as error:
             logger.error("A request of an agent failed: %s: %s", type(error).__name__, error, exc_info=error)
-            failure = DoorError(500, f"{type(error).__name__}: {error}")
+            failure = APIError(500, f"{type(error).__name__}: {error}")
         response = web.json_response(shown_all(failure.body), status=failure.status, headers=NO_RETRY)
         if not self.sessions:
             response.force_close()
@@ -107,7 +108,7 @@ class DoorServer:
         if (session := self.sessions.get(key)) is not None:
             return session
         unknown = 401, "This key opens no session. Use the api_key that the agent was given."
-        raise DoorError(*((410, GONE) if key in self._ended else unknown))
+        raise APIError(*((410, GONE) if key in self._ended else unknown))
 
     async def _list_models(self, request: web.Request) -> web.Response:
         from aiohttp import web
@@ -123,7 +124,7 @@ class DoorServer:
         try:
             body = await request.json()
         except (ValueError, RecursionError) as error:
-            raise DoorError(400, f"The body is not JSON that can be read: {error}.") from error
+            raise APIError(400, f"The body is not JSON that can be read: {error}.") from error
         asked, transport = read_request(body), request.transport
         if transport is None:
             raise ConnectionResetError

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
+from agent_r1_trl.errors import APIError
 from agent_r1_trl.features.doors.agent.held import Held, HeldContext, HeldTurn
-from agent_r1_trl.features.doors.agent.wire import Asked, DoorError, completion
+from agent_r1_trl.features.doors.agent.wire import Asked, completion
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.limits import RolloutLimits
@@ -38,8 +39,8 @@ _warned: set[str] = set()
 
 
 @dataclass(eq=False)
-class _Player:
-    """What a call needs, of the rollout."""
+class _Sampler:
+    """What the rollout samples a call with, and where it is recorded."""
 
     draft: Draft
     generator: Generator
@@ -82,7 +83,7 @@ class AgentSession:
         self.limit: StopReason | None = None
         """The limit that a call has met."""
         self.has_ended = False
-        self._begun: asyncio.Future[_Player] = loop.create_future()
+        self._begun: asyncio.Future[_Sampler] = loop.create_future()
         self._calls: dict[tuple[str, bool], list[_SampledCall]] = {}
         self._turns: dict[str, Turn] = {}
         """By the identity of its answer."""
@@ -97,7 +98,7 @@ class AgentSession:
     ) -> None:
         """Answer calls from now on."""
         self._held, self._variables = Held(chat), contextvars.copy_context()
-        self._begun.set_result(_Player(draft, generator, chat, limits, params))
+        self._begun.set_result(_Sampler(draft, generator, chat, limits, params))
 
     def end(self) -> None:
         """Answer no call any more."""
@@ -119,7 +120,7 @@ class AgentSession:
         """Answer a request.
 
         Raises:
-            DoorError: it cannot be answered.
+            APIError: it cannot be answered.
             ChatFormatError: the chat template refuses the messages.
             ConnectionResetError: nobody is there any more to hear it.
         """
@@ -127,28 +128,28 @@ class AgentSession:
             self.called.set_result(asked.messages)
         await asyncio.wait({self._begun})
         self._check_open()
-        player = self._begun.result()
+        sampler = self._begun.result()
         context = self._held.context(asked.messages, asked.tools)
         call = self._same(context.key, is_retry=is_retry, is_trained=is_trained)
         if call is None:
-            max_tokens = self._max_tokens(player, context, asked, is_trained=is_trained)
+            max_tokens = self._max_tokens(sampler, context, asked, is_trained=is_trained)
             if max_tokens is None:
                 return completion("chatcmpl-end", MODEL, {"content": SPENT}, "length", len(context.ids), 0)
-            call = self._start(player, context, asked, connection, max_tokens, is_trained=is_trained)
+            call = self._start(sampler, context, asked, connection, max_tokens, is_trained=is_trained)
         call.connection = connection
         await asyncio.wait({call.task})
         self._check_open()
         if (failure := call.task.exception()) is not None:
-            raise DoorError(500, f"The policy could not answer: {failure}") from failure
+            raise APIError(500, f"The policy could not answer: {failure}") from failure
         if connection.is_closing():
             raise ConnectionResetError
         if call.answer is None:
-            call.answer = self._hear(player, call)
+            call.answer = self._hear(sampler, call)
         return call.answer
 
     def _check_open(self) -> None:
         if self.has_ended:
-            raise DoorError(410, GONE)
+            raise APIError(410, GONE)
 
     def _same(self, key: str, *, is_retry: bool, is_trained: bool) -> _SampledCall | None:
         """The call that a request repeats."""
@@ -158,9 +159,9 @@ class AgentSession:
 
     # ---------------------------------------------------------------- what a call may spend
 
-    def _max_tokens(self, player: _Player, context: HeldContext, asked: Asked, *, is_trained: bool) -> int | None:
+    def _max_tokens(self, sampler: _Sampler, context: HeldContext, asked: Asked, *, is_trained: bool) -> int | None:
         """How many tokens may be sampled; None for a final text in their place."""
-        draft, limits = player.draft, player.limits
+        draft, limits = sampler.draft, sampler.limits
         if not is_trained:
             room = limits.turn_budget(len(context.ids), 0)
             self._check_length(room, len(context.ids))
@@ -172,7 +173,7 @@ class AgentSession:
         budget = limits.turn_budget(len(context.ids) - num_spent, num_spent)
         if len(draft.turns) + len(calls) >= limits.max_turns:
             if self.limit is None and budget > 0:
-                self._go_on(player, context)  # what was observed last is part of the trajectory
+                self._go_on(sampler, context)  # what was observed last is part of the trajectory
             return self._refuse(StopReason.MAX_TURNS, len(context.ids))
         if budget < 1:
             is_first = not draft.turns and not calls
@@ -194,13 +195,13 @@ class AgentSession:
     def _check_length(self, room: int, num_tokens: int) -> None:
         if room < 1:
             message = f"{num_tokens} tokens leave no room for an answer within the limits of this task."
-            raise DoorError(400, message, param="messages", code="context_length_exceeded")
+            raise APIError(400, message, param="messages", code="context_length_exceeded")
 
     # ---------------------------------------------------------------- sampling
 
     def _start(
         self,
-        player: _Player,
+        sampler: _Sampler,
         context: HeldContext,
         asked: Asked,
         connection: asyncio.BaseTransport,
@@ -213,27 +214,27 @@ class AgentSession:
         # A conversation that goes on is sampled as an environment's; the order of arrival decides nothing.
         depth = 0 if context.before is None else context.before.depth
         place = (depth,) if is_main else (depth, context.key, len(same), "trained" if is_trained else "untrained")
-        request = player.draft.request
+        request = sampler.draft.request
         sampling = sample_turn(
             Draft(request=request, prompt_ids=context.ids),
-            player.generator,
-            player.chat,
+            sampler.generator,
+            sampler.chat,
             context.tools,
-            player.params,
+            sampler.params,
             max_tokens,
             derive_seed(request.seed, *place),
         )
         task = asyncio.get_running_loop().create_task(sampling, context=self._variables)
         call = _SampledCall(asked, context, is_trained, connection, task, is_main, time.perf_counter())
-        task.add_done_callback(lambda task: self._look_at(player, call))
+        task.add_done_callback(lambda task: self._look_at(sampler, call))
         same.append(call)
         if is_main:
             self._main = call
-        player.draft.phase = f"turn {len(player.draft.turns)}: generation"
+        sampler.draft.phase = f"turn {len(sampler.draft.turns)}: generation"
         self._warn(asked)
         return call
 
-    def _look_at(self, player: _Player, call: _SampledCall) -> None:
+    def _look_at(self, sampler: _Sampler, call: _SampledCall) -> None:
         """A turn has been sampled, or could not be."""
         if call.task.cancelled() or self.has_ended:
             return
@@ -242,16 +243,16 @@ class AgentSession:
                 self.over.set_exception(error)
             return
         generation, _, _ = call.task.result()
-        if found := _first_stop(player.chat, generation.token_ids, call.asked.stop):
-            self._cut(player, call, found, "stop")
+        if found := _first_stop(sampler.chat, generation.token_ids, call.asked.stop):
+            self._cut(sampler, call, found, "stop")
 
-    def _cut(self, player: _Player, call: _SampledCall, num_tokens: int, stop: Any) -> None:
+    def _cut(self, sampler: _Sampler, call: _SampledCall, num_tokens: int, stop: Any) -> None:
         """Keep the first tokens of a turn: they were sampled as they would have been."""
         generation, message, _ = call.task.result()
         del generation.token_ids[num_tokens:], generation.logprobs[num_tokens:]
         generation.stop = stop
         ids = call.context.ids
-        cut = player.chat.parse(
+        cut = sampler.chat.parse(
             generation.token_ids, ids[-PREFIX_TOKENS:], call.context.tools or None, position=len(ids)
         )
         message.clear()
@@ -269,17 +270,17 @@ class AgentSession:
 
     # ---------------------------------------------------------------- what has been heard
 
-    def _hear(self, player: _Player, call: _SampledCall) -> dict[str, Any]:
+    def _hear(self, sampler: _Sampler, call: _SampledCall) -> dict[str, Any]:
         """Record a turn, as its answer is handed over; returns the answer."""
-        draft, limits, context = player.draft, player.limits, call.context
+        draft, limits, context = sampler.draft, sampler.limits, call.context
         generation, message, seconds = call.task.result()
         num_turns = len(draft.turns)
         identity = f"chatcmpl-{self.key[-8:]}-{num_turns if call.is_trained else 'untrained'}"
         if call.is_trained:
-            self._go_on(player, context)
+            self._go_on(sampler, context)
             room = limits.turn_budget(*draft.lengths)  # others may have spent some of it meanwhile
             if len(generation.token_ids) > max(room, 1):
-                self._cut(player, call, max(room, 1), "length")
+                self._cut(sampler, call, max(room, 1), "length")
         is_cut = generation.stop == "length"
         message = cut_message(message, len(generation.token_ids)) if is_cut else message
         message = _without(message, call.asked.stop)
@@ -299,9 +300,9 @@ class AgentSession:
             answer["choices"][0]["token_ids"] = list(generation.token_ids)
         return answer
 
-    def _go_on(self, player: _Player, context: HeldContext) -> None:
+    def _go_on(self, sampler: _Sampler, context: HeldContext) -> None:
         """Let the next turn stand after a context: in the row that it extends, or in one of its own."""
-        draft = player.draft
+        draft = sampler.draft
         if not draft.turns:
             draft.prompt_messages, draft.prompt_ids = context.messages, context.ids
             return

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat.messages import as_text
+from agent_r1_trl.errors import APIError
 from agent_r1_trl.tools.calls import read_calls
 from agent_r1_trl.trajectory import Message
 
 NO_RETRY = {"x-should-retry": "false"}
+"""Headers of a refusal: OpenAI's clients do not repeat the request."""
 _ROLES = {"developer": "system", "function": "tool"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (),
@@ -29,16 +31,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
 }
 """Settings that are the run's own, or that nothing here can keep -> the values with which they change nothing."""
-
-
-class DoorError(Exception):
-    """An answer other than 200, in OpenAI's form; clients do not repeat the request."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass(kw_only=True)
@@ -92,13 +84,13 @@ def read_request(body: Any) -> Asked:
     """Read the JSON of a request.
 
     Raises:
-        DoorError: a setting has a value that cannot be honoured; the message names it.
+        APIError: a setting has a value that cannot be honoured; the message names it.
         ChatFormatError: a message holds an image.
     """
     given = body if isinstance(body, dict) else {}
     for name, (holds, rule) in _RULES.items():
         if not holds(given.get(name)):
-            raise DoorError(400, f"{name}={given.get(name)!r:.100}: must be {rule}.", param=name)
+            raise APIError(400, f"{name}={given.get(name)!r:.100}: must be {rule}.", param=name)
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
     return Asked(
         messages=read_messages(given["messages"]),
