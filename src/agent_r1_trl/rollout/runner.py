@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -322,7 +323,8 @@ class RolloutRunner:
         for each in slots:
             if each.trajectory is None:
                 each.draft.error = str(error)
-                each.trajectory = each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0)
+                trajectory = each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0)
+                each.trajectory = copy.deepcopy(trajectory)  # a loop that wakes up goes on with the draft
                 if journal is not None and not isinstance(error, LoopLostError):
                     journal.end(each.draft.request, each.trajectory)
             trajectories.append(each.trajectory)

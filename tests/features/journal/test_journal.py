@@ -1,5 +1,6 @@
 """The journal of a rollout: torn files, what is repeated and what is not, and how environments come back."""
 
+import asyncio
 import itertools
 import json
 import logging
@@ -295,6 +296,33 @@ def test_trajectories_of_a_loop_that_was_given_up_have_ended_and_nothing_follows
     again = JournalReplay(path).replay(requests()[:2])
     assert [item.to_json() for item in again] == [item.to_json() for item in rolled_out]
     assert "held the event loop" in again[0].error
+
+
+def test_a_loop_that_wakes_up_adds_nothing_to_a_trajectory_that_was_given_up():
+    chat, release, added = chat_of(), threading.Event(), threading.Event()
+    arrived: list[asyncio.Future[None]] = []
+
+    class Holding(ScriptedGenerator):
+        async def generate(self, *args, **kwargs):
+            arrived.append(asyncio.get_running_loop().create_future())
+            if len(arrived) == 2:
+                arrived[0].set_result(None)  # the other one goes on as soon as the loop does
+                release.wait(30)
+            await arrived[0]
+            generation = await super().generate(*args, **kwargs)
+            asyncio.get_running_loop().call_soon(added.set)
+            return generation
+
+    generator = Holding(lambda request: chat.encode_reply(calls(("add", {"a": 1, "b": 2}))))
+    runner = RolloutRunner(AddEchoEnv, generator, chat, RolloutLimits(stall_timeout=0.3, watchdog_interval=None))
+    rolled_out = runner.run(requests()[:2])
+    before = [item.to_json() for item in rolled_out]
+    release.set()
+    assert added.wait(10)
+    time.sleep(0.1)
+    runner.close()
+    assert [item.to_json() for item in rolled_out] == before
+    assert all(not item.completion_ids for item in rolled_out)
 
 
 def test_a_failure_that_came_with_the_kill_is_sampled_again_and_one_of_a_whole_rollout_is_not(tmp_path):
