@@ -45,6 +45,43 @@ def test_an_agent_of_the_openai_agents_sdk_stands_in_one_row():
     assert [item.content for item in trajectory.tool_results] == ["5", "9"]
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_agent_of_langgraph_stands_in_one_row(is_async):
+    from langchain.agents import create_agent
+    from langchain_openai import ChatOpenAI
+
+    def graph(door, example):
+        model = ChatOpenAI(model=door.model, base_url=door.base_url, api_key=door.api_key)
+        return create_agent(model, [add]), {"messages": [("user", example["prompt"][0]["content"])]}
+
+    async def on_loop(door, example):
+        adder, start = graph(door, example)
+        return float((await adder.ainvoke(start))["messages"][-1].content == "five")
+
+    def on_thread(door, example):
+        adder, start = graph(door, example)
+        return float(adder.invoke(start)["messages"][-1].content == "five")
+
+    trajectory, _ = checked(on_loop if is_async else on_thread, THREE)
+    assert len(trajectory.turns) == 3 and not trajectory.segments and trajectory.outcome_reward == 1.0
+    assert [item.content for item in trajectory.tool_results] == ["5", "9"]
+
+
+def test_an_agent_of_pydantic_ai_stands_in_one_row():
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async def agent(door, example):
+        provider = OpenAIProvider(base_url=door.base_url, api_key=door.api_key)
+        adder = Agent(OpenAIChatModel(door.model, provider=provider), instructions="Add.", tools=[add])
+        return float((await adder.run(example["prompt"][0]["content"])).output == "five")
+
+    trajectory, _ = checked(agent, THREE)
+    assert len(trajectory.turns) == 3 and not trajectory.segments and trajectory.outcome_reward == 1.0
+    assert [item.content for item in trajectory.tool_results] == ["5", "9"]
+
+
 def test_smolagents_writes_its_own_turns_as_text_and_has_a_row_per_turn():
     import smolagents
 
