@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from agent_r1_trl.rollout.runner import _FrozenHeap
 from tests.effort import PLAIN_EXAMPLES
 from tests.own_process import forbid_ends
 
@@ -68,9 +69,12 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keep what the imports made out of later collections: accelerate makes two in each training."""
+    """Keep what the imports made out of later collections: accelerate makes two in each training.
+
+    As a rollout that never ends does: another way of freezing would be counted, object by object, in each rollout.
+    """
     gc.collect()
-    gc.freeze()
+    _FrozenHeap.add(1)
 
 
 def pytest_runtest_logreport(report):

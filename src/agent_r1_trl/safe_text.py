@@ -62,7 +62,8 @@ def shown(text: str) -> str:
 
 def shown_all(item: Any) -> Any:
     """A copy of nested dicts and lists with every text as `shown`."""
-    return _map_texts(shown, item)
+    mask = _rules.masker()
+    return _map_texts(lambda text: visible(mask(text)), item)
 
 
 def _map_texts(function: Callable[[str], str], item: Any) -> Any:
@@ -153,16 +154,28 @@ class SecretRules:
             if len(value) >= MIN_SECRET_LENGTH and not value.isdigit() and self.is_secret(name)
         }
 
+    def masker(self, extra: Mapping[str, str] | None = None) -> Callable[[str], str]:
+        """What replaces every secret that is known now, and every value of `extra`, in a text by its name.
+
+        The environment is read once: reading it for each text of a rollout took longer than the masking.
+        """
+        known, extra = self.known_values(), extra or {}
+
+        def mask(text: str) -> str:
+            text = _masked(_masked(text, known), extra)
+            for pattern in self.patterns:
+                text = pattern.sub("[secret]", text)
+            return text
+
+        return mask
+
     def mask(self, text: str, extra: Mapping[str, str] | None = None) -> str:
         """The text with every secret, and every value of `extra`, replaced by its name."""
-        text = _masked(_masked(text, self.known_values()), extra or {})
-        for pattern in self.patterns:
-            text = pattern.sub("[secret]", text)
-        return text
+        return self.masker(extra)(text)
 
     def mask_all(self, item: Any, extra: Mapping[str, str] | None = None) -> Any:
         """A copy of nested dicts and lists with every secret in their texts masked."""
-        return _map_texts(lambda text: self.mask(text, extra), item)
+        return _map_texts(self.masker(extra), item)
 
     @property
     def is_idle(self) -> bool:

@@ -34,6 +34,8 @@ THINKING = ("keep", "off", "strip")
 """Values of `thinking`."""
 
 _NUM_CANDIDATES = 4
+_VARIANTS: dict[tuple[str, str], str | None] = {}
+"""Templates and special tokens -> training template: finding one takes longer than all else that a chat format is."""
 _USER: Message = {"role": "user", "content": "u"}
 _THINKING: Message = {"role": "assistant", "content": "a", "reasoning_content": "r"}
 # Conversations that a revision must render as a template of TRL's to count as the same.
@@ -185,6 +187,13 @@ def _source(requested: str) -> str:
 
 
 def _training_variant(carrier: Any, trl: Any) -> str | None:
+    key = carrier.chat_template, str(carrier.special_tokens_map)  # what renderings depend on
+    if key not in _VARIANTS:
+        _VARIANTS[key] = _find_training_variant(carrier, trl)
+    return _VARIANTS[key]
+
+
+def _find_training_variant(carrier: Any, trl: Any) -> str | None:
     for candidate in (carrier, _with_template(carrier, _same_rendering(carrier))):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if training := trl.get_training_chat_template(candidate):
