@@ -19,7 +19,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from agent_r1_trl.rollout.runner import _FrozenHeap
-from tests.effort import PLAIN_EXAMPLES
+from tests.effort import PLAIN_EXAMPLES, SUITE_EXAMPLES
 from tests.own_process import forbid_ends
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores Ctrl-C for what it runs in the background
@@ -32,7 +32,7 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_exte
 
 settings.register_profile(
     "tests",
-    max_examples=PLAIN_EXAMPLES,
+    max_examples=SUITE_EXAMPLES,
     deadline=None,
     print_blob=True,
     derandomize=False,

@@ -1,6 +1,6 @@
-"""How much the suite tries; `make fuzz` has ten times the examples (the profiles stand in tests/conftest.py).
+"""How much the suite tries (the profiles stand in tests/conftest.py).
 
-    @settings(max_examples=examples(200))                    # a hypothesis test
+    @settings(max_examples=examples(200))                    # 80 in the suite, 2,000 in `make fuzz`
     for rng in random_rounds(100):                           # a loop by hand, in a test marked `fuzz`
     @pytest.mark.parametrize("launch", short(KINDS, "ddp"))  # the suite runs what is named, `make nightly` the others
     @pytest.mark.parametrize("kind", ["head", *nightly("adapter", "model")])      # the others in `make nightly`
@@ -19,7 +19,9 @@ import pytest
 from hypothesis import settings
 
 PLAIN_EXAMPLES = 100
-"""`max_examples` of the plain profile; what a profile asks for is relative to it."""
+"""What `examples` is relative to: a profile with so many `max_examples` tries what the tests name."""
+SUITE_EXAMPLES = 40
+"""`max_examples` of the suite, which draws new examples each time: the property tests were a quarter of its time."""
 
 
 def examples(number: int) -> int:

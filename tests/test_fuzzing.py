@@ -34,7 +34,7 @@ def test_a_file_asks_how_many_examples_it_may_try(path):
 
 def test_the_profile_multiplies_what_a_test_asks_for():
     with profile("tests"):
-        assert examples(7) == 7 and len(list(random_rounds(3))) == 3
+        assert examples(70) == 28 and len(list(random_rounds(30))) == 12 and examples(1) == 1
     with profile("fuzz"):
         assert examples(7) == 70 and len(list(random_rounds(3))) == 30
     settings.register_profile("one", max_examples=1)
@@ -56,7 +56,7 @@ class profile:
 
 def test_rounds_repeat_with_their_seed_and_differ_without(monkeypatch, capsys):
     def draw():
-        return [rng.random() for rng in random_rounds(3)]
+        return [rng.random() for rng in random_rounds(8)]
 
     plain = draw()
     assert plain == draw() and len(set(plain)) == len(plain)

@@ -14,6 +14,7 @@ import torch
 
 from agent_r1_trl import MultiTurnGRPOConfig, RolloutCallback
 from agent_r1_trl.features import FEATURES, feature, has_feature
+from tests.effort import short
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +78,7 @@ def run_without(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", short(FEATURES, "journal", "sampling", "echo_trap"))
 def test_without_its_folder_the_rest_is_imported_and_trains_and_it_is_refused_by_name(tmp_path, name):
     found = run_without(name, tmp_path)
     assert not set(FEATURES[name].commands) & set(found["commands"]) and "train" in found["commands"]

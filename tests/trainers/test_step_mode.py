@@ -14,6 +14,7 @@ from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import anchors
 from agent_r1_trl.trajectory import StopReason, Trajectory, Turn
 from agent_r1_trl.update.batching import TURN_SHARES
+from tests.effort import short
 from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, move_weights, questions
 from tests.trainers.test_rows import ValuedTrainer
@@ -143,7 +144,7 @@ def naive_loss(model, steps, old, advantages, targets, *, by_turn):
 # -------------------------------------------------------------------- agreement
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", short(KINDS, "ppo"))
 def test_credit_and_weights_of_200_trajectories_are_those_of_a_loop(tmp_path, kind):
     trainer = step_trainer(tmp_path, kind, 200, update_layout="shared")
     held, inputs = first_batch(trainer)

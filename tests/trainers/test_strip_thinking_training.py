@@ -6,6 +6,7 @@ from agent_r1_trl.evaluation import evaluate_model
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from tests.effort import short
 from tests.tokenizers import make_tokenizer, read_template
 from tests.toys import say
 from tests.trainers.helpers import PlainEnv, make_policy, make_trainer, questions
@@ -28,7 +29,7 @@ class AskingEnv(PlainEnv):
         return "Sure?"
 
 
-@pytest.mark.parametrize("trainer_class", (MultiTurnGRPOTrainer, MultiTurnPPOTrainer))
+@pytest.mark.parametrize("trainer_class", short((MultiTurnGRPOTrainer, MultiTurnPPOTrainer), MultiTurnPPOTrainer))
 def test_reasoning_is_stripped_in_training_evaluation_and_after_a_resume(tmp_path, trainer_class):
     options = {
         "trainer": trainer_class, "context": "strip_thinking", "max_turns": 2,

@@ -40,12 +40,9 @@ OPTIONS = [
     {"loss_mask": False, "loss_type": "sapo"},
 ]
 SOME = (
-    {"loss_type": "grpo"},
-    {"loss_type": "bnpo"},
     {"loss_type": "dapo"},
     {"beta": 0.1, "use_bias_correction_kl": True},
     {"importance_sampling_level": "sequence", "loss_type": "luspo"},
-    {"off_policy_mask_threshold": 0.01},
     {"top_entropy_quantile": 0.5},
     {"advantage_estimator": "turn_grpo", "loss_type": "vespo"},
     {"loss_mask": False, "loss_type": "sapo"},
@@ -140,8 +137,8 @@ ROWS_AND_TOKENS = [{"loss_type": name} for name in LOSS_TYPES] + [
 
 
 OF_THEM = (
-    *({"loss_type": name} for name in ("grpo", "cispo", "sapo", "vespo")),
-    *({"loss_type": name, "importance_sampling_level": "sequence"} for name in ("luspo", "dapo")),
+    {"loss_type": "vespo"},
+    {"loss_type": "luspo", "importance_sampling_level": "sequence"},
     {"loss_type": "grpo", "off_policy_mask_threshold": 0.01},
 )
 

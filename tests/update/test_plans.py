@@ -5,6 +5,7 @@ import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.batching import take_rows
+from tests.effort import short
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, move_weights
 
@@ -45,7 +46,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("layout", ["packed", "shared"])
+@pytest.mark.parametrize("layout", short(["packed", "shared"], "shared"))
 def test_rows_that_changed_since_they_were_laid_out_are_read_anew(tmp_path, layout):
     for name, change in CHANGES.items():
         trainer = make_trainer(tmp_path, update_layout=layout, **SMALL)

@@ -171,7 +171,7 @@ def test_a_rollout_that_was_cut_at_any_record_goes_on_as_if_it_had_not_been(tmp_
     data, ends = path.read_bytes(), cut_points(path)
     assert len(ends) > 15
     assert any(turn.is_summary for item in expected for turn in item.turns) is (case == "summaries")
-    for number, end in enumerate([0, *ends]):
+    for number, end in [*enumerate([0, *ends])][len(case) % 3 :: 3]:
         path.write_bytes(data[:end] + data[end : end + 5])  # and a torn record behind it
         records = read_file(path)[0]
         recorded = sum(record["kind"] == "turn" for record in records)
