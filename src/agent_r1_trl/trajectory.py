@@ -125,7 +125,7 @@ class StopReason(StrEnum):
     DONE = "done"
     """The environment ended the episode (for a `ToolEnv`: the model answered without a tool call)."""
     MAX_TURNS = "max_turns"
-    """The turn limit was reached before the environment was done."""
+    """The turn limit, or one of the environment's own, was reached before the environment was done."""
     MAX_COMPLETION_LENGTH = "max_completion_length"
     """The token budget of the whole trajectory is spent, or the next observation does not fit into it."""
     INVALID_CALLS = "invalid_calls"

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
 from tests.effort import examples
@@ -201,3 +202,34 @@ def test_the_samplers_time_counts_too():
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.completion_ids == []
     assert trajectory.turns == []
+
+
+class Limited(ToolEnv):
+    """Ends after its second turn: by a limit of its own, or as a game does."""
+
+    has_limit = True
+
+    def reset(self, example):
+        self.num_steps = 0
+        return super().reset(example)
+
+    async def step(self, message):
+        self.num_steps += 1
+        is_over = self.num_steps == 2
+        told = [{"role": "user", "content": f"step {self.num_steps}"}]
+        return StepResult(told, 0.0, is_over, {"is_truncated": is_over and self.has_limit})
+
+
+class Ending(Limited):
+    has_limit = False
+
+
+def test_a_limit_of_the_environments_own_truncates_and_its_last_observation_is_in_the_context():
+    turns = [say("a"), say("b"), say("c")]
+    trajectory, _ = roll_out(turns, env=Limited, limits={"max_turns": 9})
+    assert trajectory.completion_ids == roll_out(turns, env=Limited, limits={"max_turns": 2})[0].completion_ids
+    assert trajectory.stop_reason is StopReason.MAX_TURNS and len(trajectory.turns) == 2
+    assert trajectory.turns[1].observations == [{"role": "user", "content": "step 2"}]
+    assert "step 2" in chat_of().tokenizer.decode(trajectory.completion_ids)
+    ended, _ = roll_out(turns, env=Ending)
+    assert ended.stop_reason is StopReason.DONE and ended.turns[1].observations == []

@@ -30,6 +30,7 @@ class StepResult(NamedTuple):
     info: dict[str, Any]
     """Known keys: `tool_results` (list[ToolResult]), `reward_parts` (dict[str, float], sums to `reward`),
     `is_invalid` (bool: nothing in the turn could be run, counts towards `max_invalid_calls`),
+    `is_truncated` (bool: `done` only because of the environment's own limit, gymnasium's `truncated`: `max_turns`),
     `next_context` (list[Message]: what the next turn is sampled after, for `context.policy="step"`)."""
 
 

@@ -174,13 +174,14 @@ async def _sample_turns(
         if turn_index == limits.max_tool_calling_iterations and message.get("tool_calls"):
             return StopReason.MAX_TURNS
         observations, info, end = await take_step(draft, session, limits, turn_index)
-        if end is not None:
+        if end is not None and not info.get("is_truncated"):  # then what it says is part of the context
             return end
         with named():
             observations = shortened(observations, chat, limits.max_observation_tokens)
             closing = chat.encode_turn_end(generation.token_ids, stopped=generation.stop == "stop")
             ids, authors = chat.encode_observations(message, observations, tools or None)
-            wants_summary = turn_index + 1 < limits.max_turns and summaries.ask(observations, closing, ids)
+            goes_on = end is None and turn_index + 1 < limits.max_turns
+            wants_summary = goes_on and summaries.ask(observations, closing, ids)
         if wants_summary:
             draft.phase = f"turn {turn_index}: summary"
             seed = derive_seed(draft.request.seed, turn_index, "summary")
@@ -190,9 +191,9 @@ async def _sample_turns(
         else:
             authors = [*[Author.TEMPLATE] * len(closing), *authors]
             goes_on = contexts.go_on(observations, [*closing, *ids], authors, info.get("next_context"))
-        if not goes_on:
+        if end is not None or not goes_on:
             break  # no room to go on, whatever turns are left
-    return StopReason.MAX_TURNS if turn_index + 1 == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH
+    return end or (StopReason.MAX_TURNS if turn_index + 1 == limits.max_turns else StopReason.MAX_COMPLETION_LENGTH)
 
 
 async def take_step(
@@ -210,7 +211,7 @@ async def take_step(
         draft.error = f"tool {failed[0].cause} (attempts: {failed[0].attempts})"
         return observations, info, StopReason.TOOL_FAILURE
     if done:
-        return observations, info, StopReason.DONE
+        return observations, info, StopReason.MAX_TURNS if info.get("is_truncated") else StopReason.DONE
     latest = (turn.is_invalid for turn in reversed(draft.turns) if not turn.is_summary)
     last = list(itertools.islice(latest, limits.max_invalid_calls + 1))
     is_lost = len(last) > limits.max_invalid_calls and all(last)
