@@ -73,6 +73,7 @@ OPTIONAL = {
     "sandlock",
     "pydantic_monty",
     "gymnasium",
+    "textarena",
     "reasoning_gym",
     "openai",
 }

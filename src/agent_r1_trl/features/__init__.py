@@ -53,7 +53,7 @@ FEATURES = {
     "sandbox": FeatureRow("tools that run a model's code", None, {}),
     "games": FeatureRow("games as environments", None, {}),
     "search": FeatureRow("search servers", None, {}),
-    "doors": FeatureRow("agents of a user's own as environments", None, {}),
+    "doors": FeatureRow("agents and environments of others as environments", None, {}),
     "doctor": FeatureRow(
         "checks before a run",
         None,

@@ -199,7 +199,7 @@ def test_what_text_cannot_choose_or_show_is_refused_by_name(make, words, monkeyp
 
 
 def test_a_row_with_a_level_is_told_that_there_are_seeds():
-    with pytest.raises(ValueError, match=r"level='SFFG': .* Give the row a `seed`"):
+    with pytest.raises(ValueError, match=r"level='SFFG' of a row: .* Give the row a `seed`"):
         begun(lake, {"level": "SFFG"})
 
 

@@ -4,6 +4,7 @@ import functools
 import random
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -124,14 +125,29 @@ def test_either_seat_is_drawn_from_the_seed():
 # -------------------------------------------------------------------- seeds
 
 
+class SlowDice(textarena.Env):
+    """Another thread has its turn between two draws of a move."""
+
+    def reset(self, num_players, seed=None):
+        self.state = textarena.SinglePlayerState(num_players=num_players, seed=seed)
+        self.state.reset(game_state={}, player_prompt_function=lambda player_id, game_state: "Throw.")
+
+    def step(self, action):
+        first = random.randrange(10**6), np.random.randint(10**6)
+        time.sleep(0.002)
+        told = f"{first} {random.randrange(10**6)} {np.random.randint(10**6)}"
+        self.state.add_observation(message=told, observation_type=textarena.ObservationType.GAME_MESSAGE)
+        return self.state.step()
+
+
 def dice(rng, turn):
     return say(rng.choice(["[roll]", "[roll]", "[hold]"]))
 
 
-def roll_out_dice(num_at_once):
+def roll_out_dice(env, num_at_once):
     """32 trajectories of a game that throws dice in every move, in groups of four."""
     chat = chat_of()
-    runner = RolloutRunner(pig, scripted(chat.tokenizer, dice), chat, limits_of(max_turns=9))
+    runner = RolloutRunner(env, scripted(chat.tokenizer, dice), chat, limits_of(max_turns=9))
     requests = [
         RolloutRequest(example={"prompt": []}, example_id=str(i // 4), seed=i, reset_seed=i // 4) for i in range(32)
     ]
@@ -142,14 +158,18 @@ def roll_out_dice(num_at_once):
     return [[turn.observations for turn in item.turns] for item in found]
 
 
-def test_32_games_at_once_are_those_of_one_after_the_other():
+@pytest.mark.parametrize("name", ["pig", "slow"])
+def test_32_games_at_once_are_those_of_one_after_the_other(name, monkeypatch):
+    spec = textarena.envs.registration.EnvSpec("SlowDice-v0", SlowDice, None)
+    monkeypatch.setitem(ENV_REGISTRY, "SlowDice-v0", spec)
+    env = {"pig": pig, "slow": functools.partial(TextArenaEnv, "SlowDice-v0")}[name]
     random.seed(1), np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist()
-    alone = roll_out_dice(1)
+    alone = roll_out_dice(env, 1)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before, "what others draw does not change"
-    random.seed(2)
-    assert roll_out_dice(32) == alone
-    assert len({str(game) for game in alone}) > 20
+    random.seed(2), np.random.seed(2)
+    assert roll_out_dice(env, 32) == alone
+    assert len({str(game) for game in alone}) > (20 if name == "pig" else 7)
 
 
 @pytest.mark.parametrize("game", ["GuessTheNumber-v0", "Minesweeper-v0", "Sokoban-v0", "Mastermind-v0", "2048-v0"])

@@ -1,5 +1,6 @@
-"""Doors: agents that were not written for this package, trained as they are (docs/doors.md)."""
+"""Doors: agents and environments that were not written for this package (docs/doors.md)."""
 
 from agent_r1_trl.features.doors.agent import AgentEnv, Door
+from agent_r1_trl.features.doors.gym import GymnasiumEnv, TextArenaEnv
 
-__all__ = ["AgentEnv", "Door"]
+__all__ = ["AgentEnv", "Door", "GymnasiumEnv", "TextArenaEnv"]

@@ -81,7 +81,7 @@ class GameEnv(ToolEnv, ABC):
         ValueError: a setting is out of range.
     """
 
-    actions: ClassVar[tuple[str, ...]] = ()
+    actions: tuple[str, ...] = ()
     """Names of the actions, matched without regard to case."""
     noun: str = "action"
     """What an action is called in the prompt."""
@@ -161,6 +161,10 @@ class GameEnv(ToolEnv, ABC):
             if written.casefold() in names:
                 return action
         raise ActionError(f"{shown(text)} is not an action (actions: {', '.join(self.names)})")
+
+    def split_actions(self, answer: str) -> list[str]:
+        """The texts of the single actions in what the model wrote."""
+        return answer.split(self.separator)
 
     def example_actions(self) -> list[str]:
         """Two actions to show how they are written."""
@@ -272,7 +276,7 @@ class GameEnv(ToolEnv, ABC):
         answer = extract_answer(text, self.answer_tag) if self.answer_tag else strip_reasoning(text)
         if not (answer or "").strip():
             return f"There was no action in your turn. {self.how_to_act()}\n{self._state()}"
-        return self.play((answer or "").split(self.separator))
+        return self.play(self.split_actions(answer or ""))
 
     def is_done(self, message: Message) -> bool:
         """Whether the game is over."""
@@ -342,8 +346,8 @@ def pair_of(minimum: int, *, is_size: bool = False) -> Rule:
     return Rule(f"two whole numbers >= {minimum}, {words}", takes, is_list=True)
 
 
-def load_package(name: str, owner: str) -> Any:
-    """Import a package of the extra `games`.
+def load_package(name: str, owner: str, extra: str = "games") -> Any:
+    """Import a package of an extra.
 
     Raises:
         ImportError: it is not installed; the message names the extra.
@@ -352,7 +356,7 @@ def load_package(name: str, owner: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         package = name.partition(".")[0].replace("_", "-")
-        raise ImportError(f'{owner} needs the package {package}: pip install "agent-r1-trl[games]".') from error
+        raise ImportError(f'{owner} needs the package {package}: pip install "agent-r1-trl[{extra}]".') from error
 
 
 def shown(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.features.games.base import GameEnv
@@ -35,6 +35,8 @@ class PackagedEnv(GameEnv):
     show_actions_left = False
     success_reward = 0.0
     max_process_reward = 0.0  # calls of tools earn nothing
+    id: str
+    """Its name in its package."""
     is_truncated: bool = False
     """Set by `act` when a limit of the environment's own has ended the episode."""
     observation: str = ""
@@ -57,8 +59,7 @@ class PackagedEnv(GameEnv):
     def load_level(self, level: str) -> None:
         """Begin an episode."""
         if not level.isdecimal():
-            owner = type(self).__name__
-            raise ValueError(f"{owner}.reset: level={level!r:.80}: it has no levels. Give the row a `seed` instead.")
+            self.refuse(f"level={level!r:.80} of a row: it has no levels. Give the row a `seed` instead.")
         self.is_truncated, self.own_reward = False, 0.0
         self.start(int(level) % MAX_SEED)
 
@@ -89,6 +90,10 @@ class PackagedEnv(GameEnv):
         if self.is_truncated and not self.is_won:
             reward, parts = 0.0, {}
         return reward + self.own_reward, {**parts, "own": self.own_reward}
+
+    def refuse(self, what: str, cause: Exception | None = None) -> NoReturn:
+        """Raise a ValueError that names the environment."""
+        raise ValueError(f"{type(self).__name__}.id={self.id!r}: {what}") from cause
 
 
 def function_of(given: Any, name: str) -> Any:

@@ -65,15 +65,15 @@ class GymnasiumEnv(PackagedEnv):
     ) -> None:
         self.parse_action = function_of(parse_action, "parse_action") or self.parse_action
         self.format_observation = function_of(format_observation, "format_observation") or self.format_observation
-        self._where = f"{type(self).__name__}.id={id!r}"
+        self.id = id
         self._gymnasium = load_package("gymnasium", type(self).__name__, "gym")
-        self.env = self._make(id, dict(make_kwargs or {}))
+        self.env = self._make(dict(make_kwargs or {}))
         self.actions = self._resolve_actions(tuple(actions))
         space, is_drawn = self.env.observation_space, self.format_observation or self.env.render_mode == "ansi"
         if not is_drawn and (size := _size(space)) > MAX_NUMBERS:
-            raise ValueError(
-                f"{self._where}: its observations, {space!s:.200}, have {size} numbers; at most {MAX_NUMBERS} are "
-                "written out. Pass format_observation, a function that makes text of them."
+            self.refuse(
+                f"its observations, {space!s:.200}, have {size} numbers; at most {MAX_NUMBERS} are written out. Pass "
+                "format_observation, a function that makes text of them."
             )
         super().__init__(**settings)
 
@@ -130,8 +130,8 @@ class GymnasiumEnv(PackagedEnv):
         least = self.env.spec.reward_threshold if self.success_return is None else self.success_return
         return self.episode_return >= least if least is not None else is_terminated and self.episode_return > 0
 
-    def _make(self, id: str, kwargs: dict[str, Any]) -> Any:
-        package, _, name = id.rpartition(":")
+    def _make(self, kwargs: dict[str, Any]) -> Any:
+        package, _, name = self.id.rpartition(":")
         try:
             if package:
                 importlib.import_module(package)
@@ -142,24 +142,21 @@ class GymnasiumEnv(PackagedEnv):
             return self._gymnasium.make(name, **kwargs)
         except (self._gymnasium.error.Error, ModuleNotFoundError) as error:
             fix = "Name a registered environment, or 'package:Name-v0' if importing the package registers it."
-            raise ValueError(f"{self._where}: {error} {fix}") from error
+            self.refuse(f"{error} {fix}", error)
 
     def _resolve_actions(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Names of the actions; () if an action is any text."""
         space, spaces = self.env.action_space, self._gymnasium.spaces
         size = int(space.n) if isinstance(space, spaces.Discrete) else None
         if names and (self.parse_action or len(names) != size):
-            raise ValueError(
-                f"{self._where}: actions={names} name its actions, {space}, and parse_action={self.parse_action}. "
-                "Name all actions of a Discrete space, or set parse_action alone."
+            self.refuse(
+                f"actions={names} name its actions, {space}, and parse_action={self.parse_action}. Name all actions "
+                "of a Discrete space, or set parse_action alone."
             )
         if names or self.parse_action or isinstance(space, spaces.Text):
             return names
         if size is None or size > MAX_ACTIONS:
-            raise ValueError(
-                f"{self._where}: no text chooses one of its actions, {space}. Pass parse_action, a function that "
-                "makes an action of a text."
-            )
+            self.refuse(f"no text chooses one of its actions, {space}. Pass parse_action, which makes one of a text.")
         return tuple(str(int(space.start) + number) for number in range(size))
 
     def _text_of(self, observation: Any) -> str:

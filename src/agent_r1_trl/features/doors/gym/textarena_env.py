@@ -42,6 +42,7 @@ class TextArenaEnv(PackagedEnv):
     """
 
     answer_tag = ""
+    opponent: Callable[[str], str] | None = None
     num_players: Count | None = None
     seat: Annotated[str, OneOf("first", "second", "either")] = "first"
 
@@ -54,17 +55,14 @@ class TextArenaEnv(PackagedEnv):
         **settings: Any,
     ) -> None:
         self._textarena = load_package("textarena", type(self).__name__, "textarena")
-        self._id, self._make_kwargs = id, dict(make_kwargs or {})
+        self.id, self._make_kwargs = id, dict(make_kwargs or {})
         registry = self._textarena.envs.registration.ENV_REGISTRY
         if id not in registry:
-            raise ValueError(f"{type(self).__name__}.id={id!r}: no game of TextArena.{did_you_mean(id, registry)}")
+            self.refuse(f"no game of TextArena.{did_you_mean(id, registry)}")
         if not WORD_GAMES.isdisjoint(str(registry[id].entry_point).split(".")):
-            raise ValueError(
-                f"{type(self).__name__}.id={id!r}: the game downloads dictionaries whenever it is made, as do "
-                f"{', '.join(sorted(WORD_GAMES))}. Choose another one."
-            )
-        self.opponent = function_of(opponent, "opponent")
-        self.on_resume = "restart" if opponent else "replay"  # an opponent may move otherwise than before
+            self.refuse(f"downloads dictionaries whenever it is made. Take none of {', '.join(sorted(WORD_GAMES))}.")
+        self.opponent = function_of(opponent, "opponent") or self.opponent
+        self.on_resume = "restart" if self.opponent else "replay"  # an opponent may move otherwise than before
         super().__init__(**settings)
 
     def start(self, seed: int) -> None:
@@ -73,14 +71,14 @@ class TextArenaEnv(PackagedEnv):
         self.player = self._draws.randrange(2) if self.seat == "either" else int(self.seat == "second")
         self._heard: dict[int, str] = {}
         with _drawing_from(self._draws):
-            game = self._textarena.make(self._id, **self._make_kwargs)
+            game = self._textarena.make(self.id, **self._make_kwargs)
             while isinstance(game, self._textarena.Wrapper):
                 game = game.env  # wrappers repeat the whole game in each observation
             try:
                 game.reset(num_players=self._num_players, seed=seed)
             except AssertionError as error:
                 fix = "Pass an opponent for a game of several players, and num_players for more than two."
-                raise ValueError(f"{type(self).__name__}.id={self._id!r}: {error}. {fix}") from error
+                self.refuse(f"{error}. {fix}", error)
         self.game = game
         self.observation = self._next_observation()
 
@@ -94,10 +92,10 @@ class TextArenaEnv(PackagedEnv):
 
     def act(self, action: str) -> dict[str, float]:
         """Make a move, and let the others make theirs."""
-        state = self.game.state
-        num_errors = state.error_count
+        state, info = self.game.state, self.game.state.game_info[self.player]
+        num_errors, was_out = state.error_count, info["invalid_move"]
         self._move(action)
-        self.is_effective = state.error_count <= num_errors and not state.game_info[self.player]["invalid_move"]
+        self.is_effective = state.error_count <= num_errors and info["invalid_move"] == was_out
         self.observation = self._next_observation()
         return {} if self.is_effective else {"invalid_action": self.invalid_action_reward}
 
@@ -119,22 +117,24 @@ class TextArenaEnv(PackagedEnv):
         while not self.is_over:
             player, news = self.game.get_observation()
             names = {number: f"[Player {number}] " for number in range(self._num_players)}
-            said = [(names.get(sender, "") + text, sender) for sender, text, _ in news]
-            if player == self.player:
-                return "\n".join(text for text, sender in said if sender != player)
-            self._heard[player] = "\n".join([self._heard.get(player, ""), *(text for text, _ in said)]).strip()
+            said = self._textarena.ObservationType.PLAYER_ACTION
+            own = {(player, said)} if player == self.player else {}  # it stands in the conversation already
+            told = "\n".join(names.get(who, "") + text for who, text, kind in news if (who, kind) not in own)
+            if player == self.player or self.opponent is None:
+                return told
+            self._heard[player] = f"{self._heard.get(player, '')}\n{told}".strip()
             move = self.opponent(self._heard[player])
             if not isinstance(move, str):
-                raise ValueError(f"{type(self).__name__}.opponent returned {move!r:.200}: must be text, a move.")
+                self.refuse(f"opponent returned {move!r:.200}: must be text. Return a move.")
             self._move(move)
         return str(self.game.state.game_info[self.player].get("reason", ""))
 
     def _check_settings(self) -> None:
         super()._check_settings()
         if (self._num_players > 1) != bool(self.opponent) or (self.seat != "first" and not self.opponent):
-            raise ValueError(
-                f"{type(self).__name__}: num_players={self._num_players}, seat={self.seat!r}, "
-                f"opponent={self.opponent!r:.80}. Pass an opponent for several players, and for one nothing of it."
+            self.refuse(
+                f"num_players={self._num_players}, seat={self.seat!r}, opponent={self.opponent!r:.80}. Pass an "
+                "opponent for several players, and for one nothing of it."
             )
 
 
