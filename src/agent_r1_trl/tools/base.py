@@ -23,6 +23,7 @@ from typing import Annotated, Any
 
 from agent_r1_trl.settings import Count, NotNegative, Rule, Seconds, check_value
 from agent_r1_trl.tools.foreign import read_foreign
+from agent_r1_trl.tools.pool import DaemonThreadPool
 from agent_r1_trl.tools.render import render_result
 from agent_r1_trl.tools.schema import Interface, Schema, check_fit, describe_signature, read_schema
 from agent_r1_trl.tools.signature import check_name, function_name, unwrap_partial
@@ -121,6 +122,7 @@ class Tool:
         self.attempts = attempts
         self.retry_wait_s = retry_wait_s
         self.user_errors: tuple[type[BaseException], ...] = errors
+        self.place: DaemonThreadPool | None = None  # in which its calls run, in place of the executor's
         self._interface = _interface_of(fn, self.name, description, schema)
 
     # ---------------------------------------------------------------- as a function

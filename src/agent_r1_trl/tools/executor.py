@@ -198,13 +198,13 @@ class ToolExecutor:
             if found.is_async:
                 outcome = work()
             else:
-                own = functools.partial(run_on_own_thread, pool=self._pool)
-                run = own if found.sequential else self._pool.run
+                pool = found.place or self._pool
+                run = functools.partial(run_on_own_thread, pool=pool) if found.sequential else pool.run
                 outcome = await run(work, timeout_s=timeout_s, queue_timeout_s=self.queue_timeout_s)
             if inspect.isawaitable(outcome):
                 outcome = await _await_tool(found, outcome, arguments, timeout_s)
         except JobTimeoutError as error:
-            detail = f"{found.name!r} took longer than {timeout_s:g} s and was given up."
+            detail = str(error) or f"{found.name!r} took longer than {timeout_s:g} s and was given up."
             kind = ToolErrorKind.INFRASTRUCTURE if found.backend else ToolErrorKind.TIMEOUT
             raise _CallError(kind, detail, found) from error
         except PoolExhaustedError as error:
@@ -299,6 +299,8 @@ async def _await_tool(found: Tool, value: Awaitable[Any], arguments: dict[str, A
     async def guarded() -> Any:
         try:
             return str(found.render(text_of_mcp(await value)))
+        except (JobTimeoutError, PoolExhaustedError):  # of a tool that keeps its own time, or waits for its turn
+            raise
         except BaseException as error:  # SystemExit too: a tool must not end the training
             if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                 raise  # the user's; on any other thread the tool raised it itself

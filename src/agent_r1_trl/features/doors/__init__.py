@@ -1,6 +1,46 @@
-"""Doors: agents and environments that were not written for this package (docs/doors.md)."""
+"""Doors: agents, environments and tools that were not written for this package, as they are (docs/doors.md).
 
-from agent_r1_trl.features.doors.agent import AgentEnv, Door
-from agent_r1_trl.features.doors.gym import GymnasiumEnv, TextArenaEnv
+Each is imported on first use, for it needs a package of its own.
+"""
 
-__all__ = ["AgentEnv", "Door", "GymnasiumEnv", "TextArenaEnv"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.features.doors.agent import AgentEnv, Door
+    from agent_r1_trl.features.doors.gym import GymnasiumEnv, TextArenaEnv
+    from agent_r1_trl.features.doors.mcp import MCPEnv, MCPToolset
+    from agent_r1_trl.features.doors.methods import tools_from
+    from agent_r1_trl.features.doors.openenv import OpenEnv
+    from agent_r1_trl.features.doors.traces import training_trace
+
+_MODULE_OF = {
+    "AgentEnv": "agent",
+    "Door": "agent",
+    "GymnasiumEnv": "gym",
+    "MCPEnv": "mcp",
+    "MCPToolset": "mcp",
+    "OpenEnv": "openenv",
+    "TextArenaEnv": "gym",
+    "tools_from": "methods",
+    "training_trace": "traces",
+}
+__all__ = [
+    "AgentEnv",
+    "Door",
+    "GymnasiumEnv",
+    "MCPEnv",
+    "MCPToolset",
+    "OpenEnv",
+    "TextArenaEnv",
+    "tools_from",
+    "training_trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
