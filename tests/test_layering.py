@@ -76,6 +76,7 @@ OPTIONAL = {
     "textarena",
     "reasoning_gym",
     "openai",
+    "mcp",
 }
 
 MAX_FILE_LINES = 700

@@ -1,0 +1,216 @@
+"""The tools of a server of MCP as `Tool`s of an environment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import json
+import re
+import shlex
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
+from agent_r1_trl.features.doors.mcp.session import ANSWER_S, ServerSession, session_loop
+from agent_r1_trl.features.doors.selection import select_names
+from agent_r1_trl.settings import OneOf, Seconds, check_value
+from agent_r1_trl.tools import Tool, ToolSchemaError
+from agent_r1_trl.tools.foreign import text_of_mcp
+
+
+class MCPToolset(Sequence[Tool]):
+    """The tools of a server of MCP: `tools = MCPToolset(...)`, or `tools = [*MCPToolset(...), other]`.
+
+    It connects when it is made, to list them.
+
+    Args:
+        server: a URL (streamable HTTP), a command line (text or a list), an entry of `mcpServers` (a mapping with
+            `command`, `args`, `env`, `cwd`, or with `url`, `headers`), a server object of the package `mcp`, or a
+            function that makes what `mcp.Client` takes, for each session.
+        include: names of tools, or patterns such as "read_*"; None for all.
+        exclude: tools that are not offered.
+        prefix: stands before every name.
+        session: "shared": one for all trajectories of the process. "trajectory": one for each, and for a command a
+            process, from its first call to its end.
+        timeout_s: maximum seconds of a call, once the session is open.
+        connect_timeout_s: maximum seconds until a session is open.
+        **settings: of `Tool`, such as `max_result_tokens`, `attempts` or `backend`.
+
+    Raises:
+        ImportError: the package `mcp` is missing.
+        InfrastructureError: the server cannot be reached.
+        JobTimeoutError: it has not listed its tools in `connect_timeout_s`.
+        ToolSchemaError: a tool cannot be shown to a model.
+        ValueError: an argument is none of its values, or `include` or `exclude` fits no tool.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        *,
+        include: Iterable[str] | str | None = None,
+        exclude: Iterable[str] | str = (),
+        prefix: str = "",
+        session: str = "shared",
+        timeout_s: float = 30.0,
+        connect_timeout_s: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        check_value("MCPToolset: session", session, Annotated[str, OneOf("shared", "trajectory")])
+        check_value("MCPToolset: timeout_s", timeout_s, Seconds)
+        check_value("MCPToolset: connect_timeout_s", connect_timeout_s, Seconds)
+        self.is_shared, self.timeout_s = session == "shared", timeout_s
+        name, connect = _read_server(server, self.is_shared)
+        self.new_session = functools.partial(ServerSession, name, connect, connect_timeout_s, self.is_shared)
+        self.session = self.new_session()
+        what = f"MCPToolset({name}): listing the tools"
+        try:
+            asked = self.session.ask(what, _list_tools, connect_timeout_s)
+            listed = {item.name: item for item in asyncio.run_coroutine_threadsafe(asked, session_loop()).result()}
+        finally:
+            if not self.is_shared:
+                self.session.close()
+        names = select_names(f"MCPToolset({name})", list(listed), include, exclude)
+        # A session may have to open before a call, and a server that refused one is asked whether it is there.
+        settings = {"attempts": 3, "timeout_s": timeout_s + connect_timeout_s + 2 * ANSWER_S} | settings
+        self._tools = [MCPTool(self, listed[name], prefix, **settings) for name in names]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tools[index]
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+
+class MCPTool(Tool):
+    """A tool of a server: how the server describes it (`listed`), and the session that its calls use."""
+
+    def __init__(self, toolset: MCPToolset, listed: Any, prefix: str, **settings: Any) -> None:
+        self._toolset, self._listed_name, self._session = toolset, listed.name, toolset.session
+        name = prefix + re.sub(r"[^A-Za-z0-9_.-]", "_", listed.name)
+        try:
+            super().__init__(
+                self._make_function(), name=name, schema=listed, sequential=not toolset.is_shared, **settings
+            )
+        except ToolSchemaError as error:
+            raise ToolSchemaError(f"{error} Or pass exclude=[{listed.name!r}].") from error
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Tool:
+        """The tool with the session of an environment instance."""
+        if instance is None or self._toolset.is_shared:
+            return self
+        sessions: dict[MCPToolset, ServerSession] = vars(instance).setdefault("_mcp_sessions", {})
+        made = copy.copy(self)
+        made._session = sessions.setdefault(self._toolset, self._toolset.new_session())
+        made.fn = made._make_function()
+        return made
+
+    def close(self) -> None:
+        """End the session of the trajectory."""
+        if not self._toolset.is_shared:
+            self._session.close()
+
+    def _make_function(self) -> Callable[..., Awaitable[str]]:
+        session, name, timeout_s = self._session, self._listed_name, self._toolset.timeout_s
+
+        async def call(**arguments: Any) -> str:
+            asked = session.ask(repr(name), lambda client: client.call_tool(name, arguments), timeout_s)
+            # Cancelling it cancels the request.
+            return _text_of(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, session_loop())))
+
+        return call
+
+
+class MCPEnv(FunctionToolsEnv):
+    """The tools of a server of MCP, for recipes; the reward comes from `reward_funcs`.
+
+    For a reward of your own subclass `ToolEnv`, with `tools = MCPToolset(...)`.
+
+    Args:
+        server: a URL, a command line or an entry of `mcpServers`.
+        toolset: further arguments of `MCPToolset`.
+        **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
+    """
+
+    def __init__(self, server: Any, *, toolset: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        with _lock:  # one for all environments of the process
+            tools = _toolset_of(json.dumps([server, dict(toolset or {})]))
+        super().__init__(tools, **settings)
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _toolset_of(arguments: str) -> MCPToolset:
+    server, options = json.loads(arguments)
+    return MCPToolset(server, **options)
+
+
+async def _list_tools(client: Any) -> list[Any]:
+    listed, cursor = [], None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        listed += page.tools
+        if not (cursor := page.next_cursor):
+            return listed
+
+
+def _text_of(result: Any) -> str:
+    """What a model reads of a `CallToolResult`: its texts, and what else it holds by name."""
+    shown = text_of_mcp(result)
+    if isinstance(shown, str):
+        return shown
+    if not result.content:
+        return "(no output)" if result.structured_content is None else json.dumps(result.structured_content)
+    items = [(block, getattr(block, "resource", block)) for block in result.content]
+    return "\n".join(
+        getattr(item, "text", None) or f"[{block.type}: {getattr(item, 'uri', None) or item.mime_type}]"
+        for block, item in items
+    )
+
+
+# -------------------------------------------------------------------- how a server is named
+
+
+def _read_server(server: Any, is_shared: bool) -> tuple[str, Callable[[Any], Any]]:
+    """The name of a server in messages, and a function that makes the `mcp.Client` of a session."""
+    try:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import stdio_client
+        from mcp.server import MCPServer, Server
+    except ImportError as error:
+        raise ImportError("MCPToolset needs the package mcp>=2.0: pip install 'agent-r1-trl[mcp]'.") from error
+    if isinstance(server, (Server, MCPServer)):
+        return server.name, lambda errors: Client(server)
+    if callable(server):
+        return getattr(server, "__name__", repr(server)), lambda errors: Client(server())
+    if isinstance(server, str):
+        server = {"url": server} if server.startswith(("http://", "https://")) else shlex.split(server)
+    if isinstance(server, (list, tuple)) and server and all(isinstance(part, str) for part in server):
+        server = {"command": server[0], "args": list(server[1:])}
+    parts = {key: value for key, value in server.items() if key != "type"} if isinstance(server, Mapping) else {}
+    if "url" in parts and set(parts) <= {"url", "headers"} and server.get("type") != "sse":
+        mode = "auto" if is_shared else "legacy"  # over HTTP only these sessions have an id, and so a state
+        return parts["url"], lambda errors: Client(_http(**parts), mode=mode)
+    if "command" in parts and set(parts) <= {"command", "args", "env", "cwd"}:
+        command = StdioServerParameters(**parts)
+        return shlex.join([command.command, *command.args]), lambda errors: Client(stdio_client(command, errors))
+    raise ValueError(
+        f"MCPToolset: server={server!r:.200}: must be a URL, a command line, a mapping with command, args, env, cwd "
+        "or url, headers, a server object of mcp, or a function that makes what mcp.Client takes. Name it so."
+    )
+
+
+@contextlib.asynccontextmanager
+async def _http(url: str, headers: dict[str, str] | None = None) -> AsyncIterator[Any]:
+    from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+
+    async with (
+        create_mcp_http_client(headers=headers) as client,
+        streamable_http_client(url, http_client=client) as streams,
+    ):
+        yield streams
