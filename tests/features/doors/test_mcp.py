@@ -15,6 +15,7 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.features.doors import MCPToolset
 from agent_r1_trl.tools import InfrastructureError, ToolCall, ToolErrorKind, ToolExecutor, ToolSchemaError
+from tests.features.doors.test_mcp_processes import say_in_turn
 from tests.rollout.helpers import roll_out
 from tests.toys import call, calls, say
 from tests.trainers.helpers import make_trainer
@@ -208,9 +209,7 @@ class OwnNotes(ToolEnv):
 
 def test_trajectories_share_a_session_or_have_one_with_a_server_each():
     turn = calls(("office_note", {"text": "a"}), ("office_note", {"text": "b"}))
-    trajectories, _ = roll_out(
-        [turn, turn, say(), turn, turn, say()], env=OwnNotes, examples=2, limits={"max_concurrency": 1}
-    )
+    trajectories = say_in_turn(OwnNotes, [turn, turn, say()].__getitem__, 2)
     expected = [f"{number} notes" for number in (1, 2, 3, 4)]
     assert [[item.content for item in one.tool_results] for one in trajectories] == [expected, expected]
 
