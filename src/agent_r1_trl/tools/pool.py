@@ -70,7 +70,9 @@ class Job:
         began = time.monotonic()
         try:
             prepare_thread()
-            value = self.fn()
+            fn = self.fn
+            del self.fn  # a context that something copied may keep the job, but not the environment
+            value = fn()
         except BaseException as error:  # SystemExit too: it would end the worker and leave the caller waiting
             self.seconds = time.monotonic() - began
             is_accepted = not isinstance(error, StopIteration)  # which no future of asyncio takes
