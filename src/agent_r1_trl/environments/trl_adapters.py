@@ -140,6 +140,12 @@ class TRLEnvAdapter(ToolEnv):
         reward = read_number(value, f"{name}.get_reward")
         return reward, {name: reward}
 
+    def close(self) -> None:
+        """End the session that TRL's own environments (OpenReward's) keep for their next reset, which never comes."""
+        bases = type(self.environment).__mro__
+        if any(base.__module__.startswith("trl.") and hasattr(base, "_close") for base in bases):
+            self.environment._close()
+
     @property
     def has_reward(self) -> bool:  # type: ignore[override]
         """Whether any of the environments scores its episodes."""
