@@ -96,7 +96,8 @@ def examine_env(
         )
     trial = EnvTrial(rows=rows, caller=Caller(timeout_s), make=functools.partial(make_env, env_or_factory))
     are_made_up = examples is None
-    with contextlib.suppress(Stopped), contextlib.closing(trial.caller):  # the cheap checks come first
+    with contextlib.suppress(Stopped), contextlib.closing(trial.caller), contextlib.closing(trial):
+        # The cheap checks come first.
         _check_construction(trial)
         _check_reset(trial, are_made_up)
         _check_steps(trial)

@@ -110,6 +110,13 @@ class EnvTrial:
     report: Report = field(default_factory=Report)
     tools_of_row: dict[int, list[Tool]] = field(default_factory=dict)
     """The tools after the `reset` of a row, by the row's `id`: an environment may choose them there."""
+    sessions: list[EnvSession] = field(default_factory=list)
+    """Those that are open."""
+
+    def close(self, num_kept: int = 0) -> None:
+        """Close the environments, as a rollout does, except the last ones: what is behind them may be few."""
+        while len(self.sessions) > num_kept:
+            self.caller.call("close", self.sessions.pop(0).close())
 
     def stop(self, check: str, message: str, fix: str, *, level: Level = "error") -> NoReturn:
         """Report what nothing further can be checked after."""
@@ -129,7 +136,9 @@ class EnvTrial:
 
     def start(self, row: dict[str, Any]) -> tuple[EnvSession, CallOutcome]:
         """Make a fresh environment, driven as in a rollout; returns it and the outcome of its `reset(row)`."""
+        self.close(num_kept=1)  # no check needs more than two at once
         session = EnvSession(self.make, truncate=lambda text, max_tokens: text[: 4 * max_tokens])
+        self.sessions.append(session)
         return session, self.call("reset", session, RolloutRequest(example=row))
 
     def fresh(self, row: dict[str, Any]) -> tuple[EnvSession, list[Message]]:
