@@ -1,0 +1,174 @@
+"""An environment whose steps an OpenEnv server takes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.tool_env import SecondsOrNoLimit, ToolEnv
+from agent_r1_trl.features.doors.openenv.session import OpenEnvSession
+from agent_r1_trl.settings import Flag, Number, Words
+from agent_r1_trl.tools import InfrastructureError, Tool, ToolExecutor
+from agent_r1_trl.tools.faults import HandledError, ReportedError
+from agent_r1_trl.trajectory import Message, ToolCall, Trajectory
+
+_MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
+"""Titles of the schemas of actions that are calls of MCP tools."""
+_PROMPT_COLUMNS = ("prompt", "question")
+
+
+class OpenEnv(ToolEnv):
+    """Acts in an environment of an OpenEnv server. Every trajectory has a session, which ends with it.
+
+    An action is a call of the tool `step`, whose arguments follow the server's JSON schema; with `text_field` it is
+    the message itself; on a server of MCP tools, the call of one of them. A turn earns what the server pays for its
+    steps, and the episode is over when the server says so. The row's columns are arguments of the server's reset.
+
+    Args:
+        base_url: of the server, as in "http://localhost:8000".
+        headers: of all requests, for servers that ask for a token.
+        **settings: those of this class and of `ToolEnv`.
+    """
+
+    tool_call_reward = 0.0
+    tool_error_reward = 0.0
+    tool_timeout_s: SecondsOrNoLimit | None = 60.0
+    text_field: Words | None = None
+    """Field of the action that a message becomes as a whole, in place of a tool call."""
+    ends_on_answer: Flag | None = None
+    """Whether a message without an action ends the episode; None: with MCP tools. Else the model is told to act."""
+    capacity_wait_s: Annotated[float, Number(minimum=0, may_be_infinite=True)] = 600.0
+    """Maximum seconds to wait for a place on a server that is full."""
+    _seed = 0
+    _is_mcp = False
+    _session: OpenEnvSession | None = None
+    _text_executor: ToolExecutor
+
+    def __init__(self, base_url: str, *, headers: Mapping[str, str] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ValueError(f"base_url={base_url!r:.200}: must be an address. Write it as in http://localhost:8000.")
+        self.base_url, self.headers = base_url, dict(headers or {})
+
+    def observation_text(self, observation: dict[str, Any]) -> str:
+        """What the model reads of an observation, without its metadata: the text of its only field, else its JSON."""
+        shown: Any = {key: value for key, value in observation.items() if key != "metadata"}
+        shown = next(iter(shown.values())) if len(shown) == 1 else shown or ""
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+
+    def outcome_reward(self, trajectory: Trajectory) -> Any:
+        """Always 0: the server pays for steps. A subclass may score the trajectory."""
+        trajectory.info["openenv/reconnects"] = self._session.num_reconnects if self._session else 0
+        return 0.0
+
+    def is_done(self, message: Message) -> bool:
+        """Whether the server has ended the episode, or an answer does."""
+        ends = self._is_mcp if self.ends_on_answer is None else self.ends_on_answer
+        return bool(self._session and self._session.is_done) or (ends and super().is_done(message))
+
+    def seed(self, *, reset_seed: int, dynamics_seed: int) -> None:
+        """Seed of rows that have no column `seed`: all trajectories of a group begin alike."""
+        self._seed = reset_seed % 2**31
+
+    async def reset(self, example: dict[str, Any]) -> list[Message]:  # type: ignore[override]
+        """Open a session; returns the row's prompt, if it has one, followed by the first observation.
+
+        Raises:
+            InfrastructureError: there is no server, or no place.
+            RuntimeError: the server cannot reset the environment, or there is nothing to do in it.
+        """
+        self._session = session = OpenEnvSession(self.base_url, self.headers, self.capacity_wait_s)
+        columns = {name: value for name, value in example.items() if value is not None and name not in _PROMPT_COLUMNS}
+        action = await session.schema()
+        first = await session.ask("reset", json.loads(json.dumps({"seed": self._seed, **columns}, default=str)))
+        if first["type"] == "error" or session.is_done:
+            raise RuntimeError(f"OpenEnv: a reset of {self.base_url} with {columns!r:.200} answered {first!r:.500}")
+        text = self.observation_text(first["data"]["observation"])
+        await self._choose_tools(action)
+        session.unread_reward = 0.0
+        if not text or all(example.get(name) is None for name in _PROMPT_COLUMNS):
+            return super().reset({**example, "prompt": text} if text else example)
+        *before, last = super().reset(example)
+        content = last.get("content") or ""
+        joined = f"{content}\n\n{text}" if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+        return [*before, {**last, "content": joined}]
+
+    async def step(self, message: Message) -> StepResult:
+        """Take the actions of a message; the turn earns what the server pays for them."""
+        assert self._session is not None
+        step = await super().step(message)
+        paid, self._session.unread_reward = self._session.unread_reward, 0.0
+        info = {**step.info, "reward_parts": {**step.info["reward_parts"], "openenv": paid}}
+        return step._replace(reward=step.reward + paid, info=info)
+
+    async def next_user_message(self, message: Message) -> str | None:  # type: ignore[override]
+        """With `text_field`, the observation that follows the message as an action."""
+        if self.text_field is None:
+            return None
+        self._text_executor.truncate = self.truncate_text
+        action = ToolCall(name="step", arguments={self.text_field: message.get("content") or ""})
+        (result,) = await self._text_executor.execute([action])
+        if result.is_infrastructure_failure:
+            raise InfrastructureError(result.content)
+        return None if self.is_done(message) else result.content
+
+    async def close(self) -> None:  # type: ignore[override]
+        """End the session."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def _choose_tools(self, action: dict[str, Any]) -> None:
+        """Tools from the schema of an action, or the server's own."""
+        assert self._session is not None
+        fields = {name: field for name, field in action.get("properties", {}).items() if name != "metadata"}
+        self._is_mcp = action.get("title") in _MCP_ACTIONS and self.text_field is None
+        if self._is_mcp:
+            listed = (await self._session.ask("step", {"type": "list_tools"}))["data"].get("observation", {})
+            self.tools = [
+                Tool(functools.partial(self._call_mcp, item["name"]), schema=item) for item in listed.get("tools", ())
+            ]
+        elif self.text_field in (None, *fields):
+            schema = {"parameters": {**action, "properties": fields}, "description": action.get("description", "Act.")}
+            tool = Tool(self._act, schema={"name": "step", **schema})
+            self.tools = [tool] if self.text_field is None else []
+            limit_s = None if self.tool_timeout_s == math.inf else self.tool_timeout_s
+            self._text_executor = ToolExecutor([tool], timeout_s=limit_s)
+        if not (self.tools or self.text_field in fields):
+            raise RuntimeError(
+                f"text_field={self.text_field!r}: {self.base_url} has no tools, but fields {[*fields]}."
+            )
+
+    async def _call_mcp(self, tool_name: str, /, **arguments: Any) -> str:
+        return await self._act(type="call_tool", tool_name=tool_name, arguments=arguments)
+
+    async def _act(self, **action: Any) -> str:
+        """Take one action; returns what the model reads.
+
+        Raises:
+            ReportedError, HandledError: the server refused the action, or failed in it.
+        """
+        assert self._session is not None
+        if self._session.is_done:
+            raise ReportedError("Error: the episode is over, so this action was not taken.")
+        reply = await self._session.ask("step", action)
+        data = reply["data"]
+        if reply["type"] == "error":
+            reasons = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in data.get("errors", [])]
+            kind = ReportedError if data.get("code") == "VALIDATION_ERROR" else HandledError
+            raise kind(f"Error: {'; '.join(reasons) or data.get('message')}")
+        return _text_of_call(data["observation"]) if self._is_mcp else self.observation_text(data["observation"])
+
+
+def _text_of_call(observation: dict[str, Any]) -> str:
+    """What the model reads of the result of an MCP tool."""
+    if error := observation.get("error"):
+        kinds = {"transport_error": InfrastructureError, "execution_error": HandledError, "timeout": HandledError}
+        raise kinds.get(error["error_type"], ReportedError)(f"Error: {error['message']}")
+    result = observation.get("result")
+    if isinstance(result, dict) and isinstance(result.get("content"), list):
+        return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in result["content"])
+    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
