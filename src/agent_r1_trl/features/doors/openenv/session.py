@@ -21,7 +21,7 @@ import aiohttp
 from agent_r1_trl.tools import InfrastructureError
 
 MAX_MESSAGE_BYTES = 100 * 2**20
-"""Of one reply, as in OpenEnv's own client."""
+"""Maximum size of one reply, as in the client of OpenEnv."""
 CLOSE_WAIT_S = 2.0
 """Seconds that the server has to hear that the session is over."""
 MAX_WAIT_S = 5.0
