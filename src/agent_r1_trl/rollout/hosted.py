@@ -91,6 +91,11 @@ async def _sample_turns(
 ) -> StopReason:
     draft.phase = "reset"
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
+    if hasattr(session.env, "drive"):
+        raise ValueError(
+            f"env={session.name}: an agent asks for its turns itself, of a model that is loaded here. Evaluate such a "
+            "model, or give the agent the hosted model's base_url and run it alone."
+        )
     spent = _SpentTokens()
     draft.usage = spent.usage
     assert limits.max_completion_length is not None

@@ -1,19 +1,25 @@
 """Whatever an agent or its client does wrong is a state of its trajectory: a reward, a stop reason, a number."""
 
 import asyncio
+import functools
 import threading
 import time
 
 import aiohttp
 import pytest
 
+from agent_r1_trl.cli import main
 from agent_r1_trl.environments.base import RewardError
+from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.features.serve import Conversation
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.tools import InfrastructureError
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out
-from tests.toys import AddEnv, call, say
+from tests.rollout.helpers import chat_of
+from tests.rollout.test_hosted import roll_out_hosted
+from tests.toys import AddEnv, call, limits_of, say
 from tests.trainers.helpers import make_trainer
 
 ANSWER = [say("It is five.")]
@@ -305,3 +311,23 @@ def test_an_environment_that_is_no_agent_is_refused_with_an_agents_policy(tmp_pa
 def test_an_environment_needs_an_agent():
     with pytest.raises(ValueError, match=r"AgentEnv\.run=None: must be a function"):
         AgentEnv()
+
+
+# -------------------------------------------------------------------- where no agent can be
+
+
+def test_a_hosted_model_is_not_evaluated_with_an_agent():
+    with pytest.raises(ValueError, match=r"AgentEnv: an agent asks for its turns itself.*base_url"):
+        roll_out_hosted(["five"], env=functools.partial(AgentEnv, loop_agent))
+
+
+def test_nobody_talks_in_an_agents_place(capsys):
+    kwargs = '{"run": "tests.features.doors.agents.loop_agent"}'
+    arguments = ["no/such/model", "--env", "agent_r1_trl.features.doors.AgentEnv", "--env_kwargs", kwargs]
+    for command in ("chat", "serve"):
+        assert main([command, *arguments]) == 2
+        assert "nobody can talk in its place. Serve the model" in capsys.readouterr().err
+    agent = Agent(name="tiny", generator=ScriptedGenerator([]), chat=chat_of("qwen2_5"), limits=limits_of())
+    conversation = Conversation(agent, functools.partial(AgentEnv, loop_agent))
+    with pytest.raises(ValueError, match="nobody can talk in its place"):
+        asyncio.run(conversation.say([{"role": "user", "content": "Hello."}]))

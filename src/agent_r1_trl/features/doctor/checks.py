@@ -31,7 +31,8 @@ from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
-from agent_r1_trl.features.doctor.environment import examine_env
+from agent_r1_trl.features.doctor.agents import examine_agent, is_agent
+from agent_r1_trl.features.doctor.environment import DEFAULT_EXAMPLE, NUM_EPISODES, TIMEOUT_S, examine_env
 from agent_r1_trl.features.doctor.episodes import Caller, EnvTrial, make_env
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.generation.scripted import ScriptedGenerator
@@ -103,16 +104,11 @@ def run_doctor(
     """
     report, of_env = Report(), Report()
     rows = None if examples is None else list(itertools.islice(examples, _NUM_PROMPTS))
-    env_factory = functools.partial(FunctionToolsEnv, list(tools)) if env is None and tools else env
-    if env_factory is not None:
-        try:
-            of_env.findings += examine_env(env_factory, rows)
-        except ValueError as error:
-            of_env.error("construction", f"It cannot be checked: {error}", "Pass rows as dicts.")
-    starts = [] if has_errors(of_env.findings) else _start_rows(of_env, env_factory or SingleTurnEnv, rows or [])
-    schemas = _schemas(env_factory, starts)
     subject = _load_subject(report, model_or_tokenizer, trust_remote_code)
     chat = None if subject is None else _open_chat(report, subject, chat_options)
+    env_factory = functools.partial(FunctionToolsEnv, list(tools)) if env is None and tools else env
+    starts = _check_environment(of_env, env_factory, rows, chat)
+    schemas = _schemas(env_factory, starts)
     if subject is not None and chat is not None:
         needs_tools = bool(schemas) or (tools is None and env is None and chat.supports_tools)
         shown = (schemas or [_PROBE_TOOL]) if needs_tools else None
@@ -128,6 +124,20 @@ def run_doctor(
     found = (dataclasses.replace(finding, check=f"environment: {finding.check}") for finding in of_env.findings)
     report.findings.extend(found)
     return report.findings
+
+
+def _check_environment(report: Report, env: Any, rows: list[dict[str, Any]] | None, chat: Any) -> list[Start]:
+    """Add what `check_env` finds; returns prompts and tools of the rows, or of the calls that an agent made."""
+    make = functools.partial(make_env, env)
+    if env is not None and is_agent(make, TIMEOUT_S):
+        tried = (rows or [DEFAULT_EXAMPLE])[:NUM_EPISODES]
+        return examine_agent(report, make, tried, timeout_s=TIMEOUT_S, chat=chat)
+    if env is not None:
+        try:
+            report.findings += examine_env(env, rows)
+        except ValueError as error:
+            report.error("construction", f"It cannot be checked: {error}", "Pass rows as dicts.")
+    return [] if has_errors(report.findings) else _start_rows(report, env or SingleTurnEnv, rows or [])
 
 
 # ---------------------------------------------------------------- tokenizer and model

@@ -30,12 +30,13 @@ from agent_r1_trl.features.doctor.episodes import (
     check_tools,
     make_env,
 )
-from agent_r1_trl.features.doctor.report import Finding, describe_error
+from agent_r1_trl.features.doctor.report import Finding, Report, describe_error
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.tools.threads import OwnThread
 from agent_r1_trl.trajectory import Message, StopReason
 
+NUM_EPISODES, TIMEOUT_S = 3, 10.0
 MAX_ANSWERS = 8
 """Answers after which an episode that has not ended counts as endless."""
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold", "solution")
@@ -54,17 +55,17 @@ def check_env(
     env_or_factory: Any,
     examples: Iterable[dict[str, Any]] | None = None,
     *,
-    num_episodes: int = 3,
-    timeout_s: float = 10.0,
+    num_episodes: int = NUM_EPISODES,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Finding]:
     """Check an environment by acting in it.
 
     Args:
         env_or_factory: an environment class or a function that makes an environment; also a class for TRL's
-            `environment_factory`.
+            `environment_factory`. An agent (`AgentEnv`) acts against a script.
         examples: rows of the data set; if None, one made-up question.
         num_episodes: maximum number of rows to try.
-        timeout_s: seconds that a method may take before it counts as hanging.
+        timeout_s: seconds that a method may take before it counts as hanging, and an agent's whole run six times.
 
     Returns:
         Warnings and errors in the order of the checks; an empty list if nothing is wrong. An error of construction,
@@ -81,10 +82,12 @@ def examine_env(
     env_or_factory: Any,
     examples: Iterable[dict[str, Any]] | None = None,
     *,
-    num_episodes: int = 3,
-    timeout_s: float = 10.0,
+    num_episodes: int = NUM_EPISODES,
+    timeout_s: float = TIMEOUT_S,
 ) -> list[Finding]:
     """As `check_env`, with one finding of level "ok" or "skipped" from every check that found nothing."""
+    from agent_r1_trl.features.doctor.agents import examine_agent, is_agent  # they import these checks
+
     check_value("num_episodes", num_episodes, Count)
     check_value("timeout_s", timeout_s, Seconds)
     given: Any = [copy.deepcopy(DEFAULT_EXAMPLE)] if examples is None else examples
@@ -94,7 +97,11 @@ def examine_env(
         raise ValueError(
             f"examples={examples!r:.100}: must be a data set or a list with at least one row, and every row a dict."
         )
-    trial = EnvTrial(rows=rows, caller=Caller(timeout_s), make=functools.partial(make_env, env_or_factory))
+    make = functools.partial(make_env, env_or_factory)
+    if is_agent(make, timeout_s):
+        examine_agent(report := Report(), make, rows, timeout_s=timeout_s)
+        return report.findings
+    trial = EnvTrial(rows=rows, caller=Caller(timeout_s), make=make)
     are_made_up = examples is None
     with contextlib.suppress(Stopped), contextlib.closing(trial.caller), contextlib.closing(trial):
         # The cheap checks come first.

@@ -27,7 +27,8 @@ class Finding:
     """What to change; empty for ok and skipped."""
     check: str = ""
     """What was examined: model, tokenizer, chat template, parser, masks, prompts, precision, memory; in the report of
-    `check_env` construction, tools, reset, step, outcome, state, before which the doctor writes "environment: "."""
+    `check_env` construction, tools, reset, step, outcome, state, and of an agent agent, history, outcome, before which
+    the doctor writes "environment: "."""
 
 
 @dataclass

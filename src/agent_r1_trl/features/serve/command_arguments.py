@@ -14,9 +14,11 @@ from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import config_of
 from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
 from agent_r1_trl.evaluation.agent import Agent, open_agent
 from agent_r1_trl.evaluation.loading import check_model_folder
+from agent_r1_trl.features.serve.session import refuse_agent
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.settings import Clash, setting
@@ -80,7 +82,10 @@ def read_conversation_arguments(
 def environment_of(arguments: ConversationArguments) -> Callable[[], Any]:
     """What makes the environment: that of `env`, one with `tools`, or one without any."""
     if arguments.env:
-        return resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
+        made_by = resolve_env(arguments.env, arguments.env_kwargs)  # type: ignore[arg-type]
+        with users_mistakes(), made_and_closed(made_by) as env:
+            refuse_agent(env)
+        return made_by
     if not arguments.tools:
         return ToolEnv
     factory = functools.partial(FunctionToolsEnv, [resolve_function("tools", path) for path in arguments.tools])

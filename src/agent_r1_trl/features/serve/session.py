@@ -180,6 +180,15 @@ class Conversation:
         return f"{limit} is reached"
 
 
+def refuse_agent(env: Any) -> None:
+    """Raise a `ValueError` for an environment that is an agent (`drive`): nobody can talk in its place."""
+    if hasattr(env, "drive"):
+        raise ValueError(
+            f"env={type(env).__name__}: an agent asks for its turns itself, so nobody can talk in its place. Serve "
+            "the model (vllm serve) and run the agent with that base_url, or name an env with tools."
+        )
+
+
 # ---------------------------------------------------------------- the two partners of the rollout
 
 
@@ -235,7 +244,9 @@ class Stage(EnvSession):
         """The prompt and the tools' schemas; the environment is made at the first call."""
         self._next = 0
         if self._start is None:
-            self._start = await super().reset(request)
+            start = await super().reset(request)
+            refuse_agent(self.env)
+            self._start = start
             if isinstance(self.env, ToolEnv):
                 self.env.process_reward = lambda call, result: 0.0  # type: ignore[method-assign]
             self._tell_prompt(self._start[0])

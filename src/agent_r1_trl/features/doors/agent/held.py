@@ -20,6 +20,8 @@ from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
+EXCERPT_CHARS = 90
+"""Characters of a message that show where it differs."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +69,9 @@ class HeldContext:
     news: list[Message] = field(default_factory=list)
     """The messages after it."""
     drift: str | None = None
-    """Where a conversation first differs from the last one that it does not go on from."""
+    """Where a conversation first differs from the last one that it does not go on from: tools, or a role."""
+    difference: str = ""
+    """What differs there, in words."""
 
 
 class Held:
@@ -109,7 +113,7 @@ class Held:
         if context.before is None:
             context.ids, _ = self._put_together(None, messages, 0, own, tools)
         if context.before is None or any(item["role"] == "assistant" for item in context.news):
-            context.drift = self._difference(shown, said)
+            context.drift, context.difference = self._difference(shown, said)
         return context
 
     def add(self, context: HeldContext, sampled: Sequence[int], message: Message, *, is_stopped: bool) -> HeldTurn:
@@ -146,15 +150,31 @@ class Held:
         rest, authors = self._chat.encode_observations(turn.message, messages, tools or None)
         return [*closing, *rest], [*[Author.TEMPLATE] * len(closing), *authors]
 
-    def _difference(self, tools: str, said: list[str]) -> str | None:
+    def _difference(self, tools: str, said: list[str]) -> tuple[str | None, str]:
         if self._last is None:
-            return None
+            return None, ""
         known_tools, known = self._last
         if known_tools != tools:
-            return "tools"
-        pairs = itertools.zip_longest(known, said)
-        first = next((old or new for old, new in pairs if old != new), None)
-        return None if first is None else str(json.loads(first)[0])
+            return "tools", f"tools {_change(known_tools, tools)}"
+        for place, (old, new) in enumerate(itertools.zip_longest(known, said, fillvalue="")):
+            if old != new:
+                role, old_text, new_text = json.loads(old or new)[0], *(text and _words(text) for text in (old, new))
+                return role, f"{role} message {place}: {_change(old_text, new_text)}"
+        return None, ""
+
+
+def _words(text: str) -> str:
+    """A message's identity for a reader."""
+    role, content, calls = json.loads(text)
+    return f"{role}: {content}{json.dumps(calls, ensure_ascii=False) if calls else ''}"
+
+
+def _change(old: str, new: str) -> str:
+    """The surroundings of the first difference."""
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    start = max(0, same - EXCERPT_CHARS // 3)
+    before, after = (repr(text[start : start + EXCERPT_CHARS]) if text else "nothing" for text in (old, new))
+    return f"{before} became {after}"
 
 
 def identity(message: Message) -> str:

@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.errors import APIError
 from agent_r1_trl.features.doors.agent.held import Held, HeldContext, HeldTurn
@@ -129,7 +130,11 @@ class AgentSession:
         await asyncio.wait({self._begun})
         self._check_open()
         sampler = self._begun.result()
-        context = self._held.context(asked.messages, asked.tools)
+        try:
+            context = self._held.context(asked.messages, asked.tools)
+        except ChatFormatError as error:
+            _count(sampler.draft, "agent/refused", agent_refused=str(error))
+            raise
         call = self._same(context.key, is_retry=is_retry, is_trained=is_trained)
         if call is None:
             max_tokens = self._max_tokens(sampler, context, asked, is_trained=is_trained)
@@ -291,7 +296,10 @@ class AgentSession:
             self._turns[identity], self._heard[held] = turn, (turn, time.perf_counter())
             self._main = held if self._main is call else self._main
             self.limit = StopReason.MAX_COMPLETION_LENGTH if is_cut and limits.room(*draft.lengths) < 1 else None
-            self._count(draft, context, call.asked)
+            if context.drift:
+                _count(draft, f"drift/{context.drift}", agent_drift=context.difference)
+            if call.asked.overridden:
+                _count(draft, "agent/overridden", agent_overridden=", ".join(call.asked.overridden))
         draft.phase = f"turn {len(draft.turns)}: agent"
         finish = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
         answer = completion(identity, MODEL, message, finish, len(context.ids), len(generation.token_ids))
@@ -318,11 +326,12 @@ class AgentSession:
         calls = [item for item in read_calls(turn.message) if item.id in texts]
         turn.tool_results = [ToolResult(call=replace(item), content=texts[item.id]) for item in calls]
 
-    def _count(self, draft: Draft, context: HeldContext, asked: Asked) -> None:
-        names = ["agent/overridden"] if asked.overridden else []
-        names += [f"drift/{context.drift}"] if context.drift else []
-        for name in names:
-            draft.info[name] = draft.info.get(name, 0) + 1
+
+def _count(draft: Draft, name: str, **notes: str) -> None:
+    """Count something in a trajectory, and note it in words the first time."""
+    draft.info[name] = draft.info.get(name, 0) + 1
+    for key, text in notes.items():
+        draft.info.setdefault(key, text)
 
 
 def _first_stop(chat: ChatFormat, ids: list[int], stops: tuple[str, ...]) -> int:
