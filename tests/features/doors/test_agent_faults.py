@@ -12,11 +12,12 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.features.reliability.tool_watch import count_calls
 from agent_r1_trl.features.serve import Conversation
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.tools import InfrastructureError
-from agent_r1_trl.trajectory import StopReason
-from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out
+from agent_r1_trl.trajectory import StopReason, ToolErrorKind
+from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out, use
 from tests.rollout.helpers import chat_of
 from tests.rollout.test_hosted import roll_out_hosted
 from tests.toys import AddEnv, call, limits_of, say
@@ -331,3 +332,40 @@ def test_nobody_talks_in_an_agents_place(capsys):
     conversation = Conversation(agent, functools.partial(AgentEnv, loop_agent))
     with pytest.raises(ValueError, match="nobody can talk in its place"):
         asyncio.run(conversation.say([{"role": "user", "content": "Hello."}]))
+
+
+# -------------------------------------------------------------------- what the metrics of tools know
+
+
+async def with_clock(door, example):
+    """Opens a row with every call; runs what it can of three calls."""
+    messages = list(example["prompt"])
+    for minute in range(4):
+        clock = {"role": "system", "content": f"10:0{minute}"}
+        said = await ask(door, [clock, *messages], tools=TOOLS[:1])
+        calls = said.get("tool_calls", [])
+        known = [item for item in calls if item["function"]["name"] == "add"]
+        rest = [{"role": "tool", "tool_call_id": item["id"], "content": "?"} for item in calls if item not in known]
+        messages += [said, *map(use, known), *rest]
+    return 1.0
+
+
+@pytest.mark.parametrize("agent", [with_clock, functools.partial(loop_agent, tools=TOOLS[:1])])
+def test_calls_and_unknown_tools_are_counted_in_whatever_row_their_results_are_read(agent):
+    turns = [call(), call(a=4, b=5), call("echo", text="hi"), say("five")]
+    trajectory, _ = checked(agent, turns, max_completion_length=4000)
+    assert [(item.call.arguments, item.content) for item in trajectory.tool_results] == [
+        ({"a": 2, "b": 3}, "5"), ({"a": 4, "b": 5}, "9"), ({"text": "hi"}, "?" if agent is with_clock else "hi"),
+    ]  # fmt: skip
+    assert [item.error for item in trajectory.tool_results] == [None, None, ToolErrorKind.UNKNOWN_TOOL]
+    assert set(count_calls([trajectory])) == {"add"}
+
+
+def test_an_agents_infrastructure_is_no_outage_of_the_tool_that_was_called_last():
+    async def agent(door, example):
+        await ask(door, example["prompt"], tools=TOOLS)
+        raise InfrastructureError("the index is down")
+
+    trajectory, _ = checked(agent, [call()])
+    assert trajectory.stop_reason is StopReason.TOOL_FAILURE and "index is down" in trajectory.info["agent_error"]
+    assert count_calls([trajectory]) == {}

@@ -102,7 +102,8 @@ def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
             cause = f"{shown(result.cause)} (first in example {trajectory.example_id!r})" if result.is_error else ""
             one = Calls(num=1, num_failed=result.is_error, num_suspect=is_suspect, first_cause=cause)
             counts[result.call.name] = counts.get(result.call.name, Calls()) + one
-        if trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results:
+        has_raised = trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results
+        if has_raised and "agent_error" not in trajectory.info:  # an agent's says nothing of a call
             for call in trajectory.turns[-1].message.get("tool_calls") or ():  # `step` itself raised
                 name = str(call.get("function", {}).get("name"))
                 one = Calls(num=1, num_failed=1, num_suspect=1, first_cause=shown(trajectory.error or ""))

@@ -164,6 +164,8 @@ class AgentEnv:
         """The agent has returned, or raised."""
         assert self._agent is not None
         error, limit = _error_of(self._agent), self._session.limit
+        if error is not None:
+            draft.info["agent_error"] = _told(error)
         if error is not None and is_infrastructure_error(error, has_backend=False):
             raise ToolFailure(f"the agent raised {type(error).__name__}: {error}") from error
         if not draft.turns:
@@ -171,8 +173,6 @@ class AgentEnv:
         draft.info["agent/raised"] = int(error is not None and limit is None)
         if error is None:
             self.answer, self.is_finished = self._agent.result(), True
-        else:
-            draft.info["agent_error"] = _told(error)
         return limit or StopReason.DONE
 
     def step(self, message: Message) -> Any:

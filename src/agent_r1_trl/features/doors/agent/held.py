@@ -20,6 +20,7 @@ from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.trajectory import Author, Message
 
 Schema = dict[str, Any]
+_TO_TEXT = json.JSONEncoder(sort_keys=True, default=str).encode  # made once: every call reads all messages
 EXCERPT_CHARS = 90
 """Characters of a message that show where it differs."""
 
@@ -60,6 +61,8 @@ class HeldContext:
     messages: list[Message]
     tools: list[Schema]
     ids: list[int]
+    said: list[str]
+    """The messages' identities."""
     before: HeldTurn | None
     """The turn that is gone on from; None if everything was put together anew."""
     delta: list[int] = field(default_factory=list)
@@ -68,6 +71,8 @@ class HeldContext:
     """(N,)"""
     news: list[Message] = field(default_factory=list)
     """The messages after it."""
+    own: dict[int, HeldTurn] = field(default_factory=dict)
+    """Place among the messages -> the turn of the policy that stands there."""
     drift: str | None = None
     """Where a conversation first differs from the last one that it does not go on from: tools, or a role."""
     difference: str = ""
@@ -95,9 +100,9 @@ class Held:
         known = (place for place in range(len(messages), 0, -1) if keys[place] in self._by_key)
         start = next(known, 0)
         context = HeldContext(
-            key=keys[-1], messages=messages, tools=tools, ids=[], before=self._by_key.get(keys[start])
+            key=keys[-1], messages=messages, tools=tools, ids=[], said=said, before=self._by_key.get(keys[start])
         )
-        own = {
+        context.own = own = {
             place: self._by_text[text]
             for place, text in enumerate(said)
             if messages[place]["role"] == "assistant" and text in self._by_text
@@ -123,7 +128,7 @@ class Held:
         text = identity(message)
         self._by_key[_extended(context.key, text)] = turn
         self._by_text[text] = turn
-        self._last = _plain_text(context.tools), [*map(identity, context.messages), text]
+        self._last = _plain_text(context.tools), [*context.said, text]
         return turn
 
     def _put_together(
@@ -184,13 +189,13 @@ def identity(message: Message) -> str:
     '["system", "Be brief.", []]'
     """
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    told = [[call.get("name"), call.get("arguments")] for call in calls]
+    told = [[call.get("name"), _plain(call.get("arguments"))] for call in calls]
     role = "system" if message["role"] == "developer" else message["role"]
-    return _plain_text([role, str(message.get("content") or "").strip(), told])
+    return _TO_TEXT([role, str(message.get("content") or "").strip(), told])
 
 
 def _plain_text(value: Any) -> str:
-    return json.dumps(_plain(value), sort_keys=True, default=str)
+    return _TO_TEXT(_plain(value))
 
 
 def _plain(value: Any) -> Any:

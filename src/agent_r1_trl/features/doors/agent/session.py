@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import secrets
 import time
@@ -26,7 +27,7 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import cut_message, sample_turn
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.tools.calls import read_calls
-from agent_r1_trl.trajectory import Message, StopReason, ToolResult, Turn
+from agent_r1_trl.trajectory import Message, StopReason, ToolErrorKind, ToolResult, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,8 @@ class AgentSession:
         self._calls: dict[tuple[str, bool], list[_SampledCall]] = {}
         self._turns: dict[str, Turn] = {}
         """By the identity of its answer."""
-        self._heard: dict[HeldTurn, tuple[Turn, float]] = {}
-        """The turn, and when it was heard."""
+        self._heard: dict[HeldTurn, tuple[Turn, float, set[str]]] = {}
+        """The turn, when it was heard, and the names of the tools that it could call."""
         self._main: HeldTurn | _SampledCall | None = None
         """What the next turn of the conversation that began first goes on from, or the call that does so."""
         self._num_refused = 0
@@ -293,7 +294,8 @@ class AgentSession:
             turn = draft.add_turn(generation, message, generate_s=seconds)
             turn.is_invalid = bool(message.get("malformed_tool_call"))
             held = self._held.add(context, generation.token_ids, message, is_stopped=generation.stop == "stop")
-            self._turns[identity], self._heard[held] = turn, (turn, time.perf_counter())
+            names = {tool["function"]["name"] for tool in context.tools}
+            self._turns[identity], self._heard[held] = turn, (turn, time.perf_counter(), names)
             self._main = held if self._main is call else self._main
             self.limit = StopReason.MAX_COMPLETION_LENGTH if is_cut and limits.room(*draft.lengths) < 1 else None
             if context.drift:
@@ -317,14 +319,25 @@ class AgentSession:
         draft.rewrite_context(context.ids, context.delta, context.authors)
         if context.before is None:
             draft.turns[-1].next_context = context.messages
-            return
-        turn, heard_at = self._heard[context.before]
-        if turn.observations:
-            return
-        turn.observations, turn.env_s = context.news, time.perf_counter() - heard_at
-        texts = {item["tool_call_id"]: item["content"] for item in context.news if item["role"] == "tool"}
-        calls = [item for item in read_calls(turn.message) if item.id in texts]
-        turn.tool_results = [ToolResult(call=replace(item), content=texts[item.id]) for item in calls]
+        else:
+            turn, heard_at, _ = self._heard[context.before]
+            if not turn.observations:
+                turn.observations, turn.env_s = context.news, time.perf_counter() - heard_at
+        self._note_results(context)
+
+    def _note_results(self, context: HeldContext) -> None:
+        """What the messages show of calls: their results, and which tool there was not; not whether a tool failed."""
+        newest = len(context.messages) - len(context.news) - 1
+        turns = context.own if context.before is None else {newest: context.before}
+        for place, held in turns.items():
+            turn, _, tools = self._heard[held]
+            answers = itertools.takewhile(lambda item: item["role"] == "tool", context.messages[place + 1 :])
+            texts = {item["tool_call_id"]: item["content"] for item in answers}
+            calls = [call for call in read_calls(turn.message) if call.id in texts and not turn.tool_results]
+            unknown = {call.name: ToolErrorKind.UNKNOWN_TOOL for call in calls if call.name not in tools}
+            turn.tool_results += [
+                ToolResult(call=replace(call), content=texts[call.id], error=unknown.get(call.name)) for call in calls
+            ]
 
 
 def _count(draft: Draft, name: str, **notes: str) -> None:
