@@ -3,6 +3,7 @@
 Both optimizer steps train on one rollout of three groups, of which the second is on both ranks.
 """
 
+import functools
 import itertools
 import random
 from unittest import mock
@@ -11,9 +12,11 @@ import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
 
+from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.trainers import MultiTurnPPOTrainer, multi_turn
 from tests.distributed.critics import POLICY_FOLDER, CatchGradients, fill, num_processes
+from tests.features.doors.agents import post
 from tests.toys import say
 from tests.trainers.helpers import make_trainer
 from tests.trainers.test_rows import MANY, split
@@ -49,6 +52,8 @@ REWRITTEN = {
         "context.summary_tokens": 8,
     }
     | {"context.summary_prompt": "Sum up.", "update_layout": "packed", **BY_TOKENS},
+    "agent": {"context": "agent", "update_layout": "shared", **BY_TOKENS},
+    "agent with a critic": {**PPO, "critic": "head", "context": "agent", "update_layout": "packed", **BY_TOKENS},
 }
 """Sampled from the policy, in contexts that are rewritten."""
 
@@ -77,6 +82,21 @@ class Chance(Talk):
         return observations, reward, random.Random(str(message["content"])).random() < 0.15, info
 
 
+async def forgetful(door, example):
+    """An agent that ends as `Chance` does, and keeps no more than two messages of every three turns."""
+    messages = start = list(example["prompt"])
+    for turn in itertools.count(1):
+        status, answer, _ = await post(door, {"messages": messages})
+        if status != 200:  # its budget is spent
+            return 0.5
+        said = answer["choices"][0]["message"]
+        text = str(said["content"])
+        if random.Random(text).random() < 0.15:
+            return float(len(text) % 3)
+        messages = [*messages, said, {"role": "user", "content": text[:3]}]
+        messages = messages if turn % 3 else [*start, *messages[-2:]]
+
+
 def talk(rng, turn):
     """A text of some length; few of them are the last one, and fewer never come."""
     if rng.random() < 0.02:
@@ -102,7 +122,8 @@ def rows(case, output_dir):
 
 def rewritten(case, output_dir):
     """What `_train` returns for contexts that a policy rewrites."""
-    sampled = {"script": None, "env": Chance, "max_tokens_per_turn": 5, "generation_batch_rows": 1}
+    env = functools.partial(AgentEnv, forgetful) if case.startswith("agent") else Chance
+    sampled = {"script": None, "env": env, "max_tokens_per_turn": 5, "generation_batch_rows": 1}
     return _train(output_dir, lambda trajectory: trajectory, **sampled, **REWRITTEN[case])
 
 

@@ -7,7 +7,7 @@ from tests.distributed.rows import CASES, MAX_TURNS, REWRITTEN, trajectories_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]  # they share the launches of conftest.py
 
-VALUED = ("adapter", "head", "head by tokens", "model", "summarise")
+VALUED = ("adapter", "head", "head by tokens", "model", "summarise", "agent with a critic")
 
 
 def assert_same_steps(found, expected, case):
