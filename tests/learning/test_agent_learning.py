@@ -47,7 +47,7 @@ async def answer(client, question):
 async def through_door(door, example):
     """1 for a right answer, -1 for another."""
     said = extract_answer(await answer(door.async_client, example["question"])) or ""
-    return 1.0 if exact_match(said, example["answer"]) else -1.0
+    return 1.0 if exact_match(said, example["answers"]) else -1.0
 
 
 def run(*command):

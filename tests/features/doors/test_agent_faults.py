@@ -369,3 +369,29 @@ def test_an_agents_infrastructure_is_no_outage_of_the_tool_that_was_called_last(
     trajectory, _ = checked(agent, [call()])
     assert trajectory.stop_reason is StopReason.TOOL_FAILURE and "index is down" in trajectory.info["agent_error"]
     assert count_calls([trajectory]) == {}
+
+
+def test_an_agent_that_drops_its_last_turn_has_drifted_though_it_goes_on_from_an_earlier_one():
+    async def agent(door, example):
+        messages = list(example["prompt"])
+        messages += [await ask(door, messages), {"role": "user", "content": "Go on."}]
+        await ask(door, messages)
+        await ask(door, [*messages, {"role": "user", "content": "Say something."}])
+        return 1.0
+
+    trajectory, _ = checked(agent, [say("five"), say(""), say("six")])
+    assert len(trajectory.rows) == 2 and trajectory.info["drift/assistant"] == 1
+    assert trajectory.info["agent_drift"] == "assistant message 3: 'assistant: ' became 'user: Say something.'"
+
+
+def test_an_agents_own_error_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr("agent_r1_trl.features.doors.agent.env._warned", set())
+
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        return example["no such column"]
+
+    for _ in range(2):
+        checked(agent, [say("five")])
+    (told,) = [item.getMessage() for item in caplog.records if "An agent raised" in item.getMessage()]
+    assert "KeyError: 'no such column'" in told and "unfinished_reward=0" in told

@@ -223,11 +223,12 @@ def _check_all(report: Report, runs: Sequence[_AgentRun]) -> None:
     split: dict[str, list[_AgentRun]] = {}
     for run in runs:
         if len(run.trajectory.rows) > 1:
-            split.setdefault(str(run.trajectory.info.get("agent_drift")).split()[0], []).append(run)
+            change = run.trajectory.info.setdefault("agent_drift", "calls that go on from the same messages")
+            split.setdefault(change.split()[0], []).append(run)
     for kind, found in split.items():
         num_calls, num_rows = (sum(len(getattr(run.trajectory, of)) for run in found) for of in ("turns", "rows"))
         text = f"{len(found)} of {len(runs)} runs are not append-only: {num_calls} calls stand in {num_rows} rows"
-        first = f"First on {found[0].script}: {found[0].trajectory.info.get('agent_drift')}"
+        first = f"First on {found[0].script}: {found[0].trajectory.info['agent_drift']}"
         fix = _APPENDED.get(kind, "Append messages, and edit or drop no earlier one")
         report.warning("history", f"{text}. {first}.", f"{fix}. Fine for sub-agents, parallel calls and summaries.")
     num_calls = sum(len(run.trajectory.turns) for run in runs)

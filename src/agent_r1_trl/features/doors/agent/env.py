@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +15,18 @@ from agent_r1_trl.features.doors.agent.server import DoorServer, server_here
 from agent_r1_trl.features.doors.agent.session import MODEL, AgentSession
 from agent_r1_trl.objects import import_object, locate_error
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, ToolFailure
+from agent_r1_trl.rollout.failures import MAX_CAUSES
+from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Finite, check_value
 from agent_r1_trl.tools import shared_pool
 from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
+logger = logging.getLogger(__name__)
 AGENT_THREADS = 1000
 """Maximum number of plain `run` functions at once. Each holds its thread for the whole of its trajectory, so they have
 a pool of their own, which no other number of places names."""
+_warned: set[str] = set()
 CLOSE_WAIT_S = 2.0
 """Seconds that an agent has to end when its trajectory has; it may clean up."""
 
@@ -165,7 +170,15 @@ class AgentEnv:
         assert self._agent is not None
         error, limit = _error_of(self._agent), self._session.limit
         if error is not None:
-            draft.info["agent_error"] = _told(error)
+            draft.info["agent_error"] = told = _told(error)
+            if told not in _warned and len(_warned) < MAX_CAUSES and limit is None:
+                _warned.add(told)
+                logger.warning(
+                    "An agent raised %s. If the policy is not to blame, correct the agent: such a trajectory earns "
+                    "unfinished_reward=%g. Reported once; env/agent/raised counts on.",
+                    shown(told),
+                    self.unfinished_reward,
+                )
         if error is not None and is_infrastructure_error(error, has_backend=False):
             raise ToolFailure(f"the agent raised {type(error).__name__}: {error}") from error
         if not draft.turns:

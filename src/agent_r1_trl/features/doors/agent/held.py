@@ -37,6 +37,8 @@ class HeldTurn:
     message: Message
     is_stopped: bool
     """The model ended the turn itself."""
+    is_gone_on: bool = False
+    """A turn that was heard stands after it."""
 
     @property
     def context(self) -> list[int]:
@@ -117,7 +119,8 @@ class Held:
                 context.before = None
         if context.before is None:
             context.ids, _ = self._put_together(None, messages, 0, own, tools)
-        if context.before is None or any(item["role"] == "assistant" for item in context.news):
+        is_linear = context.before is not None and not context.before.is_gone_on
+        if not is_linear or any(item["role"] == "assistant" for item in context.news):
             context.drift, context.difference = self._difference(shown, said)
         return context
 
@@ -125,6 +128,8 @@ class Held:
         """An agent has heard a turn that was sampled after a context."""
         ids = context.ids if context.before is None else context.delta
         turn = HeldTurn(before=context.before, ids=ids, sampled=list(sampled), message=message, is_stopped=is_stopped)
+        if context.before is not None:
+            context.before.is_gone_on = True
         text = identity(message)
         self._by_key[_extended(context.key, text)] = turn
         self._by_text[text] = turn
