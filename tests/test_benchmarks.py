@@ -20,6 +20,7 @@ BENCHMARKS = ROOT / "benchmarks"
 TINY = {
     name: arguments.split()
     for name, arguments in {
+        "agent_door.py": "--agents 2",
         "context_policies.py": "--turns 2 --tokens 40 --context 400",
         "critic_memory.py": "--layers 1 --rank 2",
         "dynamic_sampling.py": "--variants both --max-steps 1 --keys 4 --prompts 2 --group-size 2 --in-reach 1 "
@@ -82,6 +83,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
         "gpu.py": 6,
         "long_rollout.py": 2,
         "ranks.py": 2,
+        "agent_door.py": 2,
         "rollout_scale.py": 4,
         "rollout_throughput.py": 2,
     }
