@@ -302,25 +302,25 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "chat": (2571, 13),
     "cli": (2608, 15),
     "critic": (612, 3),
-    "environments": (1308, 8),
+    "environments": (1314, 8),
     "evaluation": (1166, 8),
     "features/__init__.py": (130, 1),
-    "features/doctor": (1978, 9),
-    "features/doors": (1613, 12),
+    "features/doctor": (2243, 10),
+    "features/doors": (2678, 21),
     "features/echo_trap": (1954, 12),
     "features/games": (1240, 8),
     "features/hub": (937, 7),
     "features/journal": (1335, 10),
-    "features/reliability": (1208, 8),
+    "features/reliability": (1209, 8),
     "features/sampling": (773, 7),
     "features/sandbox": (1579, 10),
     "features/search": (231, 2),
-    "features/serve": (1046, 8),
+    "features/serve": (1062, 8),
     "generation": (3994, 25),
     "recording": (932, 6),
     "rewards": (740, 7),
-    "rollout": (2792, 15),
-    "tools": (2567, 15),
+    "rollout": (2797, 15),
+    "tools": (2573, 15),
     "trainers": (6080, 16),
     "update": (1713, 8),
 }
@@ -352,7 +352,7 @@ AVOIDED = re.compile(
     re.IGNORECASE,
 )
 """Docstrings that begin without a subject, and words for which CONTRIBUTING.md has another one."""
-MAX_RAISES = 12.7
+MAX_RAISES = 12.8
 """`raise` per 1,000 lines of the files as they are."""
 
 

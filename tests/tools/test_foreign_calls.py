@@ -4,9 +4,7 @@ Calls of one turn to a board, a file system or a game come one after another, si
 to the tools of the other packages run at once, unless they are `sequential`. No cell is left out.
 """
 
-import asyncio
 import functools
-import importlib
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +15,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from agent_r1_trl import StopReason, Tool, ToolEnv
 from tests.rollout.helpers import roll_out
-from tests.test_docs import code_blocks
 from tests.toys import calls, say
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -38,14 +35,6 @@ def watched(cls, name, slow):
             self.running -= 1
 
     return type(cls.__name__, (cls,), {name: call, "running": 0, "most": 0})
-
-
-def from_docs(page, name, language="python"):
-    """A class as the page shows it."""
-    namespace: dict[str, Any] = {"asyncio": asyncio, "Tool": Tool, "ToolEnv": ToolEnv, "__name__": "docs"}
-    (source,) = [text for _, text in code_blocks(DOCS / page, language) if f"class {name}(" in text]
-    exec(source, namespace)
-    return namespace[name]
 
 
 class Plain:
@@ -84,31 +73,6 @@ def wrapped(wrap):
     return Env
 
 
-def of_mcp():
-    mcp = pytest.importorskip("mcp.server")
-    client_class = getattr(importlib.import_module("mcp"), "Client", None)
-    if client_class is None:
-        pytest.skip("mcp 1 has no client of a server in the same process")
-
-    class Env(from_docs("tools.md", "Remote")):
-        sequential = None
-
-        async def hold(self, listed):
-            self.watched = Diary()
-            server = mcp.MCPServer("diary")
-            server.tool()(self.watched.write)
-            async with client_class(server) as self.session:
-                listed.set_result((await self.session.list_tools()).tools)
-                await self.over.wait()
-
-        async def reset(self, example):
-            messages = await super().reset(example)
-            self.tools = [Tool(item.fn, schema=item.schema, sequential=self.sequential is True) for item in self.tools]
-            return messages
-
-    return Env
-
-
 def of_fsspec():
     class Env(ToolEnv):
         def __init__(self):
@@ -130,21 +94,6 @@ def of_chess():
     return Env
 
 
-def of_textarena():
-    pytest.importorskip("textarena")
-
-    class Env(from_docs("games.md", "Arena", "py")):
-        tool_call_reward = 0.5
-
-        def reset(self, example):
-            messages = super().reset({"game": "GuessTheNumber-v0", "seed": 1})
-            self.game.__class__ = watched(type(self.game), "step", slow="[7]")
-            self.watched = self.game
-            return messages
-
-    return Env
-
-
 class Row(NamedTuple):
     make: Any
     tool: str
@@ -161,13 +110,8 @@ def of_line(make):
 MOVES = {"e4": '"from_square": 12', "e5": '"from_square": 52', "Nc3": '"from_square": 1,'}
 PACKAGES = {
     "langchain": of_line(lambda: wrapped(of_langchain)),
-    # The server, not the tool, says what the model reads of an exception.
-    "mcp": of_line(of_mcp)._replace(bad=("", "Error executing tool write")),
     "fsspec": Row(of_fsspec, "mkdir", "path", {"/a": "", "/b": "", "/c": ""}, ("/a", "FileExistsError"), "/slow"),
     "chess": Row(of_chess, "push_san", "san", MOVES, ("Ke5", "IllegalMoveError: illegal san"), "Nf3"),
-    "textarena": Row(
-        of_textarena, "play", "move", {"[9]": "lower", "[3]": "higher", "[5]": "Congrat"}, ("[99]", "outside"), "[7]"
-    ),
 }
 
 
@@ -234,9 +178,3 @@ def test_the_calls_of_a_turn_are_answered_in_their_order(row):
     else:
         assert env.watched.most == 1
         assert all(part in text for part, text in zip(row.good.values(), contents, strict=True)), contents
-
-
-def test_a_game_that_is_lost_by_wrong_moves_is_over():
-    (sampled,), _ = rollout(PACKAGES["textarena"], ["[9]", "[99]", "x", "[5]"])
-    assert [result.is_error for result in sampled.turns[0].tool_results] == [False, True, True, True]
-    assert len(sampled.turns) == 1 and 0 < sampled.outcome_reward < 1
