@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.features import feature
 from agent_r1_trl.features.doctor.environment import NONSENSE, _answer, _broken_calls, _valid_messages
 from agent_r1_trl.features.doctor.episodes import Caller
 from agent_r1_trl.features.doctor.report import Report
-from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedRequest
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import shared_pool
@@ -208,7 +208,8 @@ def _check_run(report: Report, run: _AgentRun) -> None:
     if "agent_overridden" in info:
         text = f"It sets {info['agent_overridden']}, which does not count: turns are sampled as the run says."
         report.warning("agent", text, "Remove it, or ask in the prompt for the form that is needed.")
-    is_scored = type(env).outcome_reward is not AgentEnv.outcome_reward
+    unscored = feature("doors", "check_env of an agent").AgentEnv
+    is_scored = type(env).outcome_reward is not unscored.outcome_reward
     if env.is_finished and not is_scored and (env.answer is None or isinstance(env.answer, str)):
         text = f"run returned {env.answer!r:.60}: the environment's reward is 0."
         fix = "Return a number from run, or define outcome_reward in a subclass. Fine with reward_funcs."

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from agent_r1_trl.features import feature
+
 if TYPE_CHECKING:
     from agent_r1_trl.features.doors.agent import AgentEnv, Door
     from agent_r1_trl.features.doors.gym import GymnasiumEnv, TextArenaEnv
@@ -43,4 +45,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _MODULE_OF[name] == "gym":
+        feature("games", name)  # refuses by name: these are games
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
