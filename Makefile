@@ -26,6 +26,8 @@ KILLS ?= 30
 WHICH ?= lowest newest
 VERSIONS_PYTHON ?= 3.11
 KEEP ?=
+# What OpenReward's server needs beside the packages of the tests, some of which it would have older.
+OPENREWARD := openreward==0.1.167 structlog google-genai google-auth pyasn1 pyasn1-modules
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -42,7 +44,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
 
-.PHONY: help quickstart install test test-fast fuzz soak nightly same traces kills lint types audit versions vllm-releases check format options notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak nightly doors same traces kills lint types audit versions vllm-releases check format options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -76,6 +78,14 @@ nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what the suite leaves out: fur
 	$(SAY) "Tests with the marker matrix"
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
 	$(MAKE) soak kills
+
+doors: $(STAMPS)/test ## test the doors whose packages do not go with those of the other tests: OpenEnv, OpenReward (needs the network)
+	$(SAY) "Doors"
+	@test -x $(VENV)/openenv/bin/python || $(PYTHON) -m venv $(VENV)/openenv
+	@$(VENV)/openenv/bin/python -m pip install -qq 'openenv>=0.10,<0.11'
+	@$(PIP) install -qq --upgrade --no-deps --target $(VENV)/openreward $(OPENREWARD)
+	$(TEST_ENV) OPENENV_PYTHON=$(abspath $(VENV))/openenv/bin/python PYTHONPATH=$(abspath $(VENV))/openreward \
+	  $(BIN)/python -m pytest tests/features/doors/test_openenv.py tests/features/doors/test_trl_specs.py $(PYTEST_ARGS)
 
 same: $(STAMPS)/test ## play tiny trainings here and on BASE=commit; compare weights, logs and advantages (4 minutes)
 	$(BIN)/python -m tests.referee $(BASE)
