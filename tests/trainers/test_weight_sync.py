@@ -44,6 +44,20 @@ def make(tmp_path):
     return make
 
 
+def test_every_turn_of_a_run_is_sampled_from_the_weights_after_the_last_step(make):
+    generator, trainer = make(max_steps=3, learning_rate=0.1)
+    seen = []
+
+    class Noting(Copying):
+        async def generate(self, *args, **kwargs):
+            seen.append((trainer.state.global_step, self.has_those_of(trainer.model)))
+            return await super().generate(*args, **kwargs)
+
+    generator.__class__ = Noting
+    trainer.train()
+    assert {step for step, _ in seen} == {0, 1, 2} and all(has_them for _, has_them in seen)
+
+
 def test_the_best_model_is_brought_to_the_sampler(make):
     generator, trainer = make(
         Worse, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
