@@ -302,7 +302,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "chat": (2571, 13),
     "cli": (2608, 15),
     "critic": (612, 3),
-    "environments": (1314, 8),
+    "environments": (1315, 8),
     "evaluation": (1166, 8),
     "features/__init__.py": (130, 1),
     "features/doctor": (2244, 10),

@@ -145,6 +145,7 @@ class TRLEnvAdapter(ToolEnv):
         bases = type(self.environment).__mro__
         if any(base.__module__.startswith("trl.") and hasattr(base, "_close") for base in bases):
             self.environment._close()
+        super().close()
 
     @property
     def has_reward(self) -> bool:  # type: ignore[override]
