@@ -1,7 +1,8 @@
 """Two machines train together with `multi_node.yaml` and a server on one of them; one is lost, and the other ends.
 
 Covered: rendezvous, ZeRO-3 over both machines, weights that reach a server on the other one, checkpoints, and the end
-of the survivor. Not covered: GPUs and NCCL; folders that the machines do not share.
+of the survivor, which waits for answers of the lost server: first for that, then for the lost rank. Not covered: GPUs
+and NCCL; folders that the machines do not share.
 """
 
 import json
@@ -66,6 +67,7 @@ def write_files(folder, url):
         "max_tokens_per_turn": 8, "max_completion_length": 16, "max_turns": 1, "num_generations": 4,
         "per_device_train_batch_size": 4, "max_steps": 1000, "learning_rate": 0.01, "lr_scheduler_type": "constant",
         "use_vllm": True, "vllm_mode": "server", "servers.urls": [url],
+        "servers.health_timeout": 5, "servers.retry_window": 5,
         "servers.max_logprob_gap": 1e9, "vllm_importance_sampling_correction": False,  # the stand-in is no policy
         "bf16": False, "use_cpu": True, "gradient_checkpointing": False, "save_strategy": "steps", "save_steps": 1,
         "ddp_timeout": 30, "logging_steps": 1, "report_to": "none", "record_trajectories": "none",
@@ -104,7 +106,7 @@ def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, t
     logs = [tmp_path / f"machine-{rank}.txt" for rank in range(2)]
     far = both[1]
     far.start(tmp_path / "server.txt", sys.executable, "-m", "tests.distributed.far_server", far.address, tmp_path,
-              **ENVIRONMENT)  # fmt: skip
+              NUM_STEPS_BEFORE, **ENVIRONMENT)  # fmt: skip
     wait_for((tmp_path / "url").exists, START_S, [tmp_path / "server.txt"])
     write_files(tmp_path, (tmp_path / "url").read_text(encoding="utf-8"))
     launchers = [launch(tmp_path, machine, both[0]) for machine in both]
@@ -120,6 +122,7 @@ def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, t
     print(f"the other machine ended {time.monotonic() - lost_at:.0f} s after the loss")
     assert launchers[0].returncode == 1
     said = logs[0].read_text(encoding="utf-8")
+    assert "does not answer its health check" in said
     assert "Another rank is gone" in said and "resume_from_checkpoint: true" in said, said[-5000:]
     for step in range(1, NUM_STEPS_BEFORE + 1):
         weights = load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 import time
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
+from agent_r1_trl.generation.vllm import http_client
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
@@ -176,6 +178,21 @@ def test_a_slow_server_is_waited_for():
         assert turns(generator, 1) == [20]
         assert generator.metrics()["sampling/servers_lost"] == 0
         assert "/health" in server.calls
+
+
+def test_a_machine_that_answers_nothing_is_not_said_to_have_been_waited_for_as_an_answer(monkeypatch):
+    monkeypatch.setattr(http_client, "_CONNECT_S", 0.2)
+    with socket.socket() as full, contextlib.ExitStack() as callers:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(2):  # with its queue full, it does not answer, as a lost machine
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        client = http_client.HTTPClient(timeout_s=600)
+        callers.callback(client.close)
+        with pytest.raises(http_client.HTTPError, match=r"no connection within 0\.2 s"):
+            client.run(client.request("GET", f"http://127.0.0.1:{full.getsockname()[1]}/health"))
 
 
 def test_when_no_server_is_left_requests_end_after_the_window_and_name_it():

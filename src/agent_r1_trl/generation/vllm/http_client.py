@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
+_CONNECT_S = 10.0
 _SPARE_CONNECTIONS = 4  # for checks of a server whose other connections all wait for it
 
 
@@ -71,7 +72,8 @@ class HTTPClient:
             limit = self._max_connections + _SPARE_CONNECTIONS
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, limit_per_host=limit))
         seconds = self._timeout_s if timeout_s is None else timeout_s
-        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(10.0, seconds))
+        connect_s = min(_CONNECT_S, seconds)
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=connect_s)
         try:
             async with self._session.request(method, url, json=body, timeout=timeout) as answer:
                 if answer.status >= 300:
@@ -79,7 +81,9 @@ class HTTPClient:
                     raise HTTPError(f"{method} {url} was answered with {answer.status}: {text}", answer.status)
                 return await answer.json() if answer.content_type == "application/json" else None
         except TimeoutError as error:
-            raise HTTPError(f"{method} {url} had no answer within {seconds:g} s") from error
+            is_deaf = isinstance(error, aiohttp.ConnectionTimeoutError)
+            missing = f"no connection within {connect_s:g} s" if is_deaf else f"no answer within {seconds:g} s"
+            raise HTTPError(f"{method} {url} had {missing}") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: what should be JSON is not
             raise HTTPError(f"{method} {url} failed: {type(error).__name__}: {error}") from error
 
