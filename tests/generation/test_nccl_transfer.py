@@ -50,7 +50,15 @@ def test_a_cpu_has_no_nccl():
     assert describe_gpu(CPU) is None
 
 
-@pytest.mark.parametrize("ending", ["hangs", "is closed", "fails"])
+class ClosedAtOnce(nccl_group.NCCLGroup):
+    """Closed when a broadcast's thread starts."""
+
+    def _broadcast(self, tensors):
+        self.close()
+        super()._broadcast(tensors)
+
+
+@pytest.mark.parametrize("ending", ["hangs", "is closed", "is closed at once", "fails"])
 def test_a_broadcast_that_hangs_or_fails_ends_and_closes_the_group(ending):
     """Closed from outside is what happens when a request to the same server fails."""
     aborted, freed = [], threading.Event()
@@ -61,7 +69,8 @@ def test_a_broadcast_that_hangs_or_fails_ends_and_closes_the_group(ending):
         freed.wait(20)
 
     library = SimpleNamespace(ncclCommAbort=aborted.append, ncclCommDestroy=None)
-    group = nccl_group.NCCLGroup(0, 2, CPU, timeout_s=0.3 if ending == "hangs" else 20)
+    kind = ClosedAtOnce if ending == "is closed at once" else nccl_group.NCCLGroup
+    group = kind(0, 2, CPU, timeout_s=0.3 if ending == "hangs" else 20)
     group._communicator = SimpleNamespace(nccl=library, comm="group", broadcast=broadcast)
     closing = threading.Timer(0.2, group.close)
     if ending == "is closed":

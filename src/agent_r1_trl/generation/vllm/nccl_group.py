@@ -127,6 +127,8 @@ class NCCLGroup:
 
     def _broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         communicator = self._communicator
+        if communicator is None:  # closed meanwhile
+            return
         with torch.accelerator.device_index(self._device.index):
             for tensor in tensors:
                 communicator.broadcast(tensor.view(-1).view(torch.uint8), src=0, stream=self._stream)
@@ -147,10 +149,11 @@ class NCCLGroup:
         deadline = time.monotonic() + self._timeout_s
         if not self._is_closed:
             threading.Thread(target=run, name="nccl", daemon=True).start()
-        while not wait([result], _POLL_S).done:
-            if self._is_closed or time.monotonic() > deadline:
-                self.close()
-                raise GroupError(f"a member of the NCCL group is gone, or took longer than {self._timeout_s:g} s")
+        while not (is_done := wait([result], _POLL_S).done) and not self._is_closed and time.monotonic() < deadline:
+            pass
+        if self._is_closed or not is_done:
+            self.close()
+            raise GroupError(f"a member of the NCCL group is gone, or took longer than {self._timeout_s:g} s")
         error = result.exception()
         if error is not None:
             self.close()
