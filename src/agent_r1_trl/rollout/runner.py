@@ -323,8 +323,7 @@ class RolloutRunner:
         for each in slots:
             if each.trajectory is None:
                 each.draft.error = str(error)
-                trajectory = each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0)
-                each.trajectory = copy.deepcopy(trajectory)  # a loop that wakes up goes on with the draft
+                each.trajectory = _detached(each.draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=0.0))
                 if journal is not None and not isinstance(error, LoopLostError):
                     journal.end(each.draft.request, each.trajectory)
             trajectories.append(each.trajectory)
@@ -378,6 +377,19 @@ class _Slot:
     generator: Generator
     trajectory: Trajectory | None = None
     """Once it has ended."""
+
+
+def _detached(trajectory: Trajectory) -> Trajectory:
+    """With lists and turns of its own: a loop that was given up and wakes up goes on writing into those of the draft.
+
+    What stands in them is only ever replaced, and an environment's own objects in messages need not be copied.
+    """
+    own = copy.copy(trajectory)
+    for name, value in vars(trajectory).items():
+        if isinstance(value, list | dict):
+            setattr(own, name, copy.copy(value))
+    own.turns = [copy.copy(turn) for turn in trajectory.turns]
+    return own
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
