@@ -74,10 +74,10 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
 
-nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what the suite leaves out: further seeds, every combination of launches, kills, a long soak (hours)
+nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what the suite leaves out: further seeds, every combination of launches, kills, a long soak, the doors (hours)
 	$(SAY) "Tests with the marker matrix"
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
-	$(MAKE) soak kills
+	$(MAKE) soak kills doors
 
 doors: $(STAMPS)/test ## test the doors whose packages do not go with those of the other tests: OpenEnv, OpenReward (needs the network)
 	$(SAY) "Doors"

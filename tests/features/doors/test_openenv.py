@@ -17,10 +17,14 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl import check_env
-from agent_r1_trl.features.doors import OpenEnv
+from agent_r1_trl.features.doors import OpenEnv, training_trace
+from agent_r1_trl.features.doors.openenv.env import _text_of_call
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.tools import InfrastructureError
+from agent_r1_trl.tools.faults import HandledError, ReportedError
 from agent_r1_trl.trajectory import StopReason
+from tests.features.doors.agents import checked, loop_agent
 from tests.rollout.helpers import chat_of
 from tests.toys import call, calls, limits_of, say
 from tests.trainers.helpers import make_trainer
@@ -233,3 +237,27 @@ def test_two_steps_train_on_what_the_server_paid(tmp_path, server):
     assert len(rewards) == 2 and rewards[1] == pytest.approx(sum(paid) / len(paid)) and len(set(paid)) > 1
     assert any((old != new).any() for old, new in zip(before, trainer.model.parameters(), strict=True))
     assert server.count()["sessions"] == 0
+
+
+@pytest.mark.parametrize(
+    "kind, raised",
+    [("transport_error", InfrastructureError), ("execution_error", HandledError), ("invalid_args", ReportedError)],
+)
+def test_whose_fault_a_failed_mcp_call_was(kind, raised):
+    with pytest.raises(raised, match="Error: no") as caught:
+        _text_of_call({"error": {"error_type": kind, "message": "no"}})
+    assert type(caught.value) is raised
+
+
+def test_openenv_reads_a_training_trace():
+    trajectory, _ = checked(loop_agent, [call(), say("five")])
+    read = """
+import sys
+from openenv.core.harness.training import TrainingTrace
+print(TrainingTrace.model_validate_json(sys.stdin.read()).model_dump_json())
+"""
+    written = json.dumps(training_trace(trajectory))
+    heard = subprocess.run([PYTHON, "-c", read], input=written, capture_output=True, text=True, check=True)
+    assert [turn["loss_mask"] for turn in json.loads(heard.stdout)["turns"]] == [
+        turn["loss_mask"] for turn in json.loads(written)["turns"]
+    ]
