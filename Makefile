@@ -44,7 +44,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
 
-.PHONY: help quickstart install test test-fast fuzz soak nightly doors same traces kills lint types audit versions vllm-releases check format options notebooks clean
+.PHONY: help quickstart install test test-fast fuzz soak nightly doors same traces kills lint types audit versions vllm-releases check format docs options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -130,6 +130,11 @@ check: lint types test ## lint, types and tests
 format: $(STAMPS)/dev ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMPS)/venv ## build the site of the documentation under build/site, and check every link of it
+	$(SAY) "Documentation"
+	@test -x $(VENV)/docs/bin/zensical || { $(PYTHON) -m venv $(VENV)/docs && $(VENV)/docs/bin/python -m pip install -qq -r requirements/docs.txt; }
+	$(VENV)/docs/bin/python docs/build_site.py
 
 options: $(STAMPS)/package ## write the list of all options anew (train --help, docs/options.md)
 	$(BIN)/python -m agent_r1_trl.cli.options

@@ -1,0 +1,163 @@
+"""Build the site of the documentation and check it: `python docs/build_site.py` (`make docs`).
+
+    docs/*.md, recipes/*/README.md, benchmarks/*.md  ->  build/docs  ->  zensical  ->  build/site
+
+Links between pages of the repository become links between pages of the site; those to other files of the repository
+lead to `repo_url`. zensical's strict mode passes over dead links out of a page's folder and pages that the navigation
+lacks or invents, so the HTML is read once more: every link and anchor inside the site leads somewhere, and no page
+loads anything from another server.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG, SOURCES, SITE = ROOT / "mkdocs.yml", ROOT / "build" / "docs", ROOT / "build" / "site"
+BRANCH = "main"
+STYLE = "td code { white-space: nowrap; }\n"
+"""Names in narrow tables do not break."""
+_LINK = re.compile(r"(!?\[[^\]]*\]\()(?!https?://|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"^(```.*?^```\s*?$)", re.MULTILINE | re.DOTALL)
+
+
+class SiteError(Exception):
+    """The documentation cannot be built; the message lists why."""
+
+
+def find_pages() -> dict[Path, str]:
+    """File of the repository -> page of the site."""
+    pages = {path: path.name for path in ROOT.glob("docs/*.md")}
+    pages |= {path: f"recipes/{path.parent.name}.md" for path in ROOT.glob("recipes/*/README.md")}
+    pages |= {path: f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/*.md")}
+    return {path: re.sub(r"README\.md$", "index.md", name) for path, name in pages.items()}
+
+
+def write_sources(pages: dict[Path, str], repo_url: str) -> None:
+    """`build/docs`: the pages with their links, and the pictures that they show."""
+    shutil.rmtree(SOURCES, ignore_errors=True)
+    for path, name in pages.items():
+        parts = _FENCE.split(path.read_text(encoding="utf-8"))
+        text = "".join(part if part.startswith("```") else _relink(part, path, pages, repo_url) for part in parts)
+        (SOURCES / name).parent.mkdir(parents=True, exist_ok=True)
+        (SOURCES / name).write_text(text, encoding="utf-8")
+    (SOURCES / "narrow.css").write_text(STYLE, encoding="utf-8")
+
+
+def _relink(text: str, path: Path, pages: dict[Path, str], repo_url: str) -> str:
+    def replace(match: re.Match[str]) -> str:
+        start, link, anchor = match[1], match[2], match[3] or ""
+        target = (path.parent / link).resolve()
+        if target.is_dir() and target / "README.md" in pages:
+            target /= "README.md"
+        if start.startswith("!"):
+            picture = SOURCES / target.relative_to(ROOT)
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(target, picture)
+            to = target.relative_to(ROOT).as_posix()
+        elif target in pages:
+            to = pages[target]
+        else:
+            kind = "tree" if target.is_dir() else "blob"
+            return f"{start}{repo_url}/{kind}/{BRANCH}/{target.relative_to(ROOT).as_posix()}{anchor})"
+        return f"{start}{os.path.relpath(to, Path(pages[path]).parent)}{anchor})"
+
+    return _LINK.sub(replace, text)
+
+
+def check_navigation(pages: dict[Path, str], nav: list[Any]) -> list[str]:
+    """What is wrong with the navigation: each page stands in it once."""
+    named = [*_leaves(nav)]
+    problems = [f"mkdocs.yml: nav names {name}, which is no page" for name in named if name not in pages.values()]
+    problems += [f"mkdocs.yml: nav lacks {name}" for name in sorted({*pages.values()} - {*named})]
+    return problems + [f"mkdocs.yml: nav names {name} twice" for name in {*named} if named.count(name) > 1]
+
+
+def _leaves(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for item in nav.values() if isinstance(nav, dict) else nav:
+            yield from _leaves(item)
+
+
+class _Page(HTMLParser):
+    """Anchors and links of a page, and what it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.anchors.update(filter(None, (values.get("id"), values.get("name"))))
+        if tag == "a" and values.get("href"):
+            self.links.append(values["href"] or "")
+        is_loaded = tag in ("script", "img", "iframe", "source") or values.get("rel") in ("stylesheet", "preconnect")
+        self.loads += filter(None, [values.get("src") or values.get("href")] if is_loaded else [])
+
+
+def check_links(site: Path) -> list[str]:
+    """Links and loads of the built pages that lead nowhere, and loads from other servers."""
+    pages = {path: _Page(path) for path in sorted(site.rglob("*.html"))}
+    problems = []
+    for path, page in pages.items():
+        if path.name == "404.html":  # it is served at any address
+            continue
+        here = path.relative_to(site)
+        problems += [f"{here} loads {link}" for link in page.loads if urlsplit(link).netloc]
+        for link in [*page.links, *page.loads]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists():
+                problems.append(f"{here} links to {link}, which does not exist")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                problems.append(f"{here} links to {link}, which has no such anchor")
+    return problems
+
+
+def build() -> int:
+    """Build and check; returns the number of pages.
+
+    Raises:
+        SiteError: a page, a link or the navigation is wrong.
+        subprocess.CalledProcessError: zensical refused it, and said why.
+    """
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    pages = find_pages()
+    problems = check_navigation(pages, config["nav"])
+    if not problems:
+        write_sources(pages, config["repo_url"])
+        shutil.rmtree(SITE, ignore_errors=True)
+        zensical = Path(sys.executable).parent / "zensical"
+        subprocess.run(
+            [str(zensical), "build", "--strict", "--clean", "--config-file", str(CONFIG)], check=True, cwd=ROOT
+        )
+        problems = check_links(SITE)
+    if problems:
+        raise SiteError("\n".join(problems))
+    return len(pages)
+
+
+if __name__ == "__main__":
+    try:
+        print(f"{build()} pages under {SITE}")
+    except (SiteError, subprocess.CalledProcessError) as error:
+        sys.exit(str(error))
