@@ -37,6 +37,7 @@ class EvaluationResult:
     """What an evaluation found.
 
     Example:
+
         >>> result = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.0, 1.0)}], example_ids=["a", "b"])
         >>> result.metrics, [round(bound, 3) for bound in result.intervals["f1"]]
         ({'f1': 0.5}, [0.095, 0.905])

@@ -146,6 +146,7 @@ class RolloutCallback(TrainerCallback):
     """Base of callbacks that take part in the rollout; see the top of this file.
 
     Example:
+
         class CountTurns(RolloutCallback):
             def rollout_end(self, batch, output):
                 self.trainer.add_metrics({"my/turns": sum(len(item.turns) for item in batch.trajectories)})

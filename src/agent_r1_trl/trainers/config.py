@@ -428,6 +428,7 @@ class MultiTurnGRPOConfig(MultiTurnConfig):
     """Arguments of `MultiTurnGRPOTrainer`.
 
     Example:
+
         >>> MultiTurnGRPOConfig(output_dir="out", max_turns=0, bf16=False, use_cpu=True)
         Traceback (most recent call last):
         ...
@@ -450,6 +451,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     `gradient_accumulation_steps`.
 
     Example:
+
         >>> MultiTurnPPOConfig(output_dir="out", lam=1.5, bf16=False, use_cpu=True)
         Traceback (most recent call last):
         ...

@@ -180,6 +180,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         model: as for `MultiTurnTrainer`, like every argument not named here.
 
     Example:
+
         trainer = MultiTurnPPOTrainer(
             model="Qwen/Qwen2.5-1.5B-Instruct", args=MultiTurnPPOConfig(output_dir="out"), env=MyEnv,
             train_dataset=dataset, peft_config=LoraConfig(),
