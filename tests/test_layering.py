@@ -303,7 +303,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "cli": (2608, 15),
     "critic": (612, 3),
     "environments": (1315, 8),
-    "evaluation": (1167, 8),
+    "evaluation": (1166, 8),
     "features/__init__.py": (130, 1),
     "features/doctor": (2244, 10),
     "features/doors": (2682, 21),
@@ -321,7 +321,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (740, 7),
     "rollout": (2809, 15),
     "tools": (2573, 15),
-    "trainers": (6084, 16),
+    "trainers": (6082, 16),
     "update": (1713, 8),
 }
 

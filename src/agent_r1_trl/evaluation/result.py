@@ -36,8 +36,7 @@ Row = dict[str, tuple[float, float]]
 class EvaluationResult:
     """What an evaluation found.
 
-    Example:
-
+    Examples:
         >>> result = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.0, 1.0)}], example_ids=["a", "b"])
         >>> result.metrics, [round(bound, 3) for bound in result.intervals["f1"]]
         ({'f1': 0.5}, [0.095, 0.905])

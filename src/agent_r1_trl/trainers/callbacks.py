@@ -145,7 +145,7 @@ class OptimizerStep:
 class RolloutCallback(TrainerCallback):
     """Base of callbacks that take part in the rollout; see the top of this file.
 
-    Example:
+    For example:
 
         class CountTurns(RolloutCallback):
             def rollout_end(self, batch, output):

@@ -427,8 +427,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 class MultiTurnGRPOConfig(MultiTurnConfig):
     """Arguments of `MultiTurnGRPOTrainer`.
 
-    Example:
-
+    Examples:
         >>> MultiTurnGRPOConfig(output_dir="out", max_turns=0, bf16=False, use_cpu=True)
         Traceback (most recent call last):
         ...
@@ -450,8 +449,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     Epochs over one rollout are `num_iterations`; its optimizer steps per epoch are `steps_per_generation` divided by
     `gradient_accumulation_steps`.
 
-    Example:
-
+    Examples:
         >>> MultiTurnPPOConfig(output_dir="out", lam=1.5, bf16=False, use_cpu=True)
         Traceback (most recent call last):
         ...

@@ -179,7 +179,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         critic_model: for `critic="model"`: a backbone (`AutoModel`) that shares the policy's tokenizer.
         model: as for `MultiTurnTrainer`, like every argument not named here.
 
-    Example:
+    For example:
 
         trainer = MultiTurnPPOTrainer(
             model="Qwen/Qwen2.5-1.5B-Instruct", args=MultiTurnPPOConfig(output_dir="out"), env=MyEnv,
