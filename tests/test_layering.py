@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (231, 2),
     "features/serve": (1062, 8),
     "generation": (4001, 25),
-    "recording": (932, 6),
+    "recording": (933, 6),
     "rewards": (740, 7),
     "rollout": (2809, 15),
     "tools": (2573, 15),

@@ -138,6 +138,12 @@ def test_show_of_a_trajectory_is_this_rendering(tokenizer):
     assert trajectory.show(tokenizer, width=80) == render_trajectory(trajectory, tokenizer, 80)
 
 
+def test_in_a_notebook_it_is_a_string_too(tokenizer, monkeypatch):
+    expected = two_turns().show(tokenizer, width=90)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert two_turns().show(tokenizer, width=90) == expected != ""
+
+
 def test_the_summary_has_a_line_per_trajectory(tmp_path):
     records = [
         Record(trajectory=two_turns(), step=4, split="eval", rank=0, index=1, path=tmp_path),

@@ -86,6 +86,7 @@ def render(parts: Iterable[RenderableType], *, width: int | None = None, color: 
         file=io.StringIO(),
         width=width or shutil.get_terminal_size((100, 24)).columns,
         force_terminal=color,
+        force_jupyter=False,  # in a notebook rich would display the parts and leave the string empty
         no_color=not color,
         color_system="standard" if color else None,
         legacy_windows=False,
