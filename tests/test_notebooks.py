@@ -6,19 +6,25 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.effort import short
-
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = sorted(path.name for path in NOTEBOOKS.glob("*.ipynb"))
 
-PRINTED = {"04_echo_trap.ipynb": "success"}
+PRINTED = {
+    "03_the_algorithm_in_one_file.ipynb": "step   1  reward",
+    "04_echo_trap.ipynb": "success",
+    "05_your_own_environment.ipynb": "held out:",
+}
 """What a notebook prints; the others speak of masks."""
-SHORT = {"04_echo_trap.ipynb": "cold_steps, max_steps, seed = 1, 2, 0"}
+SHORT = {
+    "03_the_algorithm_in_one_file.ipynb": "num_steps, num_drawn = 1, 2",
+    "04_echo_trap.ipynb": "cold_steps, max_steps, seed = 1, 2, 0",
+    "05_your_own_environment.ipynb": "max_steps, questions_per_step, num_test = 1, 4, 8",
+}
 """Parameters for a run of seconds, in place of those in the cell with the tag."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", short(NAMES, "02_credit_by_hand.ipynb"))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
     monkeypatch.setenv("AGENT_R1_TRL_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
