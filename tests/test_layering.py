@@ -319,7 +319,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "generation": (4001, 25),
     "recording": (933, 6),
     "rewards": (740, 7),
-    "rollout": (2809, 15),
+    "rollout": (2921, 16),
     "tools": (2573, 15),
     "trainers": (6082, 16),
     "update": (1713, 8),

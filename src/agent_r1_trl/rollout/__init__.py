@@ -11,6 +11,7 @@ from agent_r1_trl.rollout.limits import RolloutLimits, context_length, describe_
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, example_key, rollout_requests
 from agent_r1_trl.rollout.runner import RolloutRunner
+from agent_r1_trl.rollout.status import RolloutStatus, rollout_status
 from agent_r1_trl.rollout.watchdog import LoopLostError
 
 __all__ = [
@@ -22,11 +23,13 @@ __all__ = [
     "RolloutLimits",
     "RolloutRequest",
     "RolloutRunner",
+    "RolloutStatus",
     "check_some_rolled_out",
     "context_length",
     "derive_seed",
     "describe_sampling",
     "example_key",
     "rollout_requests",
+    "rollout_status",
     "run_trajectory",
 ]

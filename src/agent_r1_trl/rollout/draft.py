@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from agent_r1_trl.trajectory import (
     Turn,
     extended_row,
 )
+
+NOT_STARTED, ENDED = "waiting", "ended"
+"""The first and the last phase of a draft."""
 
 
 @dataclass(kw_only=True)
@@ -40,8 +44,10 @@ class Draft:
     which therefore need no copy, and those that followed. The last segment says which row goes on."""
     num_dropped: int = 0
     """Tokens of observations that stand in no row's completion, because the context after them was rewritten."""
-    phase: str = "waiting"
-    """What the trajectory is waiting for; the watchdog reports it."""
+    phase: str = NOT_STARTED
+    """What the trajectory is waiting for; watchdog and `rollout_status` report it."""
+    since: float = field(default_factory=time.monotonic)
+    """When that began, in seconds of `time.monotonic`."""
     error: str | None = None
     is_refused: bool = False
     """The back end refused the request and would refuse it again."""
@@ -51,6 +57,10 @@ class Draft:
     """What an agent of its own has noted (`drive`)."""
     cancelled_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
+
+    def enter(self, phase: str) -> None:
+        """From now on the trajectory waits for something else."""
+        self.phase, self.since = phase, time.monotonic()
 
     @property
     def name(self) -> str:

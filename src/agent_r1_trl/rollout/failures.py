@@ -33,10 +33,15 @@ class FailureCause:
     @property
     def key(self) -> str:
         """Equal for errors that differ in numbers and addresses alone."""
-        return f"{self.stop_reason}: {re.sub('0x[0-9a-fA-F]+|[0-9]+', '#', self.error)}"
+        return without_numbers(f"{self.stop_reason}: {self.error}")
 
     def __str__(self) -> str:
         return f"{self.count} x {self.stop_reason}: {self.error} (first in example {self.example_id!r})"
+
+
+def without_numbers(text: str) -> str:
+    """What is equal for messages that differ in numbers and addresses alone."""
+    return re.sub("0x[0-9a-fA-F]+|[0-9]+", "#", text)
 
 
 def failure_of(trajectory: Trajectory) -> FailureCause | None:

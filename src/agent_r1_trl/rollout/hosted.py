@@ -89,7 +89,7 @@ class HostedRunner(RolloutRunner):
 async def _sample_turns(
     draft: Draft, session: EnvSession, endpoint: Any, limits: RolloutLimits, params: SamplingParams
 ) -> StopReason:
-    draft.phase = "reset"
+    draft.enter("reset")
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
     if hasattr(session.env, "drive"):
         raise ValueError(
@@ -104,7 +104,7 @@ async def _sample_turns(
         if room < 1:
             return StopReason.MAX_COMPLETION_LENGTH
         max_tokens = min(room, limits.max_tokens_per_turn or room)
-        draft.phase = f"turn {turn_index}: generation"
+        draft.enter(f"turn {turn_index}: generation")
         began = time.perf_counter()
         body = _body(draft, tools, max_tokens, params, derive_seed(draft.request.seed, turn_index))
         message, is_cut, usage = await _ask(endpoint, body, turn_index)

@@ -102,7 +102,7 @@ async def conclude(
                 draft.error = None if has_begun else draft.error
         trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
         if not stop_reason.is_infrastructure_failure and session.env is not None:
-            draft.phase = "outcome_reward"
+            draft.enter("outcome_reward")
             await _score(trajectory, session, limits)
         return trajectory
     except GenerationError:  # of the back end, for all trajectories
@@ -146,7 +146,7 @@ async def _sample_turns(
     limits: RolloutLimits,
     params: SamplingParams,
 ) -> StopReason:
-    draft.phase = "reset"
+    draft.enter("reset")
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
     if (drive := _drive_of(session.env, limits)) is not None:
         stop_reason: StopReason = await drive(draft, generator, chat, limits, params)
@@ -165,7 +165,7 @@ async def _sample_turns(
     sample = functools.partial(sample_turn, draft, generator, chat, tools, params)
     for turn_index in range(limits.max_turns):
         max_tokens = limits.turn_budget(*draft.lengths)
-        draft.phase = f"turn {turn_index}: generation"
+        draft.enter(f"turn {turn_index}: generation")
         generation, message, seconds = await sample(max_tokens, derive_seed(draft.request.seed, turn_index))
         message = cut_message(message, max_tokens) if generation.stop == "length" else message
         draft.add_turn(generation, message, generate_s=seconds)
@@ -183,7 +183,7 @@ async def _sample_turns(
             goes_on = end is None and turn_index + 1 < limits.max_turns
             wants_summary = goes_on and summaries.ask(observations, closing, ids)
         if wants_summary:
-            draft.phase = f"turn {turn_index}: summary"
+            draft.enter(f"turn {turn_index}: summary")
             seed = derive_seed(draft.request.seed, turn_index, "summary")
             generation, message, seconds = await sample(limits.context.summary_tokens or 0, seed)
             with named():
@@ -202,7 +202,7 @@ async def take_step(
     """Give the draft's last turn to the environment: its observations and info, and why it ended if it did."""
     turn = draft.turns[-1]
     names = [str(call.get("function", {}).get("name")) for call in turn.message.get("tool_calls", ())]
-    draft.phase = f"turn {turn_index}: {'tools ' + ', '.join(names) if names else 'environment step'}"
+    draft.enter(f"turn {turn_index}: {'tools ' + ', '.join(names) if names else 'environment step'}")
     began = time.perf_counter()
     observations, reward, done, info = await session.step(turn.message)
     record_step(turn, reward, info, env_s=time.perf_counter() - began)

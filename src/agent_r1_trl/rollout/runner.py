@@ -22,12 +22,13 @@ from typing import Any, Protocol, TypeVar
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.generation.base import Generator, SamplingParams, TrajectorySlot, current_slot
 from agent_r1_trl.rollout.context_policies import check_thinking
-from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.rollout.draft import ENDED, Draft
 from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of, may_pass
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rollout.status import publish
 from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
 from agent_r1_trl.tools.pool import prepare_thread
@@ -158,8 +159,11 @@ class RolloutRunner:
             else:
                 answer.set_result(ended.result())
 
+        def drafts() -> list[Draft]:
+            return [each.draft for each in slots]
+
         watchdog = Watchdog(
-            lambda: [each.draft for each in slots],
+            drafts,
             loop,
             self._thread,
             interval_s=self.limits.watchdog_interval,
@@ -169,6 +173,7 @@ class RolloutRunner:
         _FrozenHeap.add(1)
         answer.add_done_callback(lambda _: _FrozenHeap.add(-1))
         answer.add_done_callback(lambda _: watchdog.stop())
+        answer.add_done_callback(publish(drafts))
         watchdog.start()
         self._submit(self._run_all(slots, params or self.params, journal), loop).add_done_callback(copy_outcome)
         return answer
@@ -195,12 +200,12 @@ class RolloutRunner:
                         break
                     failed.append(f"{cause.stop_reason}: {cause.error}")
                     self._warn_of_retry(cause)
-                    each.draft.phase = f"waiting for try {len(failed) + 1}"
+                    each.draft.enter(f"waiting for try {len(failed) + 1}")
                     await asyncio.sleep(RETRY_WAIT_S * 2 ** (len(failed) - 1))
                     request = replace(each.draft.request, attempt=len(failed))
                     each.draft, each.session, each.generator = self._opened(request, journal)
             each.trajectory, trajectory.failed_tries = trajectory, failed
-            each.draft.phase = "ended"
+            each.draft.enter(ENDED)
             self._warn_of_timeout(each.draft)
             if self.on_trajectory is not None:
                 self.on_trajectory(trajectory)

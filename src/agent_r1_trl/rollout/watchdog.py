@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.rollout.draft import ENDED, NOT_STARTED, Draft
 from agent_r1_trl.safe_text import shown
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Watchdog:
             )
 
     def _running(self) -> list[Draft]:
-        return [draft for draft in self._drafts() if draft.phase not in ("waiting", "ended")]
+        return [draft for draft in self._drafts() if draft.phase not in (NOT_STARTED, ENDED)]
 
     def _names(self) -> str:
         running = self._running()

@@ -157,7 +157,7 @@ class AgentEnv:
         """
         assert self._agent is not None
         try:
-            draft.phase = "turn 0: agent"
+            draft.enter("turn 0: agent")
             session = self._session
             session.begin(draft, generator, chat, limits, params)
             await asyncio.wait({self._agent, session.over}, return_when=asyncio.FIRST_COMPLETED)

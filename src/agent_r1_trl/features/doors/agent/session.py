@@ -236,7 +236,7 @@ class AgentSession:
         same.append(call)
         if is_main:
             self._main = call
-        sampler.draft.phase = f"turn {len(sampler.draft.turns)}: generation"
+        sampler.draft.enter(f"turn {len(sampler.draft.turns)}: generation")
         self._warn(asked)
         return call
 
@@ -302,7 +302,7 @@ class AgentSession:
                 _count(draft, f"drift/{context.drift}", agent_drift=context.difference)
             if call.asked.overridden:
                 _count(draft, "agent/overridden", agent_overridden=", ".join(call.asked.overridden))
-        draft.phase = f"turn {len(draft.turns)}: agent"
+        draft.enter(f"turn {len(draft.turns)}: agent")
         finish = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
         answer = completion(identity, MODEL, message, finish, len(context.ids), len(generation.token_ids))
         if call.asked.wants_ids:
