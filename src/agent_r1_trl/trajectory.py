@@ -428,7 +428,7 @@ class Trajectory:
     def show(self, tokenizer: Any, *, width: int | None = None) -> str:
         """Render the completion as text whose ANSI colours show the author of each token; pass it to `print`.
 
-        Green: action tokens. Yellow: template glue. Blue: environment text.
+        Blue: action tokens. Orange: environment text. Grey: template glue.
         """
         from agent_r1_trl.recording.terminal import render_trajectory
 

@@ -1,6 +1,6 @@
 """A trajectory on the terminal: its tokens with the mask in colour, its rewards and its tool calls.
 
-Green: sampled by the policy, mask 1. Yellow: chat template. Blue: environment. Text of a model or of a web page cannot
+Blue: sampled by the policy, mask 1. Orange: environment. Grey: chat template. Text of a model or of a web page cannot
 control the terminal: control characters are shown as symbols.
 """
 
@@ -49,7 +49,8 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
     return re.sub("\ufffd+", "\ufffd", str(text))
 
 
-STYLES = {Author.POLICY: "green", Author.TEMPLATE: "yellow", Author.ENVIRONMENT: "blue"}
+STYLES = {Author.POLICY: "color(32)", Author.TEMPLATE: "color(244)", Author.ENVIRONMENT: "color(166)"}
+"""Blue, grey and orange, which colour-blind eyes tell apart, on a dark and on a light ground."""
 PROMPT_CHARS, RESULT_CHARS = 2000, 160
 """Longest prompt and result of a call that are shown whole."""
 
@@ -88,7 +89,7 @@ def render(parts: Iterable[RenderableType], *, width: int | None = None, color: 
         force_terminal=color,
         force_jupyter=False,  # in a notebook rich would display the parts and leave the string empty
         no_color=not color,
-        color_system="standard" if color else None,
+        color_system="256" if color else None,
         legacy_windows=False,
         highlight=False,
         markup=False,
