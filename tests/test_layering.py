@@ -300,7 +300,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1529, 7),
     "advantages": (1129, 5),
     "chat": (2571, 13),
-    "cli": (2608, 15),
+    "cli": (3086, 17),
     "critic": (612, 3),
     "environments": (1315, 8),
     "evaluation": (1166, 8),

@@ -129,6 +129,9 @@ class TrainArguments(TaskArguments):
     num_processes_expected: Count | None = setting(
         None, "Number of processes that this recipe was written for; any other is refused. None: any number."
     )
+    verbose: bool = setting(
+        False, "Print every logged metric. Off: those that are shown; all go to the tracker and trainer_state.json."
+    )
     overwrite: bool = setting(
         False,
         "Start a new run in an output_dir that holds one: the old run's folder is moved to output_dir.1 (.2, ...), "

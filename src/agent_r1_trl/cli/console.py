@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +15,13 @@ class PlainConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
+        self.lock = threading.RLock()
+        """One text at a time: what stands below it (`live.py`) is drawn with it."""
 
     def print(self, *items: Any, **options: Any) -> None:
         """Print texts and renderables."""
-        super().print(*[shown(item) if isinstance(item, str) else item for item in items], **options)
+        with self.lock:
+            super().print(*[shown(item) if isinstance(item, str) else item for item in items], **options)
 
 
 def table_console() -> PlainConsole:

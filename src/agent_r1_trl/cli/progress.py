@@ -1,18 +1,25 @@
-"""Progress bars in a terminal, and plain lines elsewhere."""
+"""What a run shows while it goes on: a block of lines in a terminal (`frame.py`), plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Column
-from transformers import TrainerCallback
+from rich.text import Text
 
 from agent_r1_trl.cli.console import PlainConsole
-from agent_r1_trl.rollout import describe_sampling
+from agent_r1_trl.cli.frame import MAX_ROWS, TAUGHT, progress_line, row_of, seconds_left, shown_metrics, sparks, table
+from agent_r1_trl.cli.live import LiveBlock, has_terminal
+from agent_r1_trl.rollout import describe_sampling, rollout_status
+from agent_r1_trl.rollout.failures import count_causes, failure_of, without_numbers
+from agent_r1_trl.safe_text import shown
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trajectory import ToolErrorKind, Trajectory
 
 HEADLINE = {
     "reward": "reward",
@@ -22,109 +29,279 @@ HEADLINE = {
     "rollout/turns": "turns",
     "rollout/tool_calls": "calls",
     "tools/failure_share": "failed calls",
+    TAUGHT: "taught",
     "entropy": "entropy",
     "filter/kept_share": "kept",
     "filter/skipped_steps": "skipped steps",
 }
-"""Logged metric -> its label beside the bar."""
+"""Logged metric -> its label on a plain line."""
 NUM_LINES = 20
 """Approximate number of lines that a run prints where there is no terminal."""
+MAX_HISTORY, MAX_CAUSES, NUM_CAUSES = 2000, 100, 3
+"""Logs of which there are curves; causes of failures that are counted, and that have a line."""
 
 
-class TrainingProgress(TrainerCallback):
-    """A bar for training, with the metrics that tell whether the agent learns."""
+class Causes(logging.Handler):
+    """What went wrong: a warning is printed when it comes for the first time, and counted from then on."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+        self._found: dict[str, tuple[int, str, int, bool]] = {}
+        """By cause: its count, its newest text, the step of that, and whether its first one was printed."""
+        self._num_told: dict[str, int] = {}
+        self.step = 0
+
+    def add(self, text: str, num: int = 1, *, is_printed: bool = False) -> bool:
+        """Count it; whether it is a new one."""
+        before = self._found.pop(key := without_numbers(text), (0, "", 0, False))
+        if len(self._found) == MAX_CAUSES:
+            del self._found[next(iter(self._found))]
+        self._found[key] = (before[0] + num, text, self.step, is_printed)
+        return not before[0]
+
+    def add_failures(self, trajectories: list[Trajectory]) -> None:
+        """Count the failures of a rollout that were not the policy's."""
+        for cause in count_causes(map(failure_of, trajectories)):
+            self.add(f"{cause.stop_reason}: {cause.error}", cause.count)
+        for result in (result for item in trajectories for result in item.tool_results):
+            is_tools = result.error is ToolErrorKind.EXCEPTION and not result.is_models_mistake
+            if is_tools or result.error is ToolErrorKind.TIMEOUT:
+                self.add(shown(f"tool {result.call.name}, {result.error}: {result.cause}"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take in a warning of the package; where the user has set up logging, that prints it."""
+        try:
+            text = record.getMessage()
+            if self.add(shown(" ".join(text.split())), is_printed=True) and not logging.root.handlers:
+                self._console.print(text, style="red" if record.levelno >= logging.ERROR else "yellow")
+        except Exception:  # as handlers do: the terminal is gone, for example
+            self.handleError(record)
+
+    def lines(self, *, is_new: bool = False) -> list[Text]:
+        """The newest causes, but for a warning that came only once; `is_new`: since the last such call."""
+        found = [(key, *cause) for key, cause in [*self._found.items()] if cause[0] > 1 or not cause[3]]
+        if is_new:
+            found = [cause for cause in found if self._num_told.get(cause[0]) != cause[1]]
+            self._num_told |= {key: num for key, num, *_ in found}
+        return [
+            Text(f"{num} x, last in step {step}: {text}", style="yellow")
+            for _, num, text, step, _ in found[-NUM_CAUSES:]
+        ]
+
+
+class TrainingProgress(RolloutCallback):
+    """Shows how a training goes on and what it does now, in the main process.
+
+    Args:
+        console: where.
+        is_plain: lines only, also in a terminal.
+        is_verbose: print every logged metric.
+    """
+
+    def __init__(self, console: Console | None = None, *, is_plain: bool = False, is_verbose: bool = False) -> None:
         self.console = console or PlainConsole()
-        self._progress: Progress | None = None
-        self._training: Any = None
+        self._is_plain, self._is_verbose = is_plain or not has_terminal(self.console), is_verbose
+        self._block: LiveBlock | None = None
+        self._causes: Causes | None = None
+        """Where the run is shown, and between its begin and its end."""
+        self._rows: deque[dict[str, float]] = deque(maxlen=MAX_HISTORY)
+        self._phase, self._phase_began = "starting", time.monotonic()
+        self._eval_batch: tuple[int, int] | None = None
+        """In an evaluation, the number of the batch and of all batches."""
+
+    # ---------------------------------------------------------------- the run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar, in the main process only."""
-        if state.is_world_process_zero:
-            self.stop()  # the bar of what a rollback has undone
-            self._progress = make_progress(self.console)
-            self._progress.start()
-            done, total = state.global_step, state.max_steps
-            self._training = self._progress.add_task("training", total=total, completed=done, note="")
+        """Begin to show the run, with the history of one that is resumed."""
+        if not state.is_world_process_zero:
+            return
+        self.stop()  # what a rollback has undone
+        self._args, self._state = args, state
+        self._rows.clear()
+        for logs in state.log_history:
+            self._take(logs)
+        self._began = self._step_ended = time.monotonic()
+        self._first_step = state.global_step
+        self._causes = Causes(self.console)
+        self._causes.step = state.global_step + 1
+        logging.getLogger("agent_r1_trl").addHandler(self._causes)
+        if not self._is_plain:
+            self._block = LiveBlock(self.console, self.lines)
+            self._block.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Advance the bar."""
-        if self._progress is not None:
-            self._progress.update(self._training, completed=state.global_step)
+    def _take(self, logs: dict[str, Any]) -> None:
+        if "reward" in logs:  # of a training step
+            self._rows.append(row_of(logs, has_critic=getattr(self._args, "has_critic", False)))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Show the newest metrics beside the bar."""
-        if self._progress is None or not logs or "train_runtime" in logs:
+        """Show the newest metrics."""
+        if self._causes is None or not logs or "train_runtime" in logs:
             return
-        headline = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
+        step = f"step {state.global_step}"
+        if self._is_verbose:
+            self.console.print(f"{step}: " + "  ".join(f"{name} {value:.4g}" for name, value in _numbers(logs)))
         if any(name.startswith("eval_") for name in logs):
             how = ""
             if hasattr(args, "sampling_params"):  # not those of another trainer
                 num_attempts = args.num_generations_eval or args.num_generations
                 how = f" ({describe_sampling(args.sampling_params(is_training=False), num_attempts, args)})"
-            self.console.print(f"step {state.global_step}, evaluation{how}: {headline}")
+            results = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
+            self.console.print(f"{step}, evaluation{how}: {results}")
             return
-        self._progress.update(self._training, note=headline)
+        self._take({"step": state.global_step, **logs})
         every = max(1, state.max_steps // NUM_LINES)
-        if not self.console.is_terminal and (state.global_step % every == 0 or state.global_step == 1):
-            seconds = self._progress.tasks[0].elapsed or 0.0
-            self.console.print(f"step {state.global_step}/{state.max_steps}, {seconds:.0f} s: {headline}")
+        if self._is_plain and (state.global_step % every == 0 or state.global_step == 1):
+            taught = {name: value for name, value in self._rows[-1].items() if name == TAUGHT} if self._rows else {}
+            seconds = time.monotonic() - self._began
+            self.console.print(f"{step}/{state.max_steps}, {seconds:.0f} s: {headline_of({**logs, **taught})}")
+            for line in self._causes.lines(is_new=True):
+                self.console.print(line)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the bar as it stands."""
+        """Leave the block as it stands."""
+        self._enter("ended")
         self.stop()
 
     def stop(self) -> None:
         """End the display; also called after an error."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._block is not None:
+            self._block.stop()
+        if self._causes is not None:
+            logging.getLogger("agent_r1_trl").removeHandler(self._causes)
+        self._block = self._causes = None
+
+    # ---------------------------------------------------------------- what it does now
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._phase_began = phase, time.monotonic()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step begins; perhaps with a rollout."""
+        self._enter("update" if self.trainer is not None else "step")  # the latter without our rollout
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A micro-step of several has ended."""
+        num = self._phase.partition("micro-step ")[2].partition(" ")[0]
+        self._enter(f"update, micro-step {int(num or 1) + 1} of {args.gradient_accumulation_steps}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step is done."""
+        self._step_ended = time.monotonic()
+        if self._causes is not None:
+            self._causes.step = state.global_step + 1
+
+    @contextlib.contextmanager
+    def around_rollout(self) -> Iterator[None]:
+        """The sampler gets its weights first."""
+        if not self.trainer.model.training and self._eval_batch is None:
+            self._eval_batch = (1, 0)
+        self._enter("weight sync")
+        yield
+
+    def weights_synced(self, policy: Any, position: Any) -> None:
+        """Trajectories are sampled."""
+        self._enter("rollout")
+
+    def after_rollout(self, batch: Any) -> bool:
+        """They are scored: reward functions, reference, advantages."""
+        self._enter("scoring")
+        if self._causes is not None:
+            self._causes.add_failures(batch.trajectories)
+        return False
+
+    def rollout_end(self, batch: Any, output: Any) -> None:
+        """They are trained on."""
+        self._enter("update")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kw: Any) -> None:
+        """A batch of an evaluation is done."""
+        num = len(eval_dataloader) if hasattr(eval_dataloader, "__len__") else 0
+        self._eval_batch = ((self._eval_batch or (1, 0))[0] + 1, num)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The evaluation is done."""
+        self._eval_batch = None
+
+    def before_save(self, folder: str) -> None:
+        """A checkpoint, or the model, is written."""
+        self._enter("saving")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The checkpoint is whole."""
+        self._enter("update")
+
+    def status(self) -> str:
+        """What the run does now, in words."""
+        rollout, seconds = rollout_status(), time.monotonic() - self._phase_began
+        lead = "rank 0: " if getattr(self._args, "world_size", 1) > 1 else ""
+        if self._eval_batch is not None:
+            batch, num = self._eval_batch
+            lead += f"evaluation, batch {batch}{f' of {num}' if num else ''}: "
+        if rollout is not None and self._phase in ("weight sync", "rollout"):
+            return f"{lead}{'' if self._eval_batch else 'rollout '}{rollout}"
+        ahead = f"; next rollout {rollout}" if rollout is not None else ""
+        return f"{lead}{self._phase}{f', {seconds:.0f} s' if seconds >= 1.0 else ''}{ahead}"
+
+    def lines(self, width: int, height: int) -> list[Text]:
+        """The block, for a terminal of this size."""
+        rows, causes = [*self._rows], self._causes.lines() if self._causes else []
+        metrics, is_ascii = shown_metrics(rows, width), self.console.options.ascii_only
+        num_rows = max(1, min(MAX_ROWS, height // 2 - 6 - len(causes)))
+        now, done, total = time.monotonic(), self._state.global_step, self._state.max_steps
+        seconds, idle_s = now - self._began, now - self._step_ended
+        left_s = seconds_left(done - self._first_step, total - done, seconds, idle_s)
+        return [
+            *table(rows[-num_rows:], metrics),
+            Text(),
+            *sparks(rows, metrics, width, is_ascii=is_ascii),
+            *causes,
+            progress_line("step", done, total, seconds, left_s, width, is_ascii=is_ascii),
+            Text(f"  {self.status()}"),
+        ]
+
+
+def _numbers(logs: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    return ((name, value) for name, value in logs.items() if isinstance(value, int | float))
 
 
 def headline_of(logs: dict[str, Any]) -> str:
-    """The metrics beside the bar, as text."""
+    """The metrics of a plain line, as text."""
     known = {label: logs[name] for name, label in HEADLINE.items() if isinstance(logs.get(name), int | float)}
     return "  ".join(f"{label} {float(value):.3g}" for label, value in known.items())
 
 
-def make_progress(console: Console) -> Progress:
-    """Bars with the columns that all commands share; a narrow terminal cuts the note and nothing else."""
-    note = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24 if console.width >= 100 else 8),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", style="dim", markup=False, table_column=note),
-        console=console,
-        expand=True,  # gives the note what the other columns leave
-        speed_estimate_period=24 * 3600,  # by default 30 s, within which a step of a large model may not end
-        disable=not console.is_terminal,
-    )
-
-
 @contextlib.contextmanager
 def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """A bar that advances with every finished trajectory; yields the `on_trajectory` of `evaluate`."""
+    """Shows an evaluation, trajectory by trajectory; yields the `on_trajectory` of `evaluate`."""
     solved: list[float] = []
-    with make_progress(console) as progress:
-        bar = progress.add_task(description, total=total, note="")
+    note, began, ended = "", time.monotonic(), time.monotonic()
 
-        def advance(trajectory: Any) -> None:
-            name, label = ("em", "exact match") if "em" in trajectory.info else ("success", "success")
-            score = trajectory.info.get(name)
-            solved.append(float(score) if isinstance(score, int | float) else 0.0)
-            note = f"{label} {sum(solved) / len(solved):.3f}" if score is not None else ""
-            progress.update(bar, advance=1, note=note)
+    def advance(trajectory: Any) -> None:
+        nonlocal note, ended
+        name, label = ("em", "exact match") if "em" in trajectory.info else ("success", "success")
+        score = trajectory.info.get(name)
+        solved.append(float(score) if isinstance(score, int | float) else 0.0)
+        note, ended = f"{label} {sum(solved) / len(solved):.3f}" if score is not None else "", time.monotonic()
 
-        try:
-            yield advance
-        except (KeyboardInterrupt, SystemExit):
-            num = len(solved)
-            console.print(f"{description} interrupted: {num} of {total} trajectories finished, no table is written")
-            raise
-    if not console.is_terminal:
-        console.print(f"{description}: {len(solved)} trajectories in {progress.tasks[bar].elapsed:.0f} s")
+    def lines(width: int, height: int) -> list[Text]:
+        now, num = time.monotonic(), len(solved)
+        left_s = seconds_left(num, total - num, now - began, now - ended)
+        is_ascii = console.options.ascii_only
+        first = progress_line(description, num, total, now - began, left_s, width, is_ascii=is_ascii)
+        return [Text.assemble(first, f"  {note}"), Text(f"  rollout {rollout_status() or 'ended'}")]
+
+    block = LiveBlock(console, lines) if has_terminal(console) else None
+    if block is not None:
+        block.start()
+    try:
+        yield advance
+    except (KeyboardInterrupt, SystemExit):
+        num = len(solved)
+        console.print(f"{description} interrupted: {num} of {total} trajectories finished, no table is written")
+        raise
+    finally:
+        if block is not None:
+            block.stop()
+    if block is None:
+        console.print(f"{description}: {len(solved)} trajectories in {time.monotonic() - began:.0f} s")

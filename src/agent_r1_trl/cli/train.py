@@ -117,11 +117,10 @@ def run(argv: Sequence[str]) -> int:
         facts = facts_of_run(processes=args.world_size, device=str(args.device), data=data)
         given = script_args.settings | {"overwrite": False}
         write_resolved_recipe(given, (TrainArguments, type(args), ModelConfig), task["env"], facts, folder)
-    progress = TrainingProgress(console)
-    if not args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(progress)
+    progress = TrainingProgress(console, is_plain=args.disable_tqdm, is_verbose=script_args.verbose)
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(progress)
     _train(trainer, checkpoint, progress)
     with saving(Path(args.output_dir)):  # absolute by now, wherever a tool has gone
         trainer.save_model(args.output_dir, _internal_call=True)  # True: nothing is uploaded yet

@@ -1,0 +1,66 @@
+"""Commands in a terminal of their own, which they leave as it should be, whatever ends them."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.terminals import Terminal
+from tests.cli.test_exit_codes import HANGING
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+
+
+def wait_for(shown, text, process):
+    deadline = time.monotonic() + 200
+    while not any(text in line for line in shown.lines()):
+        assert time.monotonic() < deadline and process.poll() is None, "\n".join(shown.lines())
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(recipe, request, signum):
+    path = recipe(max_steps=1, **{"failures": {"save_on_signal": False}})
+    task = Path("task.py")
+    task.write_text("import asyncio\nfrom pathlib import Path\n" + task.read_text() + HANGING)
+    Path("hang").touch()
+    shown = Terminal(80)
+    request.addfinalizer(shown.close)
+    command = [sys.executable, "-m", "agent_r1_trl.cli", "train", "--config", path, "--env", "task.py:HangingEnv"]
+    process = shown.start(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, start_new_session=True)
+    request.addfinalizer(process.kill)
+    wait_for(shown, "  rollout 0 of 4 done, 4 waiting for environment step, longest ", process)
+    assert shown.block()[0].split() == ["step", "reward", "success", "entropy", "turns", "failed", "taught", "s/step"]
+    shown.resize(70)  # of the window alone: the process has to find out
+    time.sleep(1.5)
+    assert shown.block()[0].split() == ["step", "reward", "success", "entropy"]
+    process.send_signal(signum)
+    process.wait(60)
+    lines = shown.lines()
+    assert not shown.screen.cursor.hidden and shown.screen.cursor.x == 0
+    assert sum("step 0/1" in line for line in lines) == 1, "\n".join(lines)
+    if signum == signal.SIGINT:
+        assert process.returncode == 130 and lines[-1] == "interrupted"
+    assert shown.screen.cursor.y == len(lines)
+
+
+@pytest.mark.slow
+def test_an_evaluation_says_what_it_waits_for(recipe, request):
+    path = recipe()
+    task = Path("task.py")
+    task.write_text("import asyncio\nfrom pathlib import Path\n" + task.read_text() + HANGING)
+    Path("hang").touch()
+    shown = Terminal(80)
+    request.addfinalizer(shown.close)
+    command = [sys.executable, "-m", "agent_r1_trl.cli", "eval", "--config", path, "--env", "task.py:HangingEnv"]
+    process = shown.start(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, start_new_session=True)
+    request.addfinalizer(process.kill)
+    wait_for(shown, "  rollout 0 of 2 done, 2 waiting for environment step, longest ", process)
+    Path("hang").unlink()
+    assert process.wait(60) == 0
+    lines = shown.lines()
+    assert any(line.startswith("evaluation 2/2 ━━━") and "100%" in line for line in lines), "\n".join(lines)
