@@ -297,9 +297,9 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1529, 7),
+    "(nouns)": (1530, 7),
     "advantages": (1129, 5),
-    "chat": (2571, 13),
+    "chat": (2579, 13),
     "cli": (3086, 17),
     "critic": (612, 3),
     "environments": (1315, 8),

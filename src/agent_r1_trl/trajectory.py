@@ -262,7 +262,8 @@ class Trajectory:
         for name in ("action_mask", "logprobs", "turn_ids", "authors"):
             if (length := len(getattr(self, name))) != num_tokens:
                 return f"{name} has {length} entries and completion_ids {num_tokens}. Give each token one entry."
-        is_action = [author is Author.POLICY for author in self.authors]
+        policy = Author.POLICY  # found once: a look into an enum takes longer than the comparison
+        is_action = [author is policy for author in self.authors]
         if not list(self.action_mask) == is_action == [turn_id >= 0 for turn_id in self.turn_ids]:
             tokens = zip(self.action_mask, is_action, (turn_id >= 0 for turn_id in self.turn_ids), strict=True)
             place = next(index for index, token in enumerate(tokens) if len({*token}) > 1)

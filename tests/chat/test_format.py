@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -458,3 +459,19 @@ def test_a_prompt_is_rendered_once_for_all_members_of_its_group(monkeypatch):
     for number in range(300):
         chat.encode_prompt([{"role": "user", "content": str(number)}])
     assert chat._encode_json.cache_info().currsize <= 256
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "gemma4", "gptoss"])
+def test_a_token_has_the_flag_of_the_segments_that_it_reaches_into(family):
+    encoder, rng = ChatFormat(make_tokenizer(family)).encoder, random.Random(0)
+    for _ in range(200):
+        words = ["a", "bc ", "\n", " ", "é", "日本", "🙂", "", *encoder.control_ids]
+        pieces = [
+            ("".join(rng.choices(words, k=rng.randrange(5))), rng.random() < 0.5) for _ in range(rng.randrange(6))
+        ]
+        private = [(encoder._privately(text), flag) for text, flag in pieces]
+        starts = itertools.accumulate((len(text) for text, _ in private), initial=0)
+        spans = [(start, start + len(text)) for start, (text, flag) in zip(starts, private, strict=False) if flag]
+        encoding = encoder._tokenize("".join(text for text, _ in private))
+        expected = [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
+        assert encoder.encode_segments(pieces) == (encoding.ids, expected)

@@ -11,8 +11,10 @@ Not covered: chat templates (`rendering.py`, `templates.py`), reading calls (`pa
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
+import operator
 import re
 import secrets
 from collections.abc import Sequence
@@ -149,7 +151,12 @@ class TextEncoder:
             if flag:
                 spans.append((start, len(text)))
         encoding = self._tokenize(text)
-        return list(encoding.ids), [any(a < end and b > start for start, end in spans) for a, b in encoding.offsets]
+        offsets, flags = encoding.offsets, [False] * len(encoding.ids)
+        for start, end in spans:
+            first = bisect.bisect_right(offsets, start, key=operator.itemgetter(1))
+            stop = bisect.bisect_left(offsets, end, lo=first, key=operator.itemgetter(0))
+            flags[first:stop] = [True] * (stop - first)
+        return list(encoding.ids), flags
 
     def truncate(self, text: str, max_tokens: int) -> str:
         """A prefix of plain text, as long as possible, that encodes to at most `max_tokens` ids."""
