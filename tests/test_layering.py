@@ -306,7 +306,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "evaluation": (1166, 8),
     "features/__init__.py": (130, 1),
     "features/doctor": (2244, 10),
-    "features/doors": (2682, 21),
+    "features/doors": (2719, 21),
     "features/echo_trap": (1954, 12),
     "features/games": (1240, 8),
     "features/hub": (937, 7),

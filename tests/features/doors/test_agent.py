@@ -1,10 +1,13 @@
 """An agent through the endpoint: its trajectories are those of an environment, whatever it does with its messages."""
 
 import asyncio
+import copy
 import random
 
 import pytest
 
+from agent_r1_trl.features.doors.agent.held import Held
+from agent_r1_trl.features.doors.agent.wire import read_request
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out, use
 from tests.rollout.helpers import PROMPT, chat_of
@@ -141,6 +144,32 @@ def test_tools_in_another_order_are_another_conversation_and_keys_in_another_ord
 
     trajectory, _ = checked(agent, THREE)
     assert [len(row.turn_ids) > 0 for row in trajectory.rows] == [True, True] and trajectory.info["drift/tools"] == 1
+
+
+def test_a_request_that_shares_messages_with_the_last_one_is_read_as_if_it_came_alone():
+    def drawn(index):
+        if not index % 3:
+            made = [{"id": f"c{place}{index % 2}", "function": {"name": rng.choice("fg")}} for place in range(2)]
+            return {"role": "assistant", "content": rng.choice("ab"), "tool_calls": made[: rng.randrange(3)]}
+        text, known = rng.choice("ab"), f"c{rng.randrange(2)}{rng.randrange(2)}"
+        answered = {"role": "tool", "tool_call_id": known, "content": text}
+        return rng.choice([answered, {"role": "user", "content": text}])
+
+    rng, last, held, num_shared = random.Random(0), None, Held(None), 0
+    for _ in range(500):
+        given = copy.deepcopy(last.given) if last is not None and rng.random() < 0.9 else []
+        del given[rng.randrange(len(given) + 1) if rng.random() < 0.3 else len(given) :]
+        given += map(drawn, range(len(given), len(given) + 1 + rng.randrange(4)))
+        given[rng.randrange(len(given))] = drawn(rng.randrange(3))
+        body = {"messages": given, "tools": TOOLS[: 1 + rng.randrange(10) // 9]}
+        asked, alone = read_request(body, last), read_request(copy.deepcopy(body))
+        assert (asked.messages, asked.given) == (alone.messages, alone.given)
+        num_shared += last is not None and asked.messages[0] is last.messages[0]
+        context = held._identified(asked.messages, asked.tools)
+        fresh = Held(None)._identified(alone.messages, alone.tools)
+        assert (context.shown, context.said, context.keys) == (fresh.shown, fresh.said, fresh.keys)
+        last, held._newest = asked, context
+    assert num_shared > 100
 
 
 def test_results_of_parallel_calls_stand_in_the_order_of_the_calls():

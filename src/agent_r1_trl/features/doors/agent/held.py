@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +47,11 @@ class HeldTurn:
         turns: list[HeldTurn] = [self]
         while (before := turns[-1].before) is not None:
             turns.append(before)
-        return [*itertools.chain.from_iterable((*turn.ids, *turn.sampled) for turn in reversed(turns))]
+        ids: list[int] = []
+        for turn in reversed(turns):
+            ids += turn.ids
+            ids += turn.sampled
+        return ids
 
     @property
     def depth(self) -> int:
@@ -58,14 +63,16 @@ class HeldTurn:
 class HeldContext:
     """What a turn is sampled after."""
 
-    key: str
-    """The conversation's identity."""
     messages: list[Message]
     tools: list[Schema]
-    ids: list[int]
+    shown: str
+    """The tools' identity."""
     said: list[str]
-    """The messages' identities."""
-    before: HeldTurn | None
+    """(M,) the messages' identities."""
+    keys: list[str]
+    """(M + 1,) identities of the conversation's beginnings: of none of its messages, of one, ..., of all."""
+    ids: list[int] = field(default_factory=list)
+    before: HeldTurn | None = None
     """The turn that is gone on from; None if everything was put together anew."""
     delta: list[int] = field(default_factory=list)
     """(N,) the ids after that turn."""
@@ -80,6 +87,11 @@ class HeldContext:
     difference: str = ""
     """What differs there, in words."""
 
+    @property
+    def key(self) -> str:
+        """The conversation's identity."""
+        return self.keys[-1]
+
 
 class Held:
     """What one trajectory's agent has heard."""
@@ -90,6 +102,8 @@ class Held:
         self._by_text: dict[str, HeldTurn] = {}
         self._last: tuple[str, list[str]] | None = None
         """Tools and messages of the last conversation."""
+        self._newest: HeldContext | None = None
+        """The context of the last request."""
 
     def context(self, messages: list[Message], tools: list[Schema]) -> HeldContext:
         """The ids of a conversation: those that are held, and what is newly encoded.
@@ -97,13 +111,11 @@ class Held:
         Raises:
             ChatFormatError: the chat template refuses the messages.
         """
-        said, shown = [*map(identity, messages)], _plain_text(tools)
-        keys = list(_chain(shown, said))
+        self._newest = context = self._identified(messages, tools)
+        said, keys = context.said, context.keys
         known = (place for place in range(len(messages), 0, -1) if keys[place] in self._by_key)
         start = next(known, 0)
-        context = HeldContext(
-            key=keys[-1], messages=messages, tools=tools, ids=[], said=said, before=self._by_key.get(keys[start])
-        )
+        context.before = self._by_key.get(keys[start])
         context.own = own = {
             place: self._by_text[text]
             for place, text in enumerate(said)
@@ -121,8 +133,21 @@ class Held:
             context.ids, _ = self._put_together(None, messages, 0, own, tools)
         is_linear = context.before is not None and not context.before.is_gone_on
         if not is_linear or any(item["role"] == "assistant" for item in context.news):
-            context.drift, context.difference = self._difference(shown, said)
+            context.drift, context.difference = self._difference(context.shown, said)
         return context
+
+    def _identified(self, messages: list[Message], tools: list[Schema]) -> HeldContext:
+        """A context without ids; messages that are the last request's own, as they were read, keep their identity."""
+        last, num_same = self._newest, 0
+        shown = last.shown if last is not None and last.tools == tools else _plain_text(tools)
+        said, keys = [], [_extended("", shown)]
+        if last is not None and last.shown == shown:
+            num_same = sum(map(operator.is_, messages, last.messages))  # none stands after one that is another
+            said, keys = last.said[:num_same], last.keys[: num_same + 1]
+        for message in messages[num_same:]:
+            said.append(identity(message))
+            keys.append(_extended(keys[-1], said[-1]))
+        return HeldContext(messages=messages, tools=tools, shown=shown, said=said, keys=keys)
 
     def add(self, context: HeldContext, sampled: Sequence[int], message: Message, *, is_stopped: bool) -> HeldTurn:
         """An agent has heard a turn that was sampled after a context."""
@@ -133,7 +158,7 @@ class Held:
         text = identity(message)
         self._by_key[_extended(context.key, text)] = turn
         self._by_text[text] = turn
-        self._last = _plain_text(context.tools), [*context.said, text]
+        self._last = context.shown, [*context.said, text]
         return turn
 
     def _put_together(
@@ -209,11 +234,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(_plain, value)]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _chain(tools: str, said: Sequence[str]) -> Iterator[str]:
-    """Identities of a conversation's beginnings: of none of its messages, of one, ..., of all."""
-    return itertools.accumulate(said, _extended, initial=_extended("", tools))
 
 
 def _extended(key: str, text: str) -> str:

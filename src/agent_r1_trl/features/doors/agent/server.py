@@ -125,7 +125,7 @@ class DoorServer:
             body = await request.json()
         except (ValueError, RecursionError) as error:
             raise APIError(400, f"The body is not JSON that can be read: {error}.") from error
-        asked, transport = read_request(body), request.transport
+        asked, transport = read_request(body, session.asked), request.transport
         if transport is None:
             raise ConnectionResetError
         repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")

@@ -84,6 +84,8 @@ class AgentSession:
         self.over.add_done_callback(lambda over: over.cancelled() or over.exception())
         self.limit: StopReason | None = None
         """The limit that a call has met."""
+        self.asked: Asked | None = None
+        """The last request."""
         self.has_ended = False
         self._begun: asyncio.Future[_Sampler] = loop.create_future()
         self._calls: dict[tuple[str, bool], list[_SampledCall]] = {}
@@ -126,6 +128,7 @@ class AgentSession:
             ChatFormatError: the chat template refuses the messages.
             ConnectionResetError: nobody is there any more to hear it.
         """
+        self.asked = asked
         if not self.called.done():
             self.called.set_result(asked.messages)
         await asyncio.wait({self._begun})

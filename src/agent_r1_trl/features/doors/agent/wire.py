@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Asked:
     """What one request asks for."""
 
+    given: list[Any]
+    """The messages as they were sent."""
     messages: list[Message]
     """Contents are texts, arguments of calls are parsed, results stand in the order of their calls."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -80,8 +83,8 @@ def _texts(value: Any) -> list[Any]:
     return [item for item in (value if isinstance(value, list) else [value]) if item not in (None, "")]
 
 
-def read_request(body: Any) -> Asked:
-    """Read the JSON of a request.
+def read_request(body: Any, last: Asked | None = None) -> Asked:
+    """Read the JSON of a request; messages that it shares with the last one are not read again.
 
     Raises:
         APIError: a setting has a value that cannot be honoured; the message names it.
@@ -91,9 +94,14 @@ def read_request(body: Any) -> Asked:
     for name, (holds, rule) in _RULES.items():
         if not holds(given.get(name)):
             raise APIError(400, f"{name}={given.get(name)!r:.100}: must be {rule}.", param=name)
+    sent, before = given["messages"], []
+    if last is not None:  # the earlier objects, so that all calls of a trajectory hold them once
+        num_known = _num_known(sent, last.given)
+        sent, before = [*last.given[:num_known], *sent[num_known:]], last.messages[:num_known]
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
     return Asked(
-        messages=read_messages(given["messages"]),
+        given=sent,
+        messages=read_messages(sent, before),
         tools=given.get("tools") or [],
         max_tokens=min(limits, default=None),
         stop=tuple(_texts(given.get("stop"))),
@@ -106,11 +114,11 @@ def read_request(body: Any) -> Asked:
     )
 
 
-def read_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages of a client as the rollout has them."""
-    messages: list[Message] = []
+def read_messages(given: Sequence[Mapping[str, Any]], before: Sequence[Message] = ()) -> list[Message]:
+    """Messages of a client as the rollout has them; the first ones, up to a turn of an assistant, may be read."""
+    messages = list(before)
     called: dict[str, tuple[int, str]] = {}  # id of a call -> its place in the turn, and the function's name
-    for index, item in enumerate(given):
+    for index, item in enumerate(given[len(messages) :], len(messages)):
         role = _ROLES.get(item["role"], item["role"])
         message: Message = {"role": role, "content": as_text(item.get("content"), f"messages[{index}]")}
         if role == "assistant":
@@ -131,6 +139,12 @@ def read_messages(given: Sequence[Mapping[str, Any]]) -> list[Message]:
         messages.append(message)
         _put_in_order(messages, called)
     return messages
+
+
+def _num_known(given: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> int:
+    """How many messages are read as they were: those before the last turn of an assistant that both have."""
+    same = itertools.takewhile(lambda pair: pair[1] == pair[2], zip(itertools.count(), given, last, strict=False))
+    return max((place for place, item, _ in same if item["role"] == "assistant"), default=0)
 
 
 def _put_in_order(messages: list[Message], called: Mapping[str, tuple[int, str]]) -> None:
