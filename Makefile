@@ -79,13 +79,16 @@ nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what the suite leaves out: fur
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
 	$(MAKE) soak kills doors
 
-doors: $(STAMPS)/test ## test the doors whose packages do not go with those of the other tests: OpenEnv, OpenReward (needs the network)
+doors: $(STAMPS)/test ## test the doors whose packages do not go with those of the other tests: OpenEnv, OpenReward, Inspect (needs the network)
 	$(SAY) "Doors"
 	@test -x $(VENV)/openenv/bin/python || $(PYTHON) -m venv $(VENV)/openenv
 	@$(VENV)/openenv/bin/python -m pip install -qq 'openenv>=0.10,<0.11'
+	@test -x $(VENV)/inspect/bin/python || $(PYTHON) -m venv $(VENV)/inspect
+	@$(VENV)/inspect/bin/python -m pip install -qq 'inspect-ai>=0.3.285,<0.4' 'openai>=2'
 	@$(PIP) install -qq --upgrade --no-deps --target $(VENV)/openreward $(OPENREWARD)
-	$(TEST_ENV) OPENENV_PYTHON=$(abspath $(VENV))/openenv/bin/python PYTHONPATH=$(abspath $(VENV))/openreward \
-	  $(BIN)/python -m pytest tests/features/doors/test_openenv.py tests/features/doors/test_trl_specs.py $(PYTEST_ARGS)
+	$(TEST_ENV) OPENENV_PYTHON=$(abspath $(VENV))/openenv/bin/python INSPECT_PYTHON=$(abspath $(VENV))/inspect/bin/python \
+	  PYTHONPATH=$(abspath $(VENV))/openreward $(BIN)/python -m pytest \
+	  tests/features/doors/test_openenv.py tests/features/doors/test_inspect.py tests/features/doors/test_trl_specs.py $(PYTEST_ARGS)
 
 same: $(STAMPS)/test ## play tiny trainings here and on BASE=commit; compare weights, logs and advantages (4 minutes)
 	$(BIN)/python -m tests.referee $(BASE)
