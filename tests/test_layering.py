@@ -298,7 +298,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1530, 7),
-    "advantages": (1129, 5),
+    "advantages": (1150, 5),
     "chat": (2579, 13),
     "cli": (3086, 17),
     "critic": (612, 3),
@@ -321,7 +321,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (740, 7),
     "rollout": (2921, 16),
     "tools": (2573, 15),
-    "trainers": (6082, 16),
+    "trainers": (6105, 16),
     "update": (1713, 8),
 }
 

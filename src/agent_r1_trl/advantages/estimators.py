@@ -23,6 +23,7 @@ from agent_r1_trl.advantages.group import (
     compute_rloo_advantages,
     compute_turn_group_advantages,
 )
+from agent_r1_trl.advantages.masked import float_dtype, masked_whiten, whitening
 from agent_r1_trl.objects import OwnObject, OwnObjectError, check_call, own_object
 
 
@@ -132,6 +133,8 @@ class Credit:
     """(N, T), or (N,) for one number per trajectory, which all its tokens get."""
     returns: torch.Tensor | None = None
     """(N, T) the critic's targets; None without a critic."""
+    whitening: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Mean and standard deviation that the advantages were whitened with, for the record; None where they were not."""
 
 
 # -------------------------------------------------------------------- a row of the table
@@ -193,6 +196,7 @@ class Estimator:
         return Credit(
             advantages=self._checked("advantages", credit.advantages, inputs.mask),
             returns=self._checked("returns", credit.returns, inputs.mask) if self.needs_critic else None,
+            whitening=credit.whitening,
         )
 
     def _checked(self, name: str, tensor: Any, mask: torch.Tensor) -> torch.Tensor:
@@ -237,22 +241,27 @@ def _rloo(inputs: CreditInputs) -> Credit:
 
 
 def _reinforce_pp(inputs: CreditInputs) -> Credit:
-    advantages = compute_reinforce_pp_advantages(
-        inputs.token_rewards, inputs.mask, gamma=inputs.settings.gamma, counted=inputs.kept_mask
-    )
-    return Credit(advantages=advantages)
+    raw = compute_reinforce_pp_advantages(inputs.token_rewards, inputs.mask, gamma=inputs.settings.gamma, whiten=False)
+    return _whitened(raw, inputs)
 
 
 def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
-    advantages = compute_reinforce_pp_baseline_advantages(
+    raw = compute_reinforce_pp_baseline_advantages(
         inputs.returns,
         inputs.group_ids,
         inputs.mask,
         kl_rewards=inputs.kl_rewards,
         gamma=inputs.settings.gamma,
-        counted=inputs.kept_mask,
+        whiten=False,
     )
-    return Credit(advantages=advantages)
+    return _whitened(raw, inputs)
+
+
+def _whitened(raw: torch.Tensor, inputs: CreditInputs) -> Credit:
+    """Raw advantages, (N, T) in float64, whitened, with what they were whitened with."""
+    where = inputs.mask, inputs.kept_mask
+    advantages = masked_whiten(raw, *where).to(float_dtype(inputs.outcome_rewards))
+    return Credit(advantages=advantages, whitening=whitening(raw, *where))
 
 
 def _turn_grpo(inputs: CreditInputs) -> Credit:

@@ -237,7 +237,12 @@ def compute_returns_to_go(rewards: torch.Tensor, action_mask: torch.Tensor, *, g
 
 
 def compute_reinforce_pp_advantages(
-    rewards: torch.Tensor, action_mask: torch.Tensor, *, gamma: float, counted: torch.Tensor | None = None
+    rewards: torch.Tensor,
+    action_mask: torch.Tensor,
+    *,
+    gamma: float,
+    counted: torch.Tensor | None = None,
+    whiten: bool = True,
 ) -> torch.Tensor:
     """Returns-to-go, whitened over all action tokens of the batch: REINFORCE++ (arXiv 2501.03262).
 
@@ -246,12 +251,13 @@ def compute_reinforce_pp_advantages(
         action_mask: (B, T) bool, int or float; 0 throughout for a trajectory outside the baseline.
         gamma: discount per action token.
         counted: (B, T) as for `masked_whiten`.
+        whiten: False: leave that to the caller; the result is float64.
 
     Returns:
         (B, T), 0 at mask 0.
     """
     returns = compute_returns_to_go(rewards.double(), action_mask, gamma=gamma)
-    return masked_whiten(returns, action_mask, counted).to(float_dtype(rewards))
+    return returns if not whiten else masked_whiten(returns, action_mask, counted).to(float_dtype(rewards))
 
 
 @torch.no_grad()
@@ -263,6 +269,7 @@ def compute_reinforce_pp_baseline_advantages(
     kl_rewards: torch.Tensor | None = None,
     gamma: float = 1.0,
     counted: torch.Tensor | None = None,
+    whiten: bool = True,
 ) -> torch.Tensor:
     """R - group mean on every action token, then whitened over the batch: REINFORCE++-baseline (arXiv 2501.03262).
 
@@ -273,6 +280,7 @@ def compute_reinforce_pp_baseline_advantages(
         kl_rewards: (N, T) penalties from `kl_in_reward`; their returns-to-go are added before whitening.
         gamma: discount per action token of the penalties.
         counted: (N, T) as for `masked_whiten`; the group's mean is that of all its trajectories.
+        whiten: False: leave that to the caller; the result is float64, and not 0 at mask 0.
 
     Returns:
         (N, T), 0 at mask 0 and in rows outside the baseline. Whitening subtracts the mean over *tokens*, so a group
@@ -285,4 +293,4 @@ def compute_reinforce_pp_baseline_advantages(
     centred = group.select(group.centred, torch.float64).unsqueeze(1).expand(mask.shape)  # (N, T)
     if kl_rewards is not None:
         centred = centred + compute_returns_to_go(kl_rewards.double(), mask, gamma=gamma)
-    return masked_whiten(centred, mask, counted).to(float_dtype(returns))
+    return centred if not whiten else masked_whiten(centred, mask, counted).to(float_dtype(returns))

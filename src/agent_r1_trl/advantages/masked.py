@@ -68,17 +68,21 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | N
     >>> masked_whiten(torch.tensor([1.0, 99.0, 3.0]), torch.tensor([1, 0, 1])).tolist()
     [-0.7071067690849304, 0.0, 0.7071067690849304]
     """
+    mean, std = whitening(x, mask, counted)
+    return (masked_values(masked_values(x, mask.bool()) - mean, mask.bool()) / std).to(float_dtype(x))
+
+
+def whitening(
+    x: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and sqrt(var + 1e-8) that `masked_whiten` takes; the latter is infinite for fewer than two entries."""
     check_shapes(x=x, mask=mask)
     check_shapes(x=x, counted=counted)
-    keep = mask.bool()
-    in_statistics = keep if counted is None else keep & counted.bool()
-    values = masked_values(x, keep)
-    count = in_statistics.sum()
-    mean = masked_values(values, in_statistics).sum() / count.clamp(min=1)
-    centred = masked_values(values - mean, keep)
-    variance = (masked_values(centred, in_statistics) ** 2).sum() / (count - 1).clamp(min=1)
-    whitened = centred / (variance + 1e-8).sqrt()
-    return torch.where(count >= 2, whitened, 0.0).to(float_dtype(x))
+    in_statistics = mask.bool() if counted is None else mask.bool() & counted.bool()
+    values, count = masked_values(x, in_statistics), in_statistics.sum()
+    mean = values.sum() / count.clamp(min=1)
+    variance = (masked_values(values - mean, in_statistics) ** 2).sum() / (count - 1).clamp(min=1)
+    return mean, torch.where(count >= 2, (variance + 1e-8).sqrt(), torch.inf)
 
 
 # -------------------------------------------------------------------- recurrences along the tokens

@@ -18,10 +18,14 @@ from accelerate.utils import gather_object
 
 from agent_r1_trl.advantages import masked_mean, masked_whiten
 from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
-from agent_r1_trl.advantages.gae import whiten_turns
+from agent_r1_trl.advantages.gae import turn_starts, whiten_turns
+from agent_r1_trl.advantages.masked import whitening
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Message, Trajectory
 from agent_r1_trl.update.batching import pad_lists
+
+READ = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight")
+"""Settings of estimators whose values are recorded where they are read."""
 
 
 class CreditEstimator:
@@ -29,6 +33,8 @@ class CreditEstimator:
 
     def __init__(self, args: MultiTurnConfig, accelerator: Any):
         self.args, self.accelerator, self.estimator = args, accelerator, args.estimator
+        self.facts: dict[str, Any] = {}
+        """What the last result was worked out with, besides the trajectories; for the record."""
 
     def estimate(
         self,
@@ -75,21 +81,38 @@ class CreditEstimator:
         inputs = gather_credit_inputs(local, self.accelerator)
         metrics = {"credit/process_weight": process_weight}
         if weighs_parts:
-            parts = {name: w * self.estimator.estimate(inputs.only(name)).advantages for name, w in weights.items()}
+            credits = {name: self.estimator.estimate(inputs.only(name)) for name in weights}
+            parts = {name: weights[name] * item.advantages for name, item in credits.items()}
             sizes = {name: masked_mean(part.abs(), inputs.mask).item() for name, part in parts.items()}  # of (N, T)
             metrics |= {f"credit/{name}_advantage_abs": size for name, size in sizes.items()}
             credit = Credit(advantages=parts["process"] + parts["outcome"])
         else:
-            credit = self.estimator.estimate(inputs)
-            if inputs.settings.whiten_advantages and self.estimator.weighs_turns:
-                credit.advantages = whiten_turns(credit.advantages, inputs.turn_ids, inputs.mask, inputs.kept_mask)
-            elif inputs.settings.whiten_advantages:
-                credit.advantages = masked_whiten(credit.advantages, inputs.mask, inputs.kept_mask)
+            credit = self._whitened(self.estimator.estimate(inputs), inputs)
+            credits = {"": credit}
         if self.estimator.name == "gigpo":
             metrics["credit/step_group_size"] = mean_step_group_size(inputs)
+        self.facts = {
+            **{name: getattr(inputs.settings, name) for name in self.estimator.options if name in READ},
+            **{f"{name}_weight": weight for name, weight in weights.items()},
+            "has_parts": weighs_parts,
+            "source_scales": scales,
+            "whitening": {name: item.whitening for name, item in credits.items() if item.whitening is not None},
+        }
         own, length = slice(first, first + len(trajectories)), mask.shape[1]
         returns = None if credit.returns is None else credit.returns[own, :length].float()
         return Credit(advantages=credit.advantages[own, :length].float(), returns=returns), metrics
+
+    def _whitened(self, credit: Credit, inputs: CreditInputs) -> Credit:
+        if not inputs.settings.whiten_advantages:
+            return credit
+        raw, mask, kept = credit.advantages, inputs.mask, inputs.kept_mask
+        if self.estimator.weighs_turns:
+            credit.advantages = whiten_turns(raw, inputs.turn_ids, mask, kept)
+            mask = turn_starts(inputs.turn_ids, mask)
+        else:
+            credit.advantages = masked_whiten(raw, mask, kept)
+        credit.whitening = whitening(raw, mask, kept)
+        return credit
 
 
 def credit_settings(args: MultiTurnConfig) -> CreditSettings:
