@@ -188,7 +188,7 @@ def test_the_script_of_the_readme_trains(tmp_path, monkeypatch, tiny_model_folde
     namespace = {"__name__": "readme"}
     exec(compile("\n" * (line - 1) + source, "README.md", "exec"), namespace)
     assert namespace["trainer"].state.global_step == 1
-    (recorded,) = (tmp_path / "outputs" / "my-agent" / "trajectories").glob("*.jsonl")
+    (recorded,) = (tmp_path / "outputs" / "my-agent" / "trajectories").glob("step_000001.jsonl")
     assert len(recorded.read_text(encoding="utf-8").splitlines()) == 8
 
 

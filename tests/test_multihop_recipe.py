@@ -220,6 +220,6 @@ def test_the_cpu_configuration_trains(algorithm, tmp_path, monkeypatch):
     group = "4" if algorithm in ("grpo", "rloo") else "1"
     small = ["--max_steps", "1", "--per_device_train_batch_size", "8", "--num_generations", group]
     assert main(["train", "--config", config, "--output_dir", str(tmp_path / "run"), *small]) == 0
-    (recorded,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
+    (recorded,) = (tmp_path / "run" / "trajectories").glob("step_000001.jsonl")
     trajectories = [json.loads(line) for line in recorded.read_text(encoding="utf-8").splitlines()]
     assert len(trajectories) == 8

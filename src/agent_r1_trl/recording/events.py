@@ -1,22 +1,28 @@
-"""What happened to a run besides its trajectories: a line of JSON each, in `RUN/trajectories/events.jsonl`.
+"""What is written of a run besides its trajectories: a line of JSON each.
 
-The echo guard writes its actions there. An event has `time` (UTC), `step`, `action` and `text`, and what else its
-writer knows. A resumed run appends.
+    RUN/trajectories/events.jsonl   what the echo guard has done: `time` (UTC), `step`, `action`, `text`, and more
+    RUN/trajectories/steps.jsonl    what the advantages of a step were worked out with: `step`, `estimator`, and more
+    RUN/metrics.jsonl               what is logged, as the run goes on: `step`, `time` (UTC), and the metrics
+
+A resumed run appends, and drops steps and metrics that it repeats.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.store import FOLDER, read_lines
+from agent_r1_trl.recording.lines import FOLDER, read_lines
 from agent_r1_trl.safe_text import dump_json
 
 logger = logging.getLogger(__name__)
 
 FILE = "events.jsonl"
+STEPS_FILE = "steps.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 def write_event(output_dir: str | os.PathLike[str], event: dict[str, Any]) -> None:
@@ -39,10 +45,35 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
         ValueError: a line is not an event; the message names file and line.
     """
+    return _read(run, f"{FOLDER}/{FILE}", "an event")
+
+
+def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
+    """Step -> what its advantages were worked out with besides the trajectories; arguments as for `read_events`."""
+    return {int(item["step"]): item for item in _read(run, f"{FOLDER}/{STEPS_FILE}", "a step", ("step",))}
+
+
+def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What a run has logged, in its order; of an older one, what its trainer_state.json holds.
+
+    Arguments as for `read_events`.
+    """
+    found = _read(run, METRICS_FILE, "logged metrics", ("step",))
+    state = None if found else _find(run, "trainer_state.json")
+    return found if state is None else json.loads(state.read_text(encoding="utf-8")).get("log_history", [])
+
+
+def _read(run: str | os.PathLike[str], name: str, what: str, names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    path = _find(run, name)
+    return [] if path is None else list(read_lines(path, what, names))
+
+
+def _find(run: str | os.PathLike[str], name: str) -> Path | None:
+    """A file of a run by its name there; None if it has none."""
     source = Path(run)
     folder = source.parent if source.is_file() else source
-    path = next((place for place in (folder / FOLDER / FILE, folder / FILE) if place.is_file()), None)
-    return [] if path is None else list(read_lines(path, "an event"))
+    places = [folder / name, folder / Path(name).name, *[folder.parent / name] * (folder.name == FOLDER)]
+    return next((place for place in places if place.is_file()), None)
 
 
 def describe_event(event: dict[str, Any]) -> str:

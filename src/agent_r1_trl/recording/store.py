@@ -2,12 +2,15 @@
 
     RUN/trajectories/step_000010.jsonl           trained on in step 10, by the first process
     RUN/trajectories/step_000010_rank1.jsonl     by the second
+    RUN/trajectories/step_000010.columns.jsonl   what the update knew of its tokens (`columns.py`)
+    RUN/trajectories/steps.jsonl                 what advantages were worked out with, a line for each step
     RUN/trajectories/eval_step_000010.jsonl      of an evaluation after step 10
     RUN/trajectories/superseded/                 files of steps that a resumed run repeated
 
 A line is the trajectory (`Trajectory.to_dict`) plus `step`, `split`, `rank`, how its advantages were estimated
-(`estimator`, `scale`) and, for readers without this package, `messages`, `token_rewards` and `total_reward`. Secrets
-are masked, in texts and, as ids can be decoded, in the ids of the part that they stand in.
+(`estimator`, `scale`), which group it belongs to and whether it is trained on (`group`, `is_kept`, `in_loss`) and, for
+readers without this package, `messages`, `token_rewards` and `total_reward`. Secrets are masked, in texts and, as ids
+can be decoded, in the ids of the part that they stand in.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agent_r1_trl import safe_text
+from agent_r1_trl.recording.columns import decode_all, read_columns, sidecar
+from agent_r1_trl.recording.lines import FIX, FOLDER, append_lines, read_lines
 from agent_r1_trl.safe_text import dump_json
 from agent_r1_trl.trajectory import Trajectory
 
@@ -83,9 +88,6 @@ def _masked_ids(ids: Sequence[int]) -> list[int]:
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "trajectories"
-FIX = " Pass the output directory of a run."
-"""The end of a message about a file that holds something else."""
 SUPERSEDED = "superseded"
 SPLITS = ("train", "eval")
 
@@ -113,6 +115,17 @@ class Record:
     """Name of the estimator of its advantages; None if the run recorded none."""
     scale: str | None = None
     """The `scale_rewards` of that estimator, if it reads it."""
+    group: int | None = None
+    """Number of its group among those of the step, of all processes, replaced ones included; None if not recorded."""
+    is_kept: bool | None = None
+    """Whether the group filter left it in the update; None if not recorded."""
+    in_loss: bool | None = None
+    """Whether any of its tokens may have got a gradient; None if not recorded."""
+    bootstrap_value: float = 0.0
+    """The critic's value behind its last token, which stood for what a limit kept it from earning."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Name -> (n,) float32 of numpy, a number for each of the n tokens that the policy sampled, NaN where there is
+    none; see `columns.py`. Empty unless asked for."""
 
 
 class TrajectoryStore:
@@ -133,17 +146,24 @@ class TrajectoryStore:
         self.folder = Path(output_dir) / FOLDER
         self.rank = rank
         self.credit = dict(credit or {})
-        self._written: set[tuple[str, int]] = set()
-        """(split, step) of the files that this process has begun."""
+        self.num_lines: dict[tuple[str, int], int] = {}
+        """(split, step) -> number of lines, of the files that this process has begun."""
         self.num_lost = 0
         """Number of trajectories that could not be written."""
         self._causes: set[str] = set()
         """Why trajectories are being lost, as far as it was said."""
 
-    def write(self, step: int, trajectories: Sequence[Trajectory], split: str = "train") -> Path | None:
+    def write(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        split: str = "train",
+        fields: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Path | None:
         """Append the trajectories of one rollout; returns the file (None if nothing was written).
 
-        What cannot be written, as on a full disk, is counted in `num_lost` and said in the log.
+        Each may have `fields` of its own. What cannot be written, as on a full disk, is counted in `num_lost` and said
+        in the log.
 
         Raises:
             ValueError: for an unknown split or a negative step.
@@ -157,10 +177,13 @@ class TrajectoryStore:
         extra = {"step": step, "split": split, "rank": self.rank, **(self.credit if split == "train" else {})}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if (split, step) not in self._written:
+            if (split, step) not in self.num_lines:
                 self._supersede(path)
-                self._written.add((split, step))
-            _append(path, (encode_line(trajectory, extra) for trajectory in trajectories))
+                self.num_lines[split, step] = 0
+            of_each = fields or [{}] * len(trajectories)
+            pairs = zip(trajectories, of_each, strict=True)
+            append_lines(path, (encode_line(trajectory, {**extra, **own}) for trajectory, own in pairs))
+            self.num_lines[split, step] += len(trajectories)
         except OSError as error:  # a full disk, as a rule: not worth a training run
             self._lose(len(trajectories), error)
             return None
@@ -171,7 +194,7 @@ class TrajectoryStore:
 
     def forget_after(self, step: int) -> None:
         """The run goes back to a step: files of later ones are moved to `superseded/` when they are written again."""
-        self._written = {key for key in self._written if key[1] <= step}
+        self.num_lines = {key: number for key, number in self.num_lines.items() if key[1] <= step}
 
     def _lose(self, count: int, error: OSError) -> None:
         self.num_lost += count
@@ -188,27 +211,16 @@ class TrajectoryStore:
             )
 
     def _supersede(self, path: Path) -> None:
-        """Put the file of an earlier start aside."""
-        if not path.exists():
+        """Put the file of an earlier start aside, and its columns."""
+        found = [item for item in (path, sidecar(path)) if item.exists()]
+        if not found:
             return
         attic = self.folder / SUPERSEDED
         attic.mkdir(exist_ok=True)
-        numbers = itertools.count(1)
-        os.replace(path, next(to for n in numbers if not (to := attic / f"{path.stem}.{n}{path.suffix}").exists()))
-
-
-def _append(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines completely or not at all; no more than one of them is in memory."""
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
-        try:
-            for line in lines:
-                rest = memoryview(line)
-                while rest:
-                    rest = rest[file.write(rest) :]
-        except BaseException:
-            file.truncate(size)
-            raise
+        names = (attic / f"{path.stem}.{n}{path.suffix}" for n in itertools.count(1))
+        free = next(name for name in names if not (name.exists() or sidecar(name).exists()))
+        for item in found:
+            os.replace(item, free if item == path else sidecar(free))
 
 
 # ---------------------------------------------------------------- reading
@@ -247,9 +259,9 @@ def file_step(path: Path) -> int:
 
 
 def read_records(
-    path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None
+    path: str | os.PathLike[str], *, step: int | None = None, split: str | None = None, columns: bool = False
 ) -> Iterator[Record]:
-    """The records of a run, a folder or a file; see `trajectory_files`.
+    """The records of a run, a folder or a file; see `trajectory_files`. With `columns` each has those of its tokens.
 
     The last line is skipped with a warning if it is incomplete because the run was killed.
 
@@ -260,7 +272,8 @@ def read_records(
     counts: Counter[tuple[str, int]] = Counter()
     for file in trajectory_files(path, step=step, split=split):
         of_eval = bool((match := _NAME.fullmatch(file.name)) and match["split"])
-        for values in read_lines(file, "a recorded trajectory", ("completion_ids", "turns")):
+        beside = read_columns(file) if columns else {}
+        for line, values in enumerate(read_lines(file, "a recorded trajectory", ("completion_ids", "turns"))):
             record_step = int(values.get("step", file_step(file)))
             record_split = str(values.get("split", "eval" if of_eval else "train"))
             counts[(record_split, record_step)] += 1
@@ -282,6 +295,9 @@ def read_records(
                 is_masked=bool(values.get("is_masked")),
                 estimator=values.get("estimator"),
                 scale=values.get("scale"),
+                **{name: values.get(name) for name in ("group", "is_kept", "in_loss")},
+                bootstrap_value=float(values.get("bootstrap_value", 0.0)),
+                columns=decode_all(beside.get(line, {}), trajectory.num_action_tokens),
             )
 
 
@@ -291,33 +307,6 @@ def read_trajectories(
     """Like `read_records`, the trajectories alone."""
     for record in read_records(path, step=step, split=split):
         yield record.trajectory
-
-
-def read_lines(path: Path, what: str, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file; a last line that was cut off by a kill is left out with a warning.
-
-    Args:
-        path: the file.
-        what: an object is, for errors.
-        names: keys that each must have.
-
-    Raises:
-        ValueError: a line is something else; the message names file and line.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-                if not isinstance(row, dict) or any(name not in row for name in names):
-                    raise ValueError(f"no object with {' and '.join(names)}" if names else "no object")
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    logger.warning("%s, line %d was cut off while it was written; left out.", path, number)
-                    return
-                raise ValueError(f"{path}, line {number}: not {what} ({error}).{FIX}") from error
-            yield row
 
 
 def encode_line(trajectory: Trajectory, extra: dict[str, Any]) -> bytes:

@@ -239,7 +239,7 @@ class RolloutCallback(TrainerCallback):
     # ---------------------------------------------------------------- the update
 
     def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """What a forward pass of the loss gave, `log_probs` or the critic's `values`; each rank by itself.
+        """What a forward pass of the loss gave: `log_probs`, `entropies`, the critic's `values`; each rank by itself.
 
         Both are (B, T); the mask says what enters the loss.
         """

@@ -56,6 +56,7 @@ from agent_r1_trl.trainers.policy_loss import (
     is_own_loss,
     policy_weights,
 )
+from agent_r1_trl.trainers.recorder import Recorder
 from agent_r1_trl.trainers.rewards import (
     RewardCalls,
     Rewards,
@@ -68,6 +69,7 @@ from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, tra
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import (
+    TRAINING_ROW,
     TRAJECTORY_ROW,
     TrainingRows,
     add_masks,
@@ -188,8 +190,11 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
+        self.recorder = None if self.store is None else Recorder(self.store)
         self.kept_rows = KeptRows(self.args, self.accelerator)
         self.add_callback(LearningReport(self.args.output_dir, records=self.store is not None))
+        if self.recorder is not None:
+            self.add_callback(self.recorder)
         self.rollouts.features = self.features
         self.features.attach(self)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
@@ -368,6 +373,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             if batch.is_kept is not None:
                 output[IS_KEPT] = rows.expand(batch.is_kept)
             places = torch.arange(len(batch.trajectories), device=batch.in_loss.device)
+            output[TRAINING_ROW] = torch.arange(len(rows), device=places.device) + accelerator.process_index * len(
+                rows
+            )
             output[TRAJECTORY_ROW] = rows.expand(places + accelerator.process_index * len(places))
         return output
 
@@ -455,19 +463,11 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
     def _record(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
-        mode, trajectories = self._mode, batch.trajectories
+        trajectories = batch.trajectories
         if not self.model.training:
             trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
-        if self.store is None:
-            return
-        advantages = batch.training_rows.to_time(output["advantages"]).tolist()
-        for trajectory, row in zip(trajectories, advantages, strict=False):
-            trajectory.advantages = row[: len(trajectory.completion_ids)]
-        # A rollout has the number of the first step that trains on it, under which its metrics are logged.
-        step = self.state.global_step + (1 if self.model.training else 0)
-        self.store.write(step, [*trajectories, *batch.replaced], split=mode)
-        if self.store.num_lost:
-            self._metrics[mode]["recording/lost_trajectories"] = [self.store.num_lost]
+        if self.recorder is not None:
+            self.recorder.write(batch, trajectories, output)
 
     # ---------------------------------------------------------------- the loss
 
@@ -562,7 +562,8 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             if self.env_factory is not None:
                 result = (*loss_pass.masked(*result[:2]), *result[2:])
             loss_pass.take(*result[:2])
-            self._watch_values("log_probs", result[0], loss_pass.mask)
+            for name, values in zip(("log_probs", "entropies"), result, strict=False):
+                self._watch_values(name, values, loss_pass.mask)
         return result
 
     def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
@@ -593,9 +594,9 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             normaliser = normaliser * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return normaliser
 
-    def _watch_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """Show the features what a forward pass gave, (B, T) like its mask."""
-        if self.env_factory is not None and self.model.training:
+    def _watch_values(self, name: str, values: torch.Tensor | None, mask: torch.Tensor) -> None:
+        """Show the features what a forward pass gave, (B, T) like its mask; None if it gave no such thing."""
+        if self.env_factory is not None and self.model.training and values is not None:
             self.features.call("on_values", name, values, mask)
 
     # ---------------------------------------------------------------- the optimizer step

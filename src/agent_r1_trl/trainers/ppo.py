@@ -223,6 +223,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
         rows, places = batch.training_rows, output["completion_mask"]
         values, bootstrap = self._old_values(output, batch.trajectories, rows)
+        batch.bootstrap_values = bootstrap
         in_time = rows.to_time(values)
         credit, mask = self._estimate(output, batch, values=in_time, bootstrap_values=bootstrap)
         assert credit.returns is not None

@@ -91,6 +91,10 @@ class RolloutBatch:
     """(B,) bool: whether the trajectory stays in the update; None where all do."""
     replaced: list[Trajectory] = field(default_factory=list)
     """What was sampled for this batch and replaced: nothing is trained on it."""
+    replaced_groups: list[int] = field(default_factory=list)
+    """Number of the group of each: of group g of G, which round r has replaced, r * G + g."""
+    bootstrap_values: torch.Tensor | None = None
+    """(B,) the critic's values behind the last tokens of truncated trajectories, 0 for others; None without any."""
     draw_weights: dict[str, float] = field(default_factory=dict)
     """Key of an example -> what it counts for where prompts are not drawn alike; 1 if it is not there."""
     metrics: dict[str, float] = field(default_factory=dict)

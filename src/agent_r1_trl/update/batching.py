@@ -189,6 +189,8 @@ def row_means(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 TRAJECTORY_ROW = "trajectory_row"
 """Entry of TRL's batch, (R,): the place of each row's trajectory in the rollout of all ranks."""
+TRAINING_ROW = "training_row"
+"""Entry of TRL's batch, (R,): the row's place among those of all ranks, each of which has R."""
 IS_FIRST = "is_first_row"
 """Entry of TRL's batch, (R,): whether the row is the first one of its trajectory."""
 OTHER_TOKENS = "tokens_in_other_rows"

@@ -78,7 +78,7 @@ def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_o
     first_rollout_again = {"grpo": 5, "ppo": 5}[kind]  # of step 5 in both cases
     records = list(read_records(tmp_path, step=first_rollout_again))
     assert len(records) == {"grpo": 4, "ppo": 8}[kind], "those that were rolled back lie in another folder"
-    assert len(list((tmp_path / "trajectories" / "superseded").glob(f"step_{first_rollout_again:06d}*"))) == 1
+    assert len(list((tmp_path / "trajectories" / "superseded").glob(f"step_{first_rollout_again:06d}.?.jsonl"))) == 1
     assert len(set(copying.seeds)) == len(copying.seeds), "no draw was made twice"
     assert copying.num_stale == 0, "what was sampled, was sampled from the policy's weights"
 

@@ -89,7 +89,8 @@ class NumberWatch(RolloutCallback):
 
     def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         """Look at what the forward pass of a micro-batch gave."""
-        self._take(FORWARD[name], values, mask)
+        if name in FORWARD:
+            self._take(FORWARD[name], values, mask)
 
     def _take(self, quantity: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         self._pending[quantity] = ((~torch.isfinite(values.detach())) & mask.bool()).any(dim=1)

@@ -148,6 +148,10 @@ class Resampling(RolloutCallback):
         for trajectory in left:
             trajectory.is_replaced = True
         batch.replaced += left
+        num_groups = trainer.accelerator.num_processes * len(batch.rows) // position.group_size
+        batch.replaced_groups += [
+            position.round * num_groups + (first + place) // position.group_size for place in places
+        ]
         return more
 
     # ---------------------------------------------------------------- rewards
