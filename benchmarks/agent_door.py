@@ -104,15 +104,15 @@ def roll_out(env: Any, chat: Any, num_calls: int, agents: int, context: str, tur
     """The trajectories, and milliseconds of processor time for each call."""
     from agent_r1_trl.generation.base import Generation, Generator
     from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+    from agent_r1_trl.rollout.requests import derive_seed
 
     class Script(Generator):
         async def generate(self, prompt_ids: list[int], **options: Any) -> Generation:
-            """Every turn but the last one calls; a turn and the observation after it end with one such token each."""
-            is_last = (prompt_ids.count(end) - first) // 2 == num_calls - 1
-            ids = turns[is_last]
-            return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop="stop")
+            """Every turn but the last one calls; the seed says which it is, without a look at the context."""
+            ids = turns[options["seed"] in last]
+            return Generation(token_ids=list(ids), logprobs=[-1.0] * len(ids), stop="stop")
 
-    end, first = turns[0][-1], chat.encode_prompt([{"role": "user", "content": "?"}], [SCHEMA]).count(turns[0][-1])
+    last = {derive_seed(seed, num_calls - 1) for seed in range(agents)}
     limits = RolloutLimits(
         context=context,  # type: ignore[arg-type]
         max_turns=num_calls + 1,
