@@ -321,8 +321,8 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (740, 7),
     "rollout": (2921, 16),
     "tools": (2573, 15),
-    "trainers": (6362, 17),
-    "update": (1715, 8),
+    "trainers": (6279, 17),
+    "update": (1811, 9),
 }
 
 
