@@ -298,7 +298,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1530, 7),
-    "advantages": (1150, 5),
+    "advantages": (1505, 6),
     "chat": (2579, 13),
     "cli": (3086, 17),
     "critic": (612, 3),

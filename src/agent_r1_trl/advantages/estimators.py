@@ -1,29 +1,32 @@
 """The table of advantage estimators: what each computes, what it needs, and where it comes from.
 
 An estimator is a function from `CreditInputs` to `Credit`, tensors of the trajectories of all ranks
-(`trainers/credit.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so that
-a new one is a function and a row. `find_estimator` makes a row of a user's function.
+(`update/credit_inputs.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so
+that a new one is a function and a row. `find_estimator` makes a row of a user's function.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from agent_r1_trl.advantages import explanations
 from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, compute_step_gae, extend_turn_ids
 from agent_r1_trl.advantages.group import (
+    batch_scale,
     compute_gigpo_advantages,
     compute_group_advantages,
     compute_reinforce_pp_advantages,
     compute_reinforce_pp_baseline_advantages,
     compute_rloo_advantages,
     compute_turn_group_advantages,
+    outcome_on_last_turn,
 )
-from agent_r1_trl.advantages.masked import float_dtype, masked_whiten, whitening
+from agent_r1_trl.advantages.masked import float_dtype, masked_values, whitening
 from agent_r1_trl.objects import OwnObject, OwnObjectError, check_call, own_object
 
 
@@ -83,6 +86,9 @@ class CreditInputs:
     """(N,) the critic's value after the last token of truncated rows, 0 for the others; None for 0 everywhere."""
     is_kept: torch.Tensor | None = None
     """(N,) bool: whether the trajectory is in a group that `sampling.filter_groups` trains on; None for all."""
+    whitening: tuple[Any, Any] | None = None
+    """Mean and standard deviation of a whole step, where these are some of its rows as they were recorded; None: those
+    of the rows themselves."""
     settings: CreditSettings = field(default_factory=CreditSettings)
 
     @property
@@ -133,7 +139,7 @@ class Credit:
     """(N, T), or (N,) for one number per trajectory, which all its tokens get."""
     returns: torch.Tensor | None = None
     """(N, T) the critic's targets; None without a critic."""
-    whitening: tuple[torch.Tensor, torch.Tensor] | None = None
+    whitening: tuple[Any, Any] | None = None
     """Mean and standard deviation that the advantages were whitened with, for the record; None where they were not."""
 
 
@@ -169,6 +175,9 @@ class Estimator:
     """What `gamma_turn=None` stands for."""
     loss_type: str | None = None
     """TRL's `loss_type` that belongs to it (the loss normaliser); None if any does."""
+    explain: Callable[[CreditInputs, int], Iterable[tuple[str, Any]]] | None = None
+    """What the advantages of one of the rows are made of, for those who look at a recorded one; see `explanations.py`.
+    None: they are shown without explanation."""
     ignores: tuple[str, ...] = ()
     """Training arguments that would have no effect: any value but the default and 'none' is refused. For the rows of
     the table below, these are the ones that `options` does not name."""
@@ -229,7 +238,11 @@ class Estimator:
 
 def _grpo(inputs: CreditInputs) -> Credit:
     scale = inputs.settings.scale_rewards
-    return Credit(advantages=compute_group_advantages(inputs.returns, inputs.group_ids, scale=scale))
+    if scale != "batch":
+        return Credit(advantages=compute_group_advantages(inputs.returns, inputs.group_ids, scale=scale))
+    raw = compute_group_advantages(inputs.returns.double(), inputs.group_ids, scale="none")
+    mean, std = inputs.whitening or (torch.zeros(()), batch_scale(inputs.returns))
+    return Credit(advantages=(raw / std).to(float_dtype(inputs.returns)), whitening=(mean, std))
 
 
 def _dr_grpo(inputs: CreditInputs) -> Credit:
@@ -259,9 +272,9 @@ def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
 
 def _whitened(raw: torch.Tensor, inputs: CreditInputs) -> Credit:
     """Raw advantages, (N, T) in float64, whitened, with what they were whitened with."""
-    where = inputs.mask, inputs.kept_mask
-    advantages = masked_whiten(raw, *where).to(float_dtype(inputs.outcome_rewards))
-    return Credit(advantages=advantages, whitening=whitening(raw, *where))
+    mean, std = inputs.whitening or whitening(raw, inputs.mask, inputs.kept_mask)
+    advantages = masked_values((masked_values(raw, inputs.mask) - mean) / std, inputs.mask)
+    return Credit(advantages=advantages.to(float_dtype(inputs.outcome_rewards)), whitening=(mean, std))
 
 
 def _turn_grpo(inputs: CreditInputs) -> Credit:
@@ -276,11 +289,8 @@ def _turn_grpo(inputs: CreditInputs) -> Credit:
 
 
 def _gigpo(inputs: CreditInputs) -> Credit:
-    turn_rewards = inputs.turn_rewards.clone()
-    last = (inputs.anchor_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1  # (N, 1)
-    turn_rewards.scatter_add_(1, last, inputs.outcome_rewards.unsqueeze(1))
     advantages = compute_gigpo_advantages(
-        turn_rewards,
+        outcome_on_last_turn(inputs.turn_rewards, inputs.outcome_rewards, inputs.anchor_ids),
         inputs.anchor_ids,
         extend_turn_ids(inputs.turn_ids, inputs.mask),
         inputs.group_ids,
@@ -327,12 +337,14 @@ _ROWS = (
         baseline="mean of the group, divided by its std",
         credit="one number per trajectory",
         options=("scale_rewards",),
+        explain=explanations.explain_grpo,
         papers=(_GRPO,),
         needs_group=True,
     ),
     Estimator(
         name="dr_grpo",
         compute=_dr_grpo,
+        explain=explanations.explain_centred,
         baseline="mean of the group",
         credit="one number per trajectory",
         papers=(_DR_GRPO,),
@@ -342,6 +354,7 @@ _ROWS = (
     Estimator(
         name="rloo",
         compute=_rloo,
+        explain=explanations.explain_rloo,
         baseline="mean of the *other* members",
         credit="one number per trajectory",
         papers=(_RLOO,),
@@ -350,6 +363,7 @@ _ROWS = (
     Estimator(
         name="reinforce_pp",
         compute=_reinforce_pp,
+        explain=explanations.explain_reinforce_pp,
         baseline="mean of the batch, divided by its std",
         credit="per token, by discount and KL",
         options=("gamma",),
@@ -359,6 +373,7 @@ _ROWS = (
     Estimator(
         name="reinforce_pp_baseline",
         compute=_reinforce_pp_baseline,
+        explain=explanations.explain_reinforce_pp_baseline,
         baseline="mean of the group, then the batch's std",
         credit="one number per trajectory (and KL)",
         options=("gamma",),
@@ -369,6 +384,7 @@ _ROWS = (
     Estimator(
         name="turn_grpo",
         compute=_turn_grpo,
+        explain=explanations.explain_turn_grpo,
         baseline="mean of the group",
         credit="per turn, from process rewards",
         options=("gamma_turn",),
@@ -379,6 +395,7 @@ _ROWS = (
     Estimator(
         name="gigpo",
         compute=_gigpo,
+        explain=explanations.explain_gigpo,
         baseline="mean over turns that began in the same state",
         credit="per turn, where states recur",
         options=("gamma_turn", "step_weight"),
@@ -386,7 +403,15 @@ _ROWS = (
         needs_group=True,
         default_gamma_turn=0.95,
     ),
-    _critic_row("gae", compute_gae, "gamma", "lam", credit="per token", papers=(_PPO, _GAE)),
+    _critic_row(
+        "gae",
+        compute_gae,
+        "gamma",
+        "lam",
+        credit="per token",
+        papers=(_PPO, _GAE),
+        explain=explanations.explain_gae,
+    ),
     _critic_row(
         "bilevel_gae",
         compute_bilevel_gae,
@@ -395,6 +420,7 @@ _ROWS = (
         "lam",
         "lam_turn",
         credit="per turn, then per token",
+        explain=explanations.explain_bilevel_gae,
         papers=(_PPO, _VAGEN),
     ),
     _critic_row(
@@ -403,6 +429,7 @@ _ROWS = (
         "gamma_turn",
         "lam_turn",
         credit="one number per turn",
+        explain=explanations.explain_step_gae,
         papers=(_PPO, _STEPPO),
         weighs_turns=True,
     ),

@@ -83,10 +83,14 @@ def compute_group_advantages(returns: torch.Tensor, group_ids: torch.Tensor, *, 
     if scale == "group":
         advantages = advantages / (group.std + STD_EPS)
     elif scale == "batch":
-        counted = group.values[group.in_baseline]
-        std = counted.std() if len(counted) > 1 else torch.zeros((), dtype=torch.float64, device=returns.device)
-        advantages = advantages / (std + STD_EPS)
+        advantages = advantages / batch_scale(returns)
     return group.select(advantages, float_dtype(returns))
+
+
+def batch_scale(returns: torch.Tensor) -> torch.Tensor:
+    """Std of the (N,) returns in the baseline + 1e-4, in float64."""
+    counted = returns.double()[~returns.isnan()]
+    return (counted.std() if len(counted) > 1 else counted.new_zeros(())) + STD_EPS
 
 
 @torch.no_grad()
@@ -216,6 +220,14 @@ def compute_gigpo_advantages(
     _, state_ids = torch.unique(states.flatten(0, 1), dim=0, return_inverse=True)  # (B * K,)
     step = GroupStatistics(returns.flatten(), state_ids).normalised().view(anchor_ids.shape)  # (B, K)
     return (episode_part + step_weight * turns_to_tokens(step, turn_ids)).to(float_dtype(turn_rewards))
+
+
+def outcome_on_last_turn(
+    turn_rewards: torch.Tensor, outcome_rewards: torch.Tensor, anchor_ids: torch.Tensor
+) -> torch.Tensor:
+    """(B, K) turn rewards and, on the last turn that has an anchor, the outcome, (B,)."""
+    last = (anchor_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1  # (B, 1)
+    return turn_rewards.scatter_add(1, last, outcome_rewards.unsqueeze(1))
 
 
 # -------------------------------------------------------------------- REINFORCE++

@@ -1,0 +1,316 @@
+"""What a recorded advantage is made of, as sums that a reader can follow; one function for each estimator.
+
+A function gets the `CreditInputs` of a group and one of its rows, and gives labels with values: numbers that all
+tokens of the row share, or (T,) for each token its own. A label without an operator begins a sum, those with one of
+`+ - * /` in front go on with it from the left, and `= ` stands before its result, whose value is left to the reader:
+
+    outcome 1, - mean of its group of 4 0.25, / (std of its group + 0.0001) 0.5001, = advantage
+
+The result of the last sum is the advantage. Sums are derived anew from the formulas, so that comparing them with what
+the estimator itself computes can fail.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, extend_turn_ids, turn_starts
+from agent_r1_trl.advantages.group import (
+    STD_EPS,
+    GroupStatistics,
+    compute_returns_to_go,
+    outcome_on_last_turn,
+    turn_returns,
+    turns_to_tokens,
+)
+from agent_r1_trl.advantages.masked import carry_forward, masked_values, take_next
+
+if TYPE_CHECKING:
+    from agent_r1_trl.advantages.estimators import CreditInputs
+
+Parts = list[tuple[str, Any]]
+OPERATORS = {"+ ": operator.add, "- ": operator.sub, "* ": operator.mul, "/ ": operator.truediv}
+
+
+# -------------------------------------------------------------------- one number per trajectory
+
+
+def explain_grpo(inputs: CreditInputs, row: int) -> Parts:
+    """(R - mean) / std."""
+    if inputs.settings.scale_rewards == "group":
+        return [*_earned(inputs, row), *_normalised(GroupStatistics(inputs.returns, inputs.group_ids), row)]
+    centred = explain_centred(inputs, row)
+    if inputs.whitening is None:
+        return centred
+    return [*centred, ("/ (std of the step's returns + 0.0001)", inputs.whitening[1])]
+
+
+def explain_centred(inputs: CreditInputs, row: int) -> Parts:
+    """R - mean."""
+    group = GroupStatistics(inputs.returns, inputs.group_ids)
+    return [*_earned(inputs, row), _mean(group, row), *_if_compared(group, row)]
+
+
+def explain_rloo(inputs: CreditInputs, row: int) -> Parts:
+    """R - mean of the others."""
+    group = GroupStatistics(inputs.returns, inputs.group_ids)
+    num_others = max(1.0, group.count[row].item() - 1)
+    others = (group.mean[row] * group.count[row] - group.values[row]).item() / num_others
+    label = f"- mean of the other {num_others:.0f} of its group"
+    return [*_earned(inputs, row), (label, others), *_if_compared(group, row)]
+
+
+def explain_reinforce_pp_baseline(inputs: CreditInputs, row: int) -> Parts:
+    """R - mean, plus the penalties to come, whitened."""
+    parts = explain_centred(inputs, row)
+    if inputs.kl_rewards is not None:
+        parts += [("= R - mean", None), ("R - mean", parts_total(parts))]
+        parts += [("+ KL penalties from the token on", _to_go(inputs, inputs.kl_rewards, row))]
+    return [*parts, *_whitened(inputs, "tokens")]
+
+
+def _earned(inputs: CreditInputs, row: int) -> Parts:
+    process, outcome = inputs.turn_rewards.double().sum(dim=1), inputs.outcome_rewards.double()
+    parts: Parts = [("turn rewards", process[row].item())] if process.any() else []
+    if outcome.nan_to_num().any() or not parts:
+        parts.append(("+ outcome" if parts else "outcome", outcome[row].item()))
+    return parts if len(parts) == 1 else [*parts, ("= R", None)]
+
+
+def _mean(group: GroupStatistics, row: int, of: str = "") -> tuple[str, float]:
+    return f"- mean of its group of {group.count[row]:.0f}{of}", group.mean[row].item()
+
+
+def _if_compared(group: GroupStatistics, row: int) -> Parts:
+    return [] if group.is_compared[row] else [("* 0, as its group has no spread", 0.0)]
+
+
+def _normalised(group: GroupStatistics, row: int, of: str = "") -> Parts:
+    divisor = [("/ (std of its group + 0.0001)", group.std[row].item() + STD_EPS)]
+    return [_mean(group, row, of), *(_if_compared(group, row) or divisor)]
+
+
+# -------------------------------------------------------------------- per turn
+
+
+def explain_turn_grpo(inputs: CreditInputs, row: int) -> Parts:
+    """The outcome and the rewards from a turn on, each relative to the group's."""
+    gamma, outcome = inputs.settings.gamma_turn, inputs.outcome_rewards.double()
+    process = turn_returns(inputs.turn_rewards, gamma=gamma).masked_fill(outcome.isnan().unsqueeze(1), torch.nan)
+    parts: Parts = []
+    if outcome.nan_to_num().any() or not process.nan_to_num().any():
+        parts = [("outcome", outcome[row].item()), *_normalised(GroupStatistics(outcome, inputs.group_ids), row)]
+    if not process.nan_to_num().any():
+        return parts
+    group = GroupStatistics(process[:, 0], inputs.group_ids)
+    of_turn = (_from_turn_on("turn rewards", gamma), _on_tokens(inputs, process[row], row))
+    relative = [of_turn, *_normalised(group, row, ", from the first turn on")]
+    if not parts:
+        return relative
+    return [*parts, ("= outcome part", None), *relative, ("+ outcome part", parts_total(parts))]
+
+
+def explain_gigpo(inputs: CreditInputs, row: int) -> Parts:
+    """The episode relative to the group, and each turn relative to those that began in the same state."""
+    gamma, weight = inputs.settings.gamma_turn, inputs.settings.step_weight
+    group = GroupStatistics(inputs.returns, inputs.group_ids)
+    episode = [*_earned(inputs, row), *_normalised(group, row)]
+    returns = turn_returns(
+        outcome_on_last_turn(inputs.turn_rewards, inputs.outcome_rewards, inputs.anchor_ids), gamma=gamma
+    )  # (N, K)
+    is_peer = inputs.in_baseline & (inputs.group_ids == inputs.group_ids[row])  # (N,)
+    table = torch.zeros(4, returns.shape[1], dtype=torch.float64)  # return, mean, std and whether it is compared
+    for turn, anchor in enumerate(inputs.anchor_ids[row].tolist()):
+        if anchor >= 0:
+            values = returns[is_peer.unsqueeze(1) & (inputs.anchor_ids == anchor)]
+            state = GroupStatistics(values, torch.zeros(len(values)))
+            numbers = (returns[row, turn], state.mean[0], state.std[0], state.is_compared.any().double())
+            table[:, turn] = torch.stack(numbers)
+    of_turn, mean, std, is_compared = (_on_tokens(inputs, line, row) for line in table)
+    return [
+        *episode,
+        ("= episode advantage", None),
+        (_from_turn_on("rewards", gamma), of_turn),
+        ("- mean over turns of the group in the same state", mean),
+        ("/ (their std + 0.0001)", std + STD_EPS),
+        ("* 1, or 0 if these have no spread", is_compared),
+        ("= step advantage", None),
+        ("* step_weight", weight),
+        ("+ episode advantage", parts_total(episode)),
+    ]
+
+
+def _from_turn_on(what: str, gamma: float) -> str:
+    return f"{what} from the turn on" + (f", discounted by {gamma:g} per turn" if gamma != 1 else "")
+
+
+def _on_tokens(inputs: CreditInputs, of_turns: torch.Tensor, row: int) -> torch.Tensor:
+    """(T,) of each token what its turn has, (K,)."""
+    turns = extend_turn_ids(inputs.turn_ids[row : row + 1], inputs.mask[row : row + 1])
+    return turns_to_tokens(of_turns.unsqueeze(0), turns)[0]
+
+
+# -------------------------------------------------------------------- per token
+
+
+def explain_reinforce_pp(inputs: CreditInputs, row: int) -> Parts:
+    """Rewards to come, whitened."""
+    gamma = inputs.settings.gamma
+    rewards = inputs.process_token_rewards + inputs.outcome_token_rewards
+    label = "rewards from the token on" + (f", discounted by {gamma:g} per token" if gamma != 1 else "")
+    parts: Parts = [(label, _to_go(inputs, rewards, row))]
+    if inputs.kl_rewards is not None:
+        parts.append(("+ KL penalties from there on", _to_go(inputs, inputs.kl_rewards, row)))
+    return [*parts, *_whitened(inputs, "tokens")]
+
+
+def _to_go(inputs: CreditInputs, rewards: torch.Tensor, row: int) -> torch.Tensor:
+    own = slice(row, row + 1)
+    return compute_returns_to_go(rewards[own].double(), inputs.mask[own], gamma=inputs.settings.gamma)[0]
+
+
+def _whitened(inputs: CreditInputs, what: str) -> Parts:
+    if inputs.whitening is None:
+        return []
+    mean, std = inputs.whitening
+    divisor = (f"/ std of all {what} of the step", std) if std != float("inf") else ("* 0, as there is but one", 0.0)
+    return [("= raw advantage", None), (f"- mean of all {what} of the step", mean), divisor]
+
+
+# -------------------------------------------------------------------- with a critic
+
+
+def explain_gae(inputs: CreditInputs, row: int) -> Parts:
+    """The temporal difference of each token, and what follows."""
+    own, settings = slice(row, row + 1), inputs.settings
+    factors = settings.gamma, settings.lam
+    parts = _gae(inputs, row, inputs.token_rewards[own], inputs.mask[own], factors, "token")
+    if inputs.kl_rewards is not None:
+        penalty = masked_values(inputs.kl_rewards[own], inputs.mask[own])[0]
+        parts[:1] = [("reward of the token", parts[0][1] - penalty), ("+ its KL penalty", penalty)]
+    return [*parts, *_whitened(inputs, "tokens")]
+
+
+def explain_bilevel_gae(inputs: CreditInputs, row: int) -> Parts:
+    """GAE over turns, and inside a turn over its tokens."""
+    own, settings = slice(row, row + 1), inputs.settings
+    mask, value = inputs.mask[own], masked_values(_values(inputs)[own], inputs.mask[own])  # (1, T)
+    turns = extend_turn_ids(inputs.turn_ids[own], mask)
+    is_end = mask & (take_next(turns, mask, turns.new_full((1,), -2)) != turns)
+    number = is_end.long().cumsum(dim=1) - is_end.long()  # (1, T) of the turn
+
+    def sum_of_turn(x: torch.Tensor) -> torch.Tensor:  # (1, T), the same for all tokens of a turn
+        return torch.zeros_like(x).scatter_add(1, number, x).gather(1, number)
+
+    earned = sum_of_turn(masked_values(inputs.token_rewards[own], mask))
+    factors = settings.gamma_turn, settings.lam_turn
+    over_turns: Parts = [
+        (label, sum_of_turn(masked_values(x.unsqueeze(0), is_end))[0])
+        for label, x in _gae(inputs, row, earned, is_end, factors, "turn", "at its end")
+    ]
+    over_turns += [("= advantage of the turn", None), ("+ value at its end", sum_of_turn(value * is_end)[0])]
+    raw, _ = compute_bilevel_gae(
+        inputs.token_rewards[own].double(),
+        _values(inputs)[own].double(),
+        mask,
+        inputs.turn_ids[own],
+        gamma=settings.gamma,
+        lam=settings.lam,
+        gamma_turn=settings.gamma_turn,
+        lam_turn=settings.lam_turn,
+        bootstrap_values=_behind(inputs, row),
+    )
+    target = torch.where(is_end[0], parts_total(over_turns), settings.gamma * take_next(value, mask)[0])
+    later = torch.where(is_end, 0.0, settings.gamma * settings.lam * take_next(raw, mask))[0]
+    return [
+        *over_turns,
+        ("= G, the target of the turn's last token", None),
+        (f"G at the turn's last token, before it {settings.gamma:g} * value of the next token", target),
+        ("- value", value[0]),
+        (f"+ {settings.gamma:g} * {settings.lam:g} * raw advantage of the turn's next token", later),
+        *_whitened(inputs, "tokens"),
+    ]
+
+
+def explain_step_gae(inputs: CreditInputs, row: int) -> Parts:
+    """The temporal difference of each turn, and what follows."""
+    own, settings = slice(row, row + 1), inputs.settings
+    mask, factors = inputs.mask[own], (settings.gamma_turn, settings.lam_turn)
+    is_first = turn_starts(inputs.turn_ids[own], mask)
+    number = (is_first.long().cumsum(dim=1) - 1).clamp(min=0)
+    reward = masked_values(inputs.token_rewards[own], mask)
+    earned = torch.zeros_like(reward).scatter_add(1, number, reward).gather(1, number)
+    parts = _gae(inputs, row, earned, is_first, factors, "turn", "at its start")
+    parts = [(label, carry_forward(x.unsqueeze(0), is_first)[0]) for label, x in parts]
+    return [*parts, *_whitened(inputs, "turns")]
+
+
+def _gae(
+    inputs: CreditInputs,
+    row: int,
+    rewards: torch.Tensor,
+    marked: torch.Tensor,
+    factors: tuple[float, float],
+    what: str,
+    where: str = "",
+) -> Parts:
+    """Delta + gamma * lam * the next advantage at marked positions, (1, T), of which each is a step."""
+    gamma, lam = factors
+    value, behind = masked_values(_values(inputs)[row : row + 1], marked), _behind(inputs, row)
+    later, _ = compute_gae(rewards.double(), value, marked, gamma=gamma, lam=lam, bootstrap_values=behind)
+    return [
+        (f"reward of the {what}", masked_values(rewards, marked)[0]),
+        (f"+ {gamma:g} * value of the next {what}", gamma * take_next(value, marked, behind)[0]),
+        (f"- value {where}".rstrip(), value[0]),
+        (f"+ {gamma:g} * {lam:g} * raw advantage of the next {what}", gamma * lam * take_next(later, marked)[0]),
+    ]
+
+
+def _values(inputs: CreditInputs) -> torch.Tensor:
+    assert inputs.values is not None
+    return inputs.values
+
+
+def _behind(inputs: CreditInputs, row: int) -> torch.Tensor | None:
+    return None if inputs.bootstrap_values is None else inputs.bootstrap_values[row : row + 1].double()
+
+
+# -------------------------------------------------------------------- working sums out
+
+
+def work_out(parts: Parts) -> Parts:
+    """The same parts with the results of the sums, a number or (T,) each.
+
+    >>> work_out([("outcome", 1.0), ("- mean", 0.25), ("/ std", 0.5), ("= advantage", None)])[-1]
+    ('= advantage', 1.5)
+    """
+    total: Any = 0.0
+    found = []
+    for label, value in parts:
+        value = total if label.startswith("= ") else value
+        total = OPERATORS.get(label[:2], lambda _, x: x)(total, value)
+        found.append((label, value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value))
+    return found
+
+
+def parts_total(parts: Parts) -> Any:
+    """The result of the last sum."""
+    return work_out([*parts, ("= ", None)])[-1][1]
+
+
+def split_sums(parts: Parts) -> list[Parts]:
+    """Each sum by itself.
+
+    >>> split_sums([("outcome", 1.0), ("- mean", 0.25), ("gamma", 0.5)])
+    [[('outcome', 1.0), ('- mean', 0.25)], [('gamma', 0.5)]]
+    """
+    sums: list[Parts] = []
+    for part in parts:
+        if part[0][:2] in (*OPERATORS, "= ") and sums:
+            sums[-1].append(part)
+        else:
+            sums.append([part])
+    return sums
