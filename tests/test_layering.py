@@ -317,11 +317,11 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (231, 2),
     "features/serve": (1062, 8),
     "generation": (4001, 25),
-    "recording": (1135, 8),
+    "recording": (1143, 8),
     "rewards": (740, 7),
     "rollout": (2921, 16),
     "tools": (2573, 15),
-    "trainers": (6279, 17),
+    "trainers": (6283, 17),
     "update": (1811, 9),
 }
 

@@ -9,6 +9,7 @@ token that the policy sampled, in the order of time, NaN where there is none:
     value        the critic's, before the update
     return       the critic's target
     reference    the reference's log-prob
+    kl_reward    the KL penalty, where it is part of the rewards
 
 They are base64 of little-endian float16 (`f2:`), or float32 (`f4:`).
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 from agent_r1_trl.recording.lines import read_lines
 
-WIDE = ("value", "return")
+WIDE = ("value", "return", "kl_reward")
 """Written as float32, since advantages are worked out from their differences."""
 MAX_FLOAT16 = 65504.0
 

@@ -49,8 +49,15 @@ def read_events(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-    """Step -> what its advantages were worked out with besides the trajectories; arguments as for `read_events`."""
-    return {int(item["step"]): item for item in _read(run, f"{FOLDER}/{STEPS_FILE}", "a step", ("step",))}
+    """Step -> what its advantages were worked out with besides the trajectories; arguments as for `read_events`.
+
+    That is the line of its last rollout; `rollouts` has those of all.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for item in _read(run, f"{FOLDER}/{STEPS_FILE}", "a step", ("step",)):
+        before = found.get(int(item["step"]), {}).get("rollouts", [])
+        found[int(item["step"])] = {**item, "rollouts": [*before, item]}
+    return found
 
 
 def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:

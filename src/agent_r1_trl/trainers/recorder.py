@@ -115,8 +115,10 @@ class Recorder(RolloutCallback):
         if not is_training:
             return
         if trainer.is_world_process_zero():
-            self._steps.append(self.store.folder / STEPS_FILE, [self._describe_step(step, batch)])
+            self._steps.append(self.store.folder / STEPS_FILE, [self._describe_step(step, batch, fields or [])])
         columns = {"reference": output.get("ref_per_token_logps"), "value": output.get("old_values")}
+        if trainer.args.kl_placement == "reward" and trainer.beta != 0.0:
+            columns["kl_reward"] = trainer.beta * (output["ref_per_token_logps"] - output["old_per_token_logps"])
         if "returns" in output:
             columns["return"] = torch.where(output["value_mask"].bool(), output["returns"], torch.nan)
         self._rollouts.append(
@@ -150,7 +152,7 @@ class Recorder(RolloutCallback):
         others = [first_group + group for group in batch.replaced_groups]
         return fields + [{"group": group, "is_kept": True, "in_loss": False} for group in others]
 
-    def _describe_step(self, step: int, batch: RolloutBatch) -> dict[str, Any]:
+    def _describe_step(self, step: int, batch: RolloutBatch, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What the advantages of a rollout were worked out with and its lines do not hold."""
         trainer, facts = self.trainer, dict(self.trainer.credit.facts)
         parts = {
@@ -160,10 +162,12 @@ class Recorder(RolloutCallback):
         return {
             "step": step,
             **self.store.credit,
+            "first_group": fields[0]["group"] if fields else 0,
             "group_size": batch.position.group_size,
             **facts,
             "kl_in_reward": trainer.beta if trainer.args.kl_placement == "reward" else 0.0,
             "advantage_mask": trainer.args.advantage_mask,
+            "truncated_trajectories": trainer.args.truncated_trajectories,
             "whitening": parts.get("", parts or None),
         }
 
