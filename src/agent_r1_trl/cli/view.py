@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         text = "".join(f"{describe_event(event)}\n" for event in events)
         sys.stdout.write(visible(text) or "Nothing happened that is recorded here.\n")
         return 0
-    from agent_r1_trl.recording import render_trajectory, summary_table
+    from agent_r1_trl.recording import read_steps, render_trajectory, summary_table
     from agent_r1_trl.recording.terminal import render
 
     is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -63,13 +63,15 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.write(render([summary_table(shown, arguments.example)], width=arguments.width, color=color))
     else:
         shown = records if arguments.index is not None else records[: arguments.num or NUM_SHOWN]
+        with users_mistakes(OSError):
+            steps = read_steps(arguments.run)
         hint = "shown; --num, --index, --filter and --list choose others."
         has_ids = not all(record.trajectory.is_hosted for record in shown)
         tokenizer = load_tokenizer(arguments) if has_ids else None
         for record in shown:
             split = "evaluation, " if record.split == "eval" else ""
             head = visible(f"{split}step {record.step}, index {record.index}, {record.path}\n")
-            note = _why(record, rolled_out)
+            note = _why(record, rolled_out, steps)
             text = render_trajectory(record.trajectory, tokenizer, arguments.width, color=color, note=note)
             sys.stdout.write(f"{head}{text}\n")
         if has_ids and tokenizer is None:
@@ -102,13 +104,13 @@ def make_parser() -> PlainParser:
     return parser
 
 
-def _why(record: Record, rolled_out: Sequence[Record]) -> str:
+def _why(record: Record, rolled_out: Sequence[Record], steps: Mapping[int, Any]) -> str:
     """Where the advantage comes from, given everything that was sampled in the step."""
-    from agent_r1_trl.recording.reasons import explain_advantage, groups_of
+    if record.split != "train":
+        return ""
+    from agent_r1_trl.recording.explain import describe  # loads torch
 
-    of_step = [other for other in rolled_out if (other.split, other.step) == (record.split, record.step)]
-    group = next(group for group, other in zip(groups_of(of_step), of_step, strict=True) if other is record)
-    return explain_advantage(record, group)
+    return describe(record, rolled_out, steps.get(record.step))
 
 
 def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Record]]:
@@ -126,7 +128,9 @@ def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Reco
     if _is_over_steps(arguments):
         step, split = None, arguments.split
     where = f"step {step}" if step is not None else run
-    records: Iterable[Record] = read_records(run, step=step, split=split if is_folder else arguments.split)
+    records: Iterable[Record] = read_records(
+        run, step=step, split=split if is_folder else arguments.split, columns=not _is_over_steps(arguments)
+    )
     if _is_over_steps(arguments) and files:
         records = _of_example(arguments.example, records, where)
     rolled_out = list(records) if files else []

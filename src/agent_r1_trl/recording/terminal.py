@@ -65,7 +65,7 @@ def render_trajectory(
         tokenizer: decodes the ids; None: show the parsed messages instead of the tokens.
         width: in columns; None: that of the terminal.
         color: use ANSI colours; without them, action tokens stand between ⟦ and ⟧.
-        note: stands below the figures, such as `explain_advantage`.
+        note: stands below the figures, such as `explain.describe`.
     """
     has_tokens = tokenizer is not None and not trajectory.is_hosted
     body = _tokens(trajectory, tokenizer, color) if has_tokens else _messages(trajectory)
