@@ -48,7 +48,7 @@ ORDER = [
 PLACE_OF = {module: place for place, modules in enumerate(ORDER) for module in modules}
 
 # `Trajectory.show` and the trainers' store reach up to the recorder, inside functions. That closes no circle, because
-# the recorder reads nothing but trajectories.
+# the recorder reads nothing but trajectories (`recording/explain.py` stands by itself).
 ALLOWED_UPWARDS = {("trajectory", "recording")}
 
 LIGHT = {
@@ -181,13 +181,14 @@ def exported_names() -> set[str]:
 
 
 def test_the_recorder_reads_nothing_but_trajectories():
+    """Nor does it know what explains the advantages in a record, by the estimators that gave them."""
+    explain = "agent_r1_trl.recording.explain"
     wrong = [
         (path, line, name)
         for importer, path in FILES.items()
         for name, line in imports_of(path, lazy=True)
-        if top_module(importer) == "recording"
-        and name in FILES
-        and top_module(name) not in ("recording", "trajectory", "safe_text")
+        if top_module(importer) == "recording" and importer != explain
+        if name in FILES and (name == explain or top_module(name) not in ("recording", "trajectory", "safe_text"))
     ]
     assert not wrong, list_of(wrong)
 
@@ -300,7 +301,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1530, 7),
     "advantages": (1505, 6),
     "chat": (2579, 13),
-    "cli": (3090, 17),
+    "cli": (3091, 17),
     "critic": (612, 3),
     "environments": (1315, 8),
     "evaluation": (1166, 8),
@@ -317,7 +318,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (231, 2),
     "features/serve": (1062, 8),
     "generation": (4001, 25),
-    "recording": (1354, 8),
+    "recording": (1357, 8),
     "rewards": (740, 7),
     "rollout": (2921, 16),
     "tools": (2573, 15),

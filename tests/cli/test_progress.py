@@ -290,7 +290,7 @@ def test_a_warning_that_repeats_is_counted_and_a_cause_cannot_steer_the_terminal
     causes.add("tool search, timeout: \n no answer", 3)
     assert [line.plain for line in causes.lines()] == [
         "4 x, last in step 4: The vLLM server http://10.0.0.1:8004 is excluded from the rollout",
-        "3 x, last in step 4: tool search, timeout: \n no answer",
+        "3 x, last in step 4: tool search, timeout: no answer",
     ]
     assert shown.lines() == ["The vLLM server http://10.0.0.1:8001 is excluded from the rollout", "Only once.␛[2J"]
     assert len(causes.lines(is_new=True)) == 2 and not causes.lines(is_new=True)

@@ -121,7 +121,7 @@ def test_the_tokenizer_of_a_checkpoint_or_of_the_evaluated_model_serves(run_fold
 def test_a_real_run_is_shown_with_the_question_the_tokens_and_the_cause_of_the_advantage(finished_run, view):
     shown = view(finished_run / "out", "--index", 0, "--width", 80)
     assert re.search(r"(?m)^group of \d+: .+; grpo, scale_rewards group$", shown), shown
-    assert re.search(r"(?m)^ +\S+  = advantage$", shown) and "recorded otherwise" not in shown, shown
+    assert re.search(r"(?m)^  = +\S+  advantage$", shown) and "recorded otherwise" not in shown, shown
     assert "What is" in shown and "<|im_start|>" in shown and "Pass --tokenizer" not in shown
     assert view(finished_run / "out", "--list", "--width", "150").count("max_") == 4
 

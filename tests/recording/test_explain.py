@@ -136,7 +136,7 @@ def test_the_terminal_names_the_returns_of_the_group_and_shows_the_sum():
     records[1].trajectory.stop_reason = StopReason.TOOL_FAILURE
     first, *lines = describe(records[0], records, step(scale="group")).splitlines()
     assert first == "group of 4: +1.000 (this), none (tool_failure), +0.000, +3.000; grpo, scale_rewards group"
-    assert [line.split(maxsplit=1) for line in lines[2:4]] == [["1", "= R"], ["1.333", "- mean of its group of 3"]]
+    assert lines[2:4] == ["  =          1  R", "  -      1.333  mean of its group of 3"]
     assert describe(records[4], records, None).startswith("return +1.000; grpo")
     records[0].trajectory.is_replaced, records[0].trajectory.advantages = True, None
     assert describe(records[0], records, None).endswith("so not trained on")

@@ -88,7 +88,7 @@ def test_a_rollout_that_is_stopped_is_none_any_more(request):
         (["turn 3: tools search, search, add", "waiting"], "0 of 2 done, 1 waiting for search, add, 1 not started"),
         (["outcome_reward", "waiting for try 2"], "0 of 2 done, 1 waiting for try 2, 1 being scored"),
         (["turn 0: environment step"], "0 of 1 done, 1 waiting for environment step"),
-        (["turn 0: tools \x1b[2J" + "x" * 100], "0 of 1 done, 1 waiting for ␛[2J" + "x" * 19 + "…"),
+        (["turn 0: tools \n\x1b[2J" + "x" * 100], "0 of 1 done, 1 waiting for ␛[2J" + "x" * 19 + "…"),
     ],
 )
 def test_what_drafts_wait_for_is_said_in_words_that_steer_no_terminal(phases, expected, request):

@@ -282,7 +282,7 @@ def _behind(inputs: CreditInputs, row: int) -> torch.Tensor | None:
 
 
 def work_out(parts: Parts) -> Parts:
-    """The same parts with the results of the sums, a number or (T,) each.
+    """Fill in the results of sums, a number or (T,) each.
 
     >>> work_out([("outcome", 1.0), ("- mean", 0.25), ("/ std", 0.5), ("= advantage", None)])[-1]
     ('= advantage', 1.5)

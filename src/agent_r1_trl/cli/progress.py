@@ -53,7 +53,8 @@ class Causes(logging.Handler):
         self.step = 0
 
     def add(self, text: str, num: int = 1, *, is_printed: bool = False) -> bool:
-        """Count it; whether it is a new one."""
+        """Count it, in one line; whether it is a new one."""
+        text = shown(" ".join(text.split()))
         before = self._found.pop(key := without_numbers(text), (0, "", 0, False))
         if len(self._found) == MAX_CAUSES:
             del self._found[next(iter(self._found))]
@@ -67,13 +68,13 @@ class Causes(logging.Handler):
         for result in (result for item in trajectories for result in item.tool_results):
             is_tools = result.error is ToolErrorKind.EXCEPTION and not result.is_models_mistake
             if is_tools or result.error is ToolErrorKind.TIMEOUT:
-                self.add(shown(f"tool {result.call.name}, {result.error}: {result.cause}"))
+                self.add(f"tool {result.call.name}, {result.error}: {result.cause}")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Take in a warning of the package; where the user has set up logging, that prints it."""
         try:
             text = record.getMessage()
-            if self.add(shown(" ".join(text.split())), is_printed=True) and not logging.root.handlers:
+            if self.add(text, is_printed=True) and not logging.root.handlers:
                 self._console.print(text, style="red" if record.levelno >= logging.ERROR else "yellow")
         except Exception:  # as handlers do: the terminal is gone, for example
             self.handleError(record)

@@ -27,13 +27,13 @@ class Explanation:
     """The advantages of a trajectory as sums; in a sum, a label's first character says what its number does."""
 
     lines: list[Line]
-    """Of the sums that all tokens share. A label without `+ - * / =` before it begins another sum."""
+    """The sums that all tokens share. A label without `+ - * / =` before it begins another sum."""
     advantages: list[float]
     """(T,) by the estimator's own function, from what was recorded."""
     max_gap: float
     """The largest difference between these, the sums' results and the recorded advantages, over all tokens."""
     of_tokens: Parts = field(repr=False)
-    """The other sums, some of whose values are (T,)."""
+    """The other sums, in which some values are (T,)."""
     mask: list[bool] = field(repr=False)
     """(T,) whether a token has an advantage."""
 
@@ -251,7 +251,10 @@ def describe(record: Record, group: Sequence[Record], step: Mapping[str, Any] | 
 
 def _text(line: Line) -> str:
     label, value = line
-    return f"{value:>12.4g}  {label}"
+    sign, _, rest = label.partition(" ")
+    return (
+        f"  {sign} {value:>10.4g}  {rest}" if len(sign) == 1 and not sign.isalnum() else f"    {value:>10.4g}  {label}"
+    )
 
 
 def _member(item: Trajectory) -> str:

@@ -85,5 +85,5 @@ def _words(phase: str) -> str:
     what = re.sub(r"^turn \d+: (tools )?", "", phase)
     if what in _WORDS or what.startswith("waiting"):
         return _WORDS.get(what, what)
-    names = ", ".join(dict.fromkeys(what.split(", ")))
+    names = " ".join(", ".join(dict.fromkeys(what.split(", "))).split())
     return f"waiting for {shown(names if len(names) <= MAX_NAME_CHARS else f'{names[: MAX_NAME_CHARS - 1]}…')}"
