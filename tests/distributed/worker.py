@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics, filtering, nonfinite, resampling, rollback, rows
+from tests.distributed import agreement, critics, filtering, nonfinite, recording, resampling, rollback, rows
 from tests.distributed.critics import num_processes
 
 RESULTS_FILE = "results.pt"
@@ -28,6 +28,7 @@ def compute(folder):
         "filtered": {case: filtering.filtered(case, folder) for case in filtering.CASES},
         "resampled": resampling.resampled(folder),
         "gone_back": rollback.gone_back(folder),
+        "recorded": {case: recording.recorded(case, folder) for case in recording.CASES},
         "rows": {case: rows.rows(case, folder) for case in rows.CASES},
         "whole": {case: rows.whole(case, folder) for case in rows.CASES if num_processes() == 1},
         "rewritten": {case: rows.rewritten(case, folder) for case in rows.REWRITTEN},

@@ -43,6 +43,7 @@ def test_load_dataset_reads_the_numbers_of_every_trajectory(run_folder, tmp_path
         for row, record in zip(rows, records[split], strict=True):
             item = record.trajectory
             assert {name: row[name] for name in same} == {name: getattr(item, name) for name in same}
+            assert (row["group"], row["in_loss"]) == (record.group, record.in_loss)
             assert (row["id"], row["step"], row["reward"]) == (item.example_id, record.step, item.total_reward)
             assert row["authors"] == [author.value for author in item.authors]
             assert row["token_rewards"] == item.token_rewards()

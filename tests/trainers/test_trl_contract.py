@@ -108,7 +108,15 @@ def test_the_batch_has_the_tensors_that_are_replaced(tmp_path):
     expected = set(scored_batch(plain))
     assert {"advantages", "completion_mask", "num_items_in_batch", "prompt_ids", "completion_ids"} <= expected
     ours = set(scored_batch(make_trainer(tmp_path)))
-    added = {"tool_mask", "in_baseline", "row_scale", "micro_batch_scale", "trajectory_row", "trajectory_rewards"}
+    added = {
+        "tool_mask",
+        "in_baseline",
+        "row_scale",
+        "micro_batch_scale",
+        "trajectory_row",
+        "training_row",
+        "trajectory_rewards",
+    }
     added |= {"is_first_row", "tokens_in_other_rows"}
     assert ours == expected | added
 
