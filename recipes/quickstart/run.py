@@ -70,7 +70,7 @@ model         {out}
 trajectories  {out}/trajectories (training), {out}/before and {out}/after (evaluation)
 
 Next:
-  agent-r1-trl view {out} --terminal                          # what it did in the last step
+  agent-r1-trl view {out}                                     # every token of it, in a browser
   agent-r1-trl view {out}/after --terminal --filter failed    # what it still gets wrong
   agent-r1-trl doctor --config {options.config}""")
 

@@ -1,7 +1,7 @@
-"""`agent-r1-trl view`: which trajectories of a run are shown, and what is said where there are none.
+"""`agent-r1-trl view` on the terminal: which trajectories of a run are shown, and what is said where there are none.
 
 Covered: choice of step, split and kind, the tokenizer, mistakes. Not covered: how a trajectory looks
-(tests/recording/test_terminal.py).
+(tests/recording/test_terminal.py), the page (tests/features/inspector).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_folder(tmp_path_factory):
 def view(capsys):
     def run(*arguments):
         capsys.readouterr()
-        assert main(["view", *map(str, arguments)]) == 0
+        assert main(["view", "--terminal", *map(str, arguments)]) == 0
         return capsys.readouterr().out
 
     return run
@@ -183,7 +183,7 @@ def test_a_mistake_is_refused(run_folder, refusal, arguments, names):
     (run_folder / "half.jsonl").write_text('{"completion_ids": [1], "turns": []}\n')
     (run_folder / "none.jsonl").write_text("")
     (run_folder / "empty").mkdir(exist_ok=True)
-    message = refusal("view", *(argument.replace("{run}", str(run_folder)) for argument in arguments))
+    message = refusal("view", "--terminal", *(argument.replace("{run}", str(run_folder)) for argument in arguments))
     assert re.search(names, message), message
 
 
@@ -206,7 +206,7 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(run_folder,
     config |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     for command in (
-        ["view", str(run_folder), "--tokenizer", str(folder)],
+        ["view", str(run_folder), "--terminal", "--tokenizer", str(folder)],
         ["doctor", "--model", str(folder), "--env", "tests.toys.AddEnv"],
     ):
         assert main(command) != 0

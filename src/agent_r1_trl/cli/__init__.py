@@ -17,7 +17,7 @@ from agent_r1_trl.objects import did_you_mean
 COMMANDS = {
     "train": "train an agent according to a recipe",
     "eval": "run a model on data sets and score it, or compare two runs",
-    "view": "show recorded trajectories with their masks in colour",
+    "view": "show a run, token by token: as an HTML file, or on the terminal",
 }
 """Those that are always there; features bring others."""
 
@@ -69,5 +69,5 @@ commands:
   agent-r1-trl COMMAND --help shows the options of a command; agent-r1-trl --version shows the version.
 
   agent-r1-trl train --config quickstart/grpo/cpu
-  agent-r1-trl view outputs/quickstart --terminal
+  agent-r1-trl view outputs/quickstart
 """

@@ -1,5 +1,7 @@
-"""`agent-r1-trl view`: show recorded trajectories with their masks in colour.
+"""`agent-r1-trl view`: show a run as an HTML file, or its trajectories on the terminal.
 
+agent-r1-trl view outputs/my-agent
+agent-r1-trl view outputs/my-agent --against outputs/other --html compared.html
 agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
 agent-r1-trl view outputs/my-agent --list
 agent-r1-trl view outputs/my-agent --example q/17
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 COMMAND = "agent-r1-trl view"
 NUM_SHOWN = 3
+TERMINAL = ("terminal", "list", "events", "step", "example", "index", "split", "filter", "num", "width", "color")
+"""Options for the terminal: one of them is enough, and no file is written."""
 FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "failed": ("no exact match, no success, or an outcome of 0 or less", lambda item: not item.is_solved),
     "solved": ("all others", lambda item: item.is_solved),
@@ -40,6 +44,8 @@ FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def run(argv: Sequence[str]) -> int:
     """Show the chosen trajectories; returns the exit code."""
     arguments = make_parser().read(argv)
+    if not any(getattr(arguments, name) not in (None, False) for name in TERMINAL):
+        return _write_page(arguments)
     from agent_r1_trl.recording import trajectory_files
     from agent_r1_trl.recording.events import describe_event, read_events
 
@@ -57,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     from agent_r1_trl.recording.terminal import render
 
     is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    color = {"always": True, "never": False}.get(arguments.color, is_wanted)
+    color = {"always": True, "never": False}.get(arguments.color or "auto", is_wanted)
     if arguments.list or _is_over_steps(arguments):
         shown, hint = records[: arguments.num], "listed."
         sys.stdout.write(render([summary_table(shown, arguments.example)], width=arguments.width, color=color))
@@ -87,7 +93,11 @@ def make_parser() -> PlainParser:
     filters = "; ".join(f"{name}: {text}" for name, (text, _) in FILTERS.items())
     parser = PlainParser(COMMAND, __doc__.partition(": ")[2])
     parser.add_argument("run", metavar="RUN", help="Output directory of a run, or a file of trajectories.")
-    parser.add_argument("--terminal", action="store_true", help="Show on the terminal (the default).")
+    parser.add_argument("--html", metavar="FILE", help="The HTML file; by default inspector.html in the run.")
+    parser.add_argument(
+        "--against", metavar="OTHER", help="Another run, or evaluation, to compare RUN with in the file."
+    )
+    parser.add_argument("--terminal", action="store_true", help="Show on the terminal, as the options below do, too.")
     parser.add_argument("--list", action="store_true", help="One line per trajectory instead of its tokens.")
     parser.add_argument("--events", action="store_true", help="What the echo guard did in this run, and why.")
     parser.add_argument("--step", type=int, help="Step to show; by default the last one recorded.")
@@ -100,8 +110,25 @@ def make_parser() -> PlainParser:
     parser.add_argument("--trust_remote_code", action="store_true", help="Let code that comes with a tokenizer run.")
     parser.add_argument("--width", type=int, help="Width in columns; by default that of the terminal.")
     colors = ("auto", "always", "never")
-    parser.add_argument("--color", choices=colors, default="auto", help="auto respects NO_COLOR.")
+    parser.add_argument("--color", choices=colors, help="auto, the default, respects NO_COLOR.")
     return parser
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    """Write the run as an HTML file, and print its path."""
+    from agent_r1_trl.features import feature
+
+    run = Path(arguments.run)
+    inside = run.parent if run.name == "trajectories" and run.is_dir() else run
+    path = arguments.html or (run.with_suffix(".html") if run.is_file() else inside / "inspector.html")
+
+    def tokenizer_of(source: str) -> Any:
+        return load_tokenizer(argparse.Namespace(**{**vars(arguments), "run": source}), is_light=True)
+
+    with users_mistakes(OSError):
+        inspector = feature("inspector", "agent-r1-trl view without --terminal")
+        print(inspector.write_page(run, path, tokenizer_of, against=arguments.against))
+    return 0
 
 
 def _why(record: Record, rolled_out: Sequence[Record], steps: Mapping[int, Any]) -> str:
@@ -172,8 +199,11 @@ def _of_example(name: str, records: Iterable[Record], where: str) -> list[Record
     return chosen
 
 
-def load_tokenizer(arguments: argparse.Namespace) -> Any:
-    """The tokenizer of `--tokenizer`, of the run, its last checkpoint or its evaluation; None if there is none."""
+def load_tokenizer(arguments: argparse.Namespace, *, is_light: bool = False) -> Any:
+    """The tokenizer of `--tokenizer`, of the run, its last checkpoint or its evaluation; None if there is none.
+
+    `is_light` takes a `tokenizers.Tokenizer` where there is a tokenizer.json: importing transformers takes seconds.
+    """
     folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
     folder = folder.parent if folder.name == "trajectories" else folder
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
@@ -184,6 +214,10 @@ def load_tokenizer(arguments: argparse.Namespace) -> Any:
     name = next(filter(None, [arguments.tokenizer, *places, evaluated]), None)
     if name is None:
         return None
+    if is_light and (file := Path(name) / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(file))
     from transformers import AutoTokenizer
 
     from agent_r1_trl.evaluation.loading import is_local

@@ -1,0 +1,52 @@
+// What tokens are coloured by. A letter belongs to a column, whether the others are there or not.
+
+const COLUMNS = [
+  {name: "mask", label: "mask", key: "k", hint: "blue: sampled by the policy, trained on"},
+  {name: "advantage", label: "advantage", key: "a", isSigned: true},
+  {name: "value", label: "value", key: "v", isSigned: true},
+  {name: "log_ratio", label: "log ratio", key: "r", isSigned: true, hint: "trainer − sampler"},
+  {name: "entropy", label: "entropy", key: "e"},
+  {name: "logprob", label: "log-prob", key: "l", isNegative: true},
+];
+const OTHERS = [
+  {name: "return", label: "return"},
+  {name: "reference", label: "reference's log-prob"},
+];
+const FULL = 0.48; // alpha of the full colour: text on it keeps its contrast
+
+const scaleOf = (name) => meta.scales[name] || 1;
+
+// The background of a value; "" for none.
+function colourOf(column, value) {
+  if (column.name === "mask") return "rgb(var(--blue) / 0.3)";
+  if (Number.isNaN(value)) return "";
+  const strength = Math.min(1, Math.abs(value) / scaleOf(column.name)) * FULL;
+  if (strength < 0.004) return "";
+  const hue = column.isSigned ? (value > 0 ? "--blue" : "--orange") : "--purple";
+  return `rgb(var(${hue}) / ${strength.toFixed(3)})`;
+}
+
+function availableColumns(opened) {
+  return COLUMNS.filter((column) => column.name === "mask" || opened.columns[column.name]);
+}
+
+function paintToken(node, opened, column) {
+  node.style.backgroundColor = colourOf(column, column.name === "mask" ? 1 : opened.at(column.name, node.position));
+}
+
+function legend(column) {
+  if (column.name === "mask") return el("span.legend", swatch(column, 1), column.hint);
+  const full = scaleOf(column.name), sign = column.isNegative ? -1 : 1;
+  const steps = column.isSigned ? [-1, -0.5, 0, 0.5, 1] : [0, 0.5, 1];
+  return el("span.legend", steps.map((share) => {
+    const value = share * full * sign, text = show(value, column.isSigned && value !== 0, full < 0.1 ? 4 : 2);
+    const mark = Math.abs(share) < 1 ? "" : value > 0 ? "≥ " : "≤ ";
+    return el("span.step", swatch(column, value), `${mark}${text}`);
+  }));
+}
+
+function swatch(column, value) {
+  const node = el("span.swatch");
+  node.style.backgroundColor = colourOf(column, value);
+  return node;
+}

@@ -1,0 +1,182 @@
+// The data of the page: an index that is read at once, blocks of tokens and of texts that are unpacked when asked for.
+
+const meta = JSON.parse(document.getElementById("meta0").text);
+const table = meta.index; // a list for each column, with a place for each trajectory
+const total = table.run.length;
+const FLAG = Object.fromEntries(meta.flags.map((name, bit) => [name, 1 << bit]));
+const has = (trajectory, flag) => (table.flags[trajectory] & FLAG[flag]) !== 0;
+const example = (trajectory) => meta.examples[table.example[trajectory]] || "trajectory";
+const stopReason = (trajectory) => meta.stops[table.stop[trajectory]];
+
+async function inflate(packed) {
+  const binary = atob(packed);
+  const bytes = new Uint8Array(binary.length);
+  for (let i = 0; i < binary.length; i++) bytes[i] = binary.charCodeAt(i);
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+const embedded = (name) => inflate(document.getElementById(name).text);
+
+// ---------------------------------------------------------------- vocabulary
+
+const vocabulary = {tokens: [], texts: [], special: new Set(meta.vocabulary.special)};
+const strict = new TextDecoder("utf-8", {fatal: true, ignoreBOM: true});
+const lenient = new TextDecoder("utf-8", {ignoreBOM: true});
+
+async function loadVocabulary() {
+  const [bytes, raw] = await Promise.all([inflate(meta.vocabulary.bytes), inflate(meta.vocabulary.lengths)]);
+  let at = 0;
+  for (let i = 0; i < raw.length; i += 2) {
+    const length = raw[i] + 256 * raw[i + 1];
+    vocabulary.tokens.push(bytes.subarray(at, at + length));
+    at += length;
+  }
+  vocabulary.texts = vocabulary.tokens.map(decodeWhole);
+}
+
+// The text, or null where the bytes are no whole characters.
+function decodeWhole(bytes) {
+  try {
+    return strict.decode(bytes);
+  } catch {
+    return null;
+  }
+}
+
+// ---------------------------------------------------------------- blocks
+
+const KEPT_BLOCKS = 24;
+const blocks = new Map();
+let halves = null;
+
+// Float16 as a number, for each of its 65,536 patterns.
+function halfTable() {
+  const values = new Float32Array(65536);
+  for (let bits = 0; bits < 65536; bits++) {
+    const sign = bits >> 15 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
+    if (exponent === 31) values[bits] = fraction ? NaN : sign * Infinity;
+    else values[bits] = sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));
+  }
+  return values;
+}
+
+function readBlock(bytes) {
+  const length = new DataView(bytes.buffer).getUint32(0, true);
+  const head = JSON.parse(lenient.decode(bytes.subarray(4, 4 + length)));
+  let at = 4 + length;
+  const plane = (size) => bytes.subarray(at, (at += size));
+  const [a, b, c] = [plane(head.ids), plane(head.ids), plane(head.ids)];
+  const ids = Uint32Array.from(a, (low, i) => low | (b[i] << 8) | (c[i] << 16));
+  halves = halves || halfTable();
+  const [low, high] = [plane(head.f2), plane(head.f2)];
+  const f2 = Float32Array.from(low, (byte, i) => halves[byte | (high[i] << 8)]);
+  const wide = [plane(head.f4), plane(head.f4), plane(head.f4), plane(head.f4)];
+  const f4 = new Float32Array(Uint32Array.from(wide[0], (byte, i) =>
+    (byte | (wide[1][i] << 8) | (wide[2][i] << 16) | (wide[3][i] << 24)) >>> 0).buffer);
+  return {items: head.items, ids, floats: {2: f2, 4: f4}};
+}
+
+async function block(number) {
+  const kept = blocks.get(number) || embedded(`block${number}`).then(readBlock);
+  blocks.delete(number);
+  blocks.set(number, kept); // the newest last
+  if (blocks.size > KEPT_BLOCKS) blocks.delete(blocks.keys().next().value);
+  return kept;
+}
+
+// Everything of one trajectory: its head, `ids` of prompt and completion (places in the vocabulary), columns, texts.
+async function open(trajectory) {
+  const unpacked = await block(table.block[trajectory]);
+  const head = unpacked.items[table.slot[trajectory]];
+  const slice = (place) => unpacked.ids.subarray(place[0], place[0] + place[1]);
+  const completion = slice(head.completion);
+  const authors = new Uint8Array(completion.length);
+  for (let i = 0, at = 0; i < head.authors.length; i += 2) {
+    authors.fill(head.authors[i], at, (at += head.authors[i + 1]));
+  }
+  const nth = new Int32Array(completion.length).fill(-1); // position -> number of the policy token
+  let policy = 0;
+  for (let i = 0; i < authors.length; i++) if (authors[i] === 0) nth[i] = policy++;
+  const column = ([kind, place]) =>
+    kind === 0 ? new Float32Array(policy).fill(place ?? NaN) : unpacked.floats[kind].subarray(place, place + policy);
+  const columns = Object.fromEntries(Object.entries(head.columns).map(([name, packed]) => [name, column(packed)]));
+  const found = head.why || {lines: [], tokens: [], gap: null};
+  const why = {...found, tokens: found.tokens.map(([label, ...packed]) => [label, column(packed)])};
+  return {
+    number: trajectory, head, completion, authors, nth, columns, why, policy,
+    prompt: slice(head.prompt),
+    contexts: head.segments.map(([start, row, place]) => ({start, row, ids: place && slice(place)})),
+    at: (name, position) => (nth[position] < 0 || !columns[name] ? NaN : columns[name][nth[position]]),
+  };
+}
+
+// ---------------------------------------------------------------- texts
+
+const textBlocks = [];
+
+function textBlock(number) {
+  textBlocks[number] = textBlocks[number] || embedded(`text${number}`).then((bytes) => lenient.decode(bytes));
+  return textBlocks[number];
+}
+
+async function textOf(trajectory) {
+  const text = await textBlock(table.text_block[trajectory]);
+  return text.substr(table.text_start[trajectory], table.text_length[trajectory]);
+}
+
+let lowered = null;
+
+// The texts of all blocks in lower case, for the search. Letters whose lower case is longer stay, so that places do.
+async function loweredTexts() {
+  lowered = lowered || Promise.all(Array.from({length: meta.text_blocks}, async (_, number) => {
+    const text = await textBlock(number), low = text.toLowerCase();
+    return low.length === text.length ? low : text.replace(/./gsu, (letter) => {
+      const small = letter.toLowerCase();
+      return small.length === letter.length ? small : letter;
+    });
+  }));
+  return lowered;
+}
+
+// ---------------------------------------------------------------- groups
+
+function makeGroups() {
+  const found = new Map();
+  for (let i = 0; i < total; i++) {
+    const key = `${table.run[i]}/${table.eval[i]}/${table.step[i]}/${table.group[i]}`;
+    const place = {run: table.run[i], isEval: table.eval[i], step: table.step[i], number: table.group[i]};
+    if (!found.has(key)) found.set(key, {...place, members: []});
+    found.get(key).members.push(i);
+  }
+  const all = [...found.values()];
+  all.sort((a, b) => a.run - b.run || a.isEval - b.isEval || a.step - b.step || a.number - b.number);
+  all.forEach((group, order) => {
+    group.order = order;
+    group.flags = group.members.reduce((flags, i) => flags | table.flags[i], 0);
+    const rewards = group.members.map((i) => table.reward[i]).filter((reward) => reward !== null);
+    group.mean = rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
+    group.spread = rewards.length ? Math.max(...rewards) - Math.min(...rewards) : 0;
+    for (const i of group.members) groupOf[i] = group;
+  });
+  return all;
+}
+
+const groupOf = [];
+const groups = makeGroups();
+const rewardRange = (() => {
+  const known = table.reward.filter((reward) => reward !== null).sort((a, b) => a - b);
+  const at = (share) => known[Math.min(known.length - 1, Math.floor(share * known.length))] ?? 0;
+  return [at(0.01), at(0.99)];
+})();
+
+// 0 for the least reward of the file, 1 for the most; 0.5 where all are the same.
+function rewardPlace(reward) {
+  const [low, high] = rewardRange;
+  return high > low ? Math.min(1, Math.max(0, (reward - low) / (high - low))) : 0.5;
+}
+
+const linkOf = (trajectory) =>
+  `#${table.run[trajectory] ? "b" : ""}${table.eval[trajectory] ? "e" : ""}${table.step[trajectory]}/` +
+  `${table.group[trajectory]}/${table.generation[trajectory]}`;
+const links = new Map(Array.from({length: total}, (_, i) => [linkOf(i), i]).reverse());

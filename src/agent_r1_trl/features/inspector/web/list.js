@@ -1,0 +1,224 @@
+// The list: a line for each group, with one tick for each of its trajectories. It holds only the lines that can be seen.
+
+const ROW = 44;
+const CHIPS = [
+  {flag: "infrastructure", label: "infrastructure", weight: 16},
+  {flag: "gap", label: "unexplained", weight: 8},
+  {flag: "tool_error", label: "tool errors", weight: 6},
+  {flag: "invalid", label: "invalid turns", weight: 4},
+  {flag: "truncated", label: "truncated", weight: 3},
+  {flag: "failed", label: "failed", weight: 0},
+  {flag: "untrained", label: "not trained on", weight: 0},
+  {flag: "same", label: "all the same", weight: 0},
+  {flag: "rows", label: "new contexts", weight: 0},
+  {flag: "masked", label: "secrets masked", weight: 0},
+];
+const SORTS = {
+  problems: "problems first", step: "in order", newest: "last step first", low: "lowest reward", high: "highest reward",
+  spread: "largest spread", long: "longest",
+};
+const list = {chips: new Set(), query: "", step: "", unit: "groups", sort: "problems", lines: [], texts: null, examples: null};
+const countOf = (flag) => table.flags.filter((flags) => flags & FLAG[flag]).length;
+const chipCounts = Object.fromEntries(CHIPS.map(({flag}) => [flag, countOf(flag)]));
+
+function problemOf(flags) {
+  return CHIPS.reduce((sum, {flag, weight}) => sum + (flags & FLAG[flag] ? weight : 0), 0);
+}
+
+const ORDERS = {
+  problems: (a, b) => problemOf(b.flags) - problemOf(a.flags) || b.spread - a.spread || a.order - b.order,
+  step: (a, b) => a.order - b.order,
+  newest: (a, b) => a.run - b.run || b.step - a.step || a.order - b.order,
+  low: (a, b) => (a.mean ?? Infinity) - (b.mean ?? Infinity) || a.order - b.order,
+  high: (a, b) => (b.mean ?? -Infinity) - (a.mean ?? -Infinity) || a.order - b.order,
+  spread: (a, b) => b.spread - a.spread || a.order - b.order,
+  long: (a, b) => longest(b) - longest(a) || a.order - b.order,
+};
+const longest = (line) => Math.max(...line.members.map((i) => table.tokens[i]));
+
+// The lines of the list that fit the filters, in order: groups, or their trajectories as lines of one member.
+function chosenLines() {
+  const wanted = [...list.chips].reduce((bits, flag) => bits | FLAG[flag], 0);
+  const fits = (i) => (table.flags[i] & wanted) === wanted && (!list.examples || list.examples.has(table.example[i])) &&
+    matches(i);
+  const inStep = (group) => list.step === "" || stepKey(group) === list.step;
+  let lines = groups.filter((group) => inStep(group) && group.members.some(fits));
+  if (list.unit === "each") {
+    const alone = (group, i) => ({...group, members: [i], flags: table.flags[i], mean: table.reward[i],
+      order: group.order + table.generation[i] / 1e6});
+    lines = lines.flatMap((group) => group.members.filter(fits).map((i) => alone(group, i)));
+  }
+  return lines.sort(ORDERS[list.sort]);
+}
+
+const stepKey = (group) => `${group.run}/${group.isEval}/${group.step}`;
+
+function matches(i) {
+  if (!list.query) return true;
+  if (example(i).toLowerCase().includes(list.query)) return true;
+  if (!list.texts) return false;
+  const text = list.texts[table.text_block[i]], start = table.text_start[i];
+  const found = text.indexOf(list.query, start);
+  return found >= 0 && found + list.query.length <= start + table.text_length[i];
+}
+
+// ---------------------------------------------------------------- filters
+
+function drawFilters() {
+  const search = document.createElement("input");
+  search.type = "search";
+  search.id = "search";
+  search.placeholder = "text, example   ( / )";
+  search.setAttribute("aria-label", "Search texts and examples");
+  search.value = list.query;
+  search.addEventListener("input", () => searchFor(search.value));
+  const chips = el("div.chips");
+  for (const {flag, label} of CHIPS) {
+    if (!chipCounts[flag]) continue;
+    add(chips, button(`${label} ${count(chipCounts[flag])}`, () => toggleChip(flag), list.chips.has(flag)));
+  }
+  if (list.examples) add(chips, button("examples of the comparison ×", () => filterBy({}), true));
+  const keys = new Map(groups.map((group) => [stepKey(group), stepName(group)]));
+  const steps = [["", "all steps"], ...keys];
+  const line = el("div.line",
+    choice("Unit", [["groups", "groups"], ["each", "each"]], list.unit, (value) => (list.unit = value)),
+    choice("Step", steps, list.step, (value) => (list.step = value)),
+    choice("Order", Object.entries(SORTS), list.sort, (value) => (list.sort = value)),
+    el("span.found"));
+  add(clear(document.getElementById("filters")), search, chips, line);
+  drawList(true);
+}
+
+function stepName(group) {
+  return `${group.run ? "other · " : ""}${group.isEval ? "evaluation " : "step "}${group.step}`;
+}
+
+function choice(label, options, value, onChange) {
+  const node = document.createElement("select");
+  node.setAttribute("aria-label", label);
+  for (const [name, text] of options) {
+    const option = el("option", spelled(text));
+    option.value = name;
+    option.selected = name === value;
+    add(node, option);
+  }
+  node.addEventListener("change", () => {
+    onChange(node.value);
+    drawFilters();
+  });
+  return node;
+}
+
+function toggleChip(flag) {
+  if (!list.chips.delete(flag)) list.chips.add(flag);
+  drawFilters();
+}
+
+// Set the filters as a card of the overview or the comparison asks; what is not named is reset.
+function filterBy({chips = [], step = "", sort = "problems", unit = "groups", examples = null}) {
+  Object.assign(list, {chips: new Set(chips), step, sort, unit, examples, query: ""});
+  drawFilters();
+}
+
+async function searchFor(text) {
+  list.query = text.toLowerCase();
+  if (list.query && !list.texts) {
+    drawList(true, "reading texts …");
+    list.texts = await loweredTexts();
+  }
+  drawList(true);
+}
+
+// ---------------------------------------------------------------- lines
+
+function drawList(isNew, note) {
+  const rows = document.getElementById("rows"), sizer = document.getElementById("sizer");
+  if (isNew) {
+    list.lines = chosenLines();
+    sizer.style.height = `${list.lines.length * ROW}px`;
+    rows.scrollTop = 0;
+    const all = list.unit === "each" ? total : groups.length;
+    const found = document.querySelector("#filters .found");
+    put(clear(found), note || `${count(list.lines.length)} of ${count(all)}`);
+  }
+  const first = Math.max(0, Math.floor(rows.scrollTop / ROW) - 4);
+  const last = Math.min(list.lines.length, first + Math.ceil((rows.clientHeight || 800) / ROW) + 8);
+  clear(sizer);
+  for (let i = first; i < last; i++) add(sizer, lineNode(list.lines[i], i));
+  if (!list.lines.length) add(sizer, el("p.quiet", "Nothing fits these filters."));
+}
+
+function lineNode(line, position) {
+  const isOn = line.members.includes(shown.trajectory);
+  const node = el(isOn ? "div.row.on" : "div.row");
+  node.style.top = `${position * ROW}px`;
+  node.setAttribute("role", "option");
+  node.setAttribute("aria-selected", String(isOn));
+  const first = line.members[0], isGroup = list.unit === "groups";
+  const place = `${stepName(line)} · group ${line.number}${isGroup ? "" : ` · ${table.generation[first]}`}`;
+  add(node, 
+    el("div.top", el("span.name", foreign(example(first))), ticks(line)),
+    el("div.bottom", noteOf(line), el("span.place", place)));
+  node.addEventListener("click", (event) => {
+    const tick = event.target.closest(".tick");
+    go(tick ? tick.trajectory : isGroup ? worst(line) : first);
+  });
+  return node;
+}
+
+// The member that a click opens: one with a problem that the filters ask for, else with any, else the first.
+function worst(line) {
+  const wanted = [...list.chips].reduce((bits, flag) => bits | FLAG[flag], 0);
+  const fitting = line.members.filter((i) => (table.flags[i] & wanted) === wanted && matches(i));
+  const among = fitting.length ? fitting : line.members;
+  return among.reduce((best, i) => (problemOf(table.flags[i]) > problemOf(table.flags[best]) ? i : best), among[0]);
+}
+
+function ticks(line) {
+  return el("span.ticks", line.members.slice(0, 32).map((i) => {
+    const node = el("i.tick");
+    const reward = table.reward[i], place = reward === null ? 0 : rewardPlace(reward);
+    if (reward === null) node.classList.add("none");
+    else node.style.backgroundColor = rewardColour(place);
+    node.style.height = `${6 + Math.round(8 * place)}px`;
+    node.trajectory = i;
+    return node;
+  }));
+}
+
+function rewardColour(place) {
+  const share = Math.abs(place - 0.5) * 2;
+  if (rewardRange[0] === rewardRange[1]) return "rgb(var(--grey))";
+  return `rgb(var(${place < 0.5 ? "--orange" : "--blue"}) / ${(0.25 + 0.75 * share).toFixed(2)})`;
+}
+
+function noteOf(line) {
+  const errors = line.members.filter((i) => has(i, "tool_error")).length;
+  const isEach = line.members.length === 1;
+  const first = line.members[0];
+  const problem = CHIPS.find(({flag, weight}) => weight > 0 && line.flags & FLAG[flag]);
+  if (isEach) {
+    const reward = table.reward[first] === null ? "not scored" : show(table.reward[first], true, 2);
+    return el(problem ? "span.problem" : "span", `${problem ? problem.label : stopReason(first)} · ${reward}`);
+  }
+  if (problem && problem.flag === "tool_error") return el("span.problem", `${errors} with tool errors`);
+  if (problem) return el("span.problem", problem.label);
+  if (line.flags & FLAG.same) return el("span", "all the same reward");
+  return el("span", `mean ${show(line.mean, true, 2)}`);
+}
+
+function moveInList(by) {
+  const at = list.lines.findIndex((line) => line.members.includes(shown.trajectory));
+  const to = Math.min(list.lines.length - 1, Math.max(0, at + by));
+  if (!list.lines[to]) return;
+  const rows = document.getElementById("rows"), top = to * ROW;
+  if (top < rows.scrollTop) rows.scrollTop = top;
+  if (top + ROW > rows.scrollTop + rows.clientHeight) rows.scrollTop = top + ROW - rows.clientHeight;
+  go(list.unit === "groups" ? worst(list.lines[to]) : list.lines[to].members[0]);
+}
+
+function moveInGroup(by) {
+  if (shown.trajectory === null) return;
+  const members = groupOf[shown.trajectory].members;
+  go(members[(members.indexOf(shown.trajectory) + by + members.length) % members.length]);
+}

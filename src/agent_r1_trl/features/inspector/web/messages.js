@@ -1,0 +1,49 @@
+// The conversation as messages: what was said, reasoning, calls and what came of them.
+
+function messagesView(opened, text) {
+  const sections = new Map();
+  let at = 0;
+  for (const [turn, role, kind, length] of opened.head.texts) {
+    if (!sections.has(turn)) sections.set(turn, []);
+    sections.get(turn).push({role, kind, content: text.substr(at, length).replace(/\n$/, "")});
+    at += length;
+  }
+  const nodes = [];
+  const prompt = sections.get(-1) || [];
+  if (prompt.length) nodes.push(fold(true, ["prompt"], (body) => add(body, prompt.map(messageNode))));
+  opened.head.turns.forEach((turn, i) => {
+    for (const context of opened.contexts) {
+      if (context.start === turn.span[0] && turn.span[1] > turn.span[0]) nodes.push(contextView(opened, context));
+    }
+    nodes.push(el("div.turn", fold(true, turnTitle(opened, turn, i), (body) => {
+      const said = sections.get(i) || [];
+      const isOwn = (part) => part.role === "assistant";
+      const asked = turn.summary ? said.filter((part) => !isOwn(part)).slice(0, 1) : [];
+      const calls = turn.calls.filter(({name}) => name !== "?"); // a call that could not be read is a message
+      add(body, asked.map(messageNode), said.filter(isOwn).map(messageNode), calls.map(callNode));
+      add(body, said.filter((part) => !isOwn(part) && !asked.includes(part)).map(messageNode));
+      add(body, el("div.earned", opened.head.badges.filter(([place]) => place >= turn.span[0] && place < turn.span[1])
+        .map(([, name, value]) => badge(name, value))));
+    })));
+  });
+  return [el("div.messages", nodes)];
+}
+
+function messageNode({role, kind, content}) {
+  const label = kind === "text" ? role : kind === "malformed" ? "malformed call" : kind;
+  return el(`div.message.${["assistant", "user", "system", "tool"].includes(role) ? role : "other"}.${kind}`,
+    el("span.label", foreign(label)), el("div.content", foreign(content)));
+}
+
+function callNode(call) {
+  const list = Array.isArray(call.arguments) ? call.arguments : [["", call.arguments]];
+  const facts = [
+    call.ms === undefined ? "not made" : `${call.ms} ms`,
+    call.attempts > 1 ? `${call.attempts} attempts` : "",
+    call.cut ? "result cut" : "",
+  ].filter(Boolean).join(" · ");
+  return el("div.call", el("span.label", "call"), el("div.content",
+    el("b", foreign(call.name)),
+    list.map(([name, value]) => el("div.argument", name ? [foreign(name), " = "] : null, foreign(value))),
+    el("div.quiet", facts, call.error ? el("span.problem", ` · failed: ${call.error}`) : null)));
+}
