@@ -7,7 +7,8 @@ A block holds whole groups, about 65,536 tokens, deflated:
 A plane holds one byte of each number, which deflates better than the numbers side by side. Ids are indices into the
 vocabulary of the page, which holds each used token once. A column has a number for each token that the policy sampled,
 in the order of time: `[kind, offset]` with the bytes of a number as kind, 2 or 4; `[0, value]` where all are equal.
-TextBlocks of messages stand in blocks of their own, for the search. Heads hold the lengths of their parts, in UTF-16 units.
+TextBlocks of messages stand in blocks of their own, for the search. Heads hold the lengths of their
+parts, in UTF-16 units.
 """
 
 from __future__ import annotations
