@@ -4,6 +4,7 @@ The rollout has three groups of four; the second is on both ranks.
 """
 
 from agent_r1_trl.recording import read_metrics, read_records, read_steps
+from agent_r1_trl.recording.explain import explain
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.distributed.resampling import Coin, talk
@@ -44,5 +45,9 @@ def recorded(case, folder):
         }
         for record in read_records(folder, columns=True)
     }
+    steps, of_step = read_steps(folder), [*read_records(folder, step=1, columns=True)]
+    explained = [explain(record, of_step, steps[1]) for record in of_step if not record.trajectory.is_replaced]
     files = sorted(path.name for path in (folder / "trajectories").iterdir())
-    return {"records": records, "files": files, "steps": read_steps(folder), "num_logs": len(read_metrics(folder))}
+    return {"records": records, "files": files, "steps": steps, "num_logs": len(read_metrics(folder))} | {
+        "is_explained": [item.max_gap <= item.tolerance for item in explained]
+    }

@@ -17,6 +17,7 @@ def test_two_ranks_record_what_one_process_does(results, launch, case):
     )
     assert found["num_logs"] == expected["num_logs"] > 1 and found["steps"].keys() == {1}
     assert found["records"].keys() == expected["records"].keys() and len(found["records"]) >= 12
+    assert found["is_explained"] == [True] * 12
     for key, record in found["records"].items():
         assert record["marks"] == expected["records"][key]["marks"], key
         columns = expected["records"][key]["columns"]

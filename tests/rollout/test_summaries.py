@@ -17,7 +17,7 @@ from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY, summary_request
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory
-from agent_r1_trl.update.credit_inputs import anchors
+from agent_r1_trl.update.batching import anchors
 from tests.effort import examples
 from tests.families import FAMILIES
 from tests.rollout.helpers import PROMPT, chat_of, check_rows, mostly_nightly

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
-from agent_r1_trl.recording import read_records, read_steps
+from agent_r1_trl.recording import columns, read_records, read_steps
 from agent_r1_trl.recording.explain import explain
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Author
 from tests.distributed.resampling import Coin, talk
-from tests.effort import short
+from tests.effort import nightly, short
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_policy, make_trainer, questions
@@ -116,7 +116,8 @@ SHORT = (
 
 
 @pytest.mark.parametrize("name", short(CASES, *SHORT))
-def test_every_explained_advantage_is_the_recorded_one(tmp_path, name):
+def test_every_explained_advantage_is_the_recorded_one(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(columns, "MAX_FLOAT16", 0.0)  # nothing is rounded
     records, steps = recorded(tmp_path, name)
     assert {record.step for record in records} == {1, 2}
     trained = [record for record in records if not record.trajectory.is_replaced]
@@ -132,6 +133,14 @@ def test_every_explained_advantage_is_the_recorded_one(tmp_path, name):
         advantages += recorded_ones
     assert sum(abs(number) > 0.01 for number in advantages) > 20, "something was to be explained"
     assert (len(records) > len(trained)) == ("resampling" in name)
+
+
+@pytest.mark.parametrize("name", ["bilevel_gae, kl, rows", *nightly("gae, kl", "step_gae", "reinforce_pp, kl")])
+def test_rounded_columns_stay_within_the_tolerance(tmp_path, name):
+    records, steps = recorded(tmp_path, name)
+    found = [explain(record, records, steps[record.step]) for record in records]
+    assert all(item.max_gap <= item.tolerance < 0.05 for item in found)
+    assert max(item.max_gap for item in found) > 1e-5, "they are rounded"
 
 
 def worked_out(found, record):

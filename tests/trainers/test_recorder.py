@@ -112,14 +112,14 @@ def test_values_and_returns_are_the_critics(tmp_path, options):
             times = [time for span in row.spans for time in range(*span)]
             values |= dict(zip(times, found[len(row.prompt_ids) - 1 : -1].tolist(), strict=True))
         values = [values[time] for time in np.flatnonzero(sampled)]
-        assert record.columns["value"] == pytest.approx(values, abs=1e-5)
+        assert record.columns["value"] == pytest.approx(values, rel=1e-3, abs=1e-4)
         rewards, returns, advantage, after = np.array(item.token_rewards())[sampled], [], 0.0, record.bootstrap_value
         for reward, value in zip(rewards[::-1], values[::-1], strict=True):
             advantage = reward + 0.9 * after - value + 0.9 * 0.8 * advantage
             returns, after = [advantage + value, *returns], value
-        assert record.columns["return"] == pytest.approx(returns, abs=1e-4)
+        assert record.columns["return"] == pytest.approx(returns, rel=1e-3, abs=1e-4)
         raw = record.columns["return"] - record.columns["value"]
-        assert (raw - mean) / std == pytest.approx(np.array(item.advantages)[sampled], abs=1e-4)
+        assert (raw - mean) / std == pytest.approx(np.array(item.advantages)[sampled], abs=5e-3)
 
 
 def test_the_reference_has_a_column_of_its_own(tmp_path):
@@ -181,10 +181,9 @@ def test_two_rollouts_of_a_step_have_different_groups(tmp_path):
 
 @pytest.mark.parametrize("values", [[1.5, -2.0, math.nan], [7e4, 1e-7], []])
 def test_a_column_comes_back_as_float16_or_as_wide_as_it_needs(values):
-    text = encode("entropy", np.array(values))
+    text = encode(np.array(values))
     assert text[:3] == ("f4:" if 7e4 in values else "f2:")
     assert decode(text).tolist() == pytest.approx(values, rel=1e-3, abs=1e-7, nan_ok=True)
-    assert encode("value", np.array(values)).startswith("f4:")
 
 
 # -------------------------------------------------------------------- what may go wrong
@@ -212,7 +211,7 @@ def test_columns_are_joined_where_a_step_is_written_again(tmp_path):
     for value in (1.0, 2.0):
         store = TrajectoryStore(tmp_path)
         path = store.write(1, [two_turns_recorded(), two_turns_recorded(generation=4)])
-        columns = {"entropy": encode("entropy", np.full(4, value)), "log_ratio": encode("log_ratio", np.ones(3))}
+        columns = {"entropy": encode(np.full(4, value)), "log_ratio": encode(np.ones(3))}
         sidecar(path).write_text(json.dumps({"line": 1, **columns}) + "\n")
     first, second = read(tmp_path)
     assert first.columns == {} and second.columns.keys() == {"entropy"}, "another length is another trajectory's"
@@ -276,7 +275,7 @@ def test_steps_say_what_advantages_were_worked_out_with(tmp_path):
     step = read_steps(tmp_path)[1]
     assert step.keys() == {
         "step", "estimator", "group_size", "gamma", "process_weight", "outcome_weight", "has_parts", "source_scales",
-        "kl_in_reward", "advantage_mask", "whitening",
+        "kl_in_reward", "advantage_mask", "whitening", "first_group", "truncated_trajectories", "rollouts",
     }  # fmt: skip
     assert (step["estimator"], step["gamma"], step["process_weight"], step["group_size"]) == (
         "reinforce_pp",

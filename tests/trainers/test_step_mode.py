@@ -12,8 +12,7 @@ import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason, Trajectory, Turn
-from agent_r1_trl.update.batching import TURN_SHARES
-from agent_r1_trl.update.credit_inputs import anchors
+from agent_r1_trl.update.batching import TURN_SHARES, anchors
 from tests.effort import short
 from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, move_weights, questions

@@ -1,7 +1,7 @@
 """The table of advantage estimators: what each computes, what it needs, and where it comes from.
 
 An estimator is a function from `CreditInputs` to `Credit`, tensors of the trajectories of all ranks
-(`update/credit_inputs.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so
+(`update/batching.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so
 that a new one is a function and a row. `find_estimator` makes a row of a user's function.
 """
 

@@ -12,13 +12,15 @@ import torch
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, CreditInputs, CreditSettings, Estimator
 from agent_r1_trl.advantages.explanations import Parts, split_sums, work_out
+from agent_r1_trl.advantages.masked import masked_values
 from agent_r1_trl.recording.store import Record
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import pad_lists
-from agent_r1_trl.update.credit_inputs import read_credit_inputs, weighted_turn_rewards
+from agent_r1_trl.update.batching import pad_lists, read_credit_inputs, weighted_turn_rewards
 
-MAX_GAP = 1e-4
-"""A larger difference between what is worked out and what was recorded is reported."""
+TOLERANCE = 1e-4
+"""Difference between what is worked out from exact numbers and what was recorded."""
+ROUNDING = 2.0**-11
+"""Relative error of the columns, which are float16."""
 Line = tuple[str, float]
 
 
@@ -32,6 +34,9 @@ class Explanation:
     """(T,) by the estimator's own function, from what was recorded."""
     max_gap: float
     """The largest difference between these, the sums' results and the recorded advantages, over all tokens."""
+    tolerance: float
+    """What rounding may make of that, most of it where a critic's values or KL penalties were recorded; where
+    `max_gap` is larger, something else was trained on than is explained."""
     of_tokens: Parts = field(repr=False)
     """The other sums, in which some values are (T,)."""
     mask: list[bool] = field(repr=False)
@@ -130,9 +135,23 @@ class _RecordedGroup:
             lines=lines,
             advantages=computed[: len(item.completion_ids)].tolist(),
             max_gap=max([0.0, *(found - recorded).abs()[:, compared].flatten().tolist()]),
+            tolerance=TOLERANCE + self._rounding(index),
             of_tokens=of_tokens,
             mask=mask[: len(item.completion_ids)].tolist(),
         )
+
+    def _rounding(self, index: int) -> float:
+        """How far off advantages may be since columns are rounded."""
+        error = 0.0
+        for name, part in self.parts.items():
+            weight = self.facts[f"{name}_weight"] if name else 1.0
+            # In GAE the weights of all values sum up to less than 2, in two levels to less than 4.
+            largest = (
+                0.0 if part.values is None else 4 * masked_values(part.values[index], self.mask[index]).abs().max()
+            )
+            penalties = 0.0 if part.kl_rewards is None else part.kl_rewards[index].abs().sum()
+            error += abs(weight) * ROUNDING * float(largest + penalties) / (part.whitening or (0.0, 1.0))[1]
+        return error
 
     def _sums(self, index: int) -> Parts:
         assert self.estimator.explain is not None
@@ -244,7 +263,7 @@ def describe(record: Record, group: Sequence[Record], step: Mapping[str, Any] | 
     last = max((place for place, is_in in enumerate(found.mask) if is_in and item.action_mask[place]), default=0)
     of_last = [_text(line) for line in found.at(last)] if found.mask else []
     lines += ["of its last token:", *of_last] if of_last else []
-    if found.max_gap > MAX_GAP:
+    if found.max_gap > found.tolerance:
         lines.append(f"It was recorded otherwise: the largest difference is {found.max_gap:.2g}.")
     return "\n".join([head, *lines])
 

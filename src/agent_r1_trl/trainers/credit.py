@@ -20,7 +20,7 @@ from agent_r1_trl.advantages.gae import turn_starts, whiten_turns
 from agent_r1_trl.advantages.masked import whitening
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.credit_inputs import read_credit_inputs, weighted_turn_rewards
+from agent_r1_trl.update.batching import read_credit_inputs, weighted_turn_rewards
 
 READ = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight")
 """Settings of estimators whose values are recorded where they are read."""

@@ -216,7 +216,7 @@ class Recorder(RolloutCallback):
             is_policy = np.array(trajectory.action_mask, dtype=bool)  # (T,)
             found = {name: x[place, : len(is_policy)][is_policy] for name, x in columns.items()}
             found["log_ratio"] = found.pop("log_probs") - np.array(trajectory.logprobs)[is_policy]
-            texts = {name: encode(name, x) for name, x in found.items() if np.isfinite(x).any()}
+            texts = {name: encode(x) for name, x in found.items() if np.isfinite(x).any()}
             if texts:
                 lines.append({"line": rollout.first_line + place, **texts})
         self._columns.append(sidecar(rollout.path), lines, is_text=False)
