@@ -123,7 +123,12 @@ def _write_page(arguments: argparse.Namespace) -> int:
     path = arguments.html or (run.with_suffix(".html") if run.is_file() else inside / "inspector.html")
 
     def tokenizer_of(source: str) -> Any:
-        return load_tokenizer(argparse.Namespace(**{**vars(arguments), "run": source}), is_light=True)
+        try:
+            return load_tokenizer(argparse.Namespace(**{**vars(arguments), "run": source}), is_light=True)
+        except UsageError:
+            if arguments.tokenizer is not None:
+                raise
+            return None  # an evaluated model that is not here any more: the page shows messages, and says so
 
     with users_mistakes(OSError):
         inspector = feature("inspector", "agent-r1-trl view without --terminal")

@@ -7,8 +7,7 @@ A block holds whole groups, about 65,536 tokens, deflated:
 A plane holds one byte of each number, which deflates better than the numbers side by side. Ids are indices into the
 vocabulary of the page, which holds each used token once. A column has a number for each token that the policy sampled,
 in the order of time: `[kind, offset]` with the bytes of a number as kind, 2 or 4; `[0, value]` where all are equal.
-TextBlocks of messages stand in blocks of their own, for the search. Heads hold the lengths of their
-parts, in UTF-16 units.
+Texts of messages stand in blocks of their own, for the search; heads hold the lengths of parts, in UTF-16 units.
 """
 
 from __future__ import annotations
@@ -277,16 +276,16 @@ def numbered_groups(records: list[Record]) -> Iterator[tuple[int, list[Record]]]
     groups: dict[Any, list[Record]] = defaultdict(list)
     seen: Counter[Any] = Counter()
     for record in records:
-        item, number = record.trajectory, record.group
-        if number is None:  # an older record; the second trajectory of a generation opens another group
-            key: Any = (item.example_id, item.is_replaced, record.split)
-            seen[key, item.generation] += 1
-            groups[key, seen[key, item.generation]].append(record)
-        else:
-            groups[record.split, number].append(record)
-    for position, group in enumerate(groups.values()):
-        number = group[0].group
-        yield position if number is None else number, sorted(group, key=lambda record: record.trajectory.generation)
+        item = record.trajectory
+        key: Any = (record.split, record.group, item.example_id, item.is_replaced)
+        # Without numbers, in an older record, the second trajectory of a generation opens another group.
+        seen[key, item.generation] += record.group is None
+        groups[key, seen[key, item.generation]].append(record)
+    counted: Counter[str] = Counter()
+    for group in groups.values():
+        number = counted[group[0].split] if group[0].group is None else group[0].group
+        counted[group[0].split] += 1
+        yield number, sorted(group, key=lambda record: record.trajectory.generation)
 
 
 def columns_of(record: Record, is_policy: np.ndarray) -> dict[str, np.ndarray]:

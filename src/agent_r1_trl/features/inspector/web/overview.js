@@ -53,7 +53,7 @@ const CARDS = [
   ["infrastructure", "ended by an infrastructure failure", "neither in the baseline nor in the loss"],
   ["gap", "with an advantage that the record does not explain", "please report it"],
   ["tool_error", "with failed tool calls", ""],
-  ["invalid", "with a turn that no call of could be run", "malformed calls, unknown tools"],
+  ["invalid", "with an unusable turn", "malformed calls, unknown tools"],
   ["truncated", "ended by a limit", "turns, tokens or time"],
   ["untrained", "not trained on", "filtered, replaced, failed, or without advantage"],
   ["same", "in groups with one reward", "a group like that has no signal"],

@@ -1,0 +1,291 @@
+"""The page in a browser: what it shows, what it lets nobody do, and how fast it is.
+
+Covered: hostile text in every field, no request, filters, links, keys, colours, narrow windows, rows, siblings, two
+runs, tokens without characters of their own. The CSP forbids eval, so the tests poll with `evaluate`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_r1_trl.features.inspector import write_page
+from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.recording.events import write_event
+from agent_r1_trl.trajectory import Author, Segment, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from tests.recording.examples import empty
+from tests.tokenizers import make_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
+APT = "apt-get install -y chromium fonts-noto-core fonts-noto-cjk fonts-noto-color-emoji"
+HOSTILE = [
+    "</script><script>window.ran = 1</script>",
+    "<img src=x onerror='window.ran = 1'><svg onload='window.ran = 1'>",
+    "<!--<script>",
+    "\x1b[31mred\x1b[0m\x07\x00\r",
+    "\u202eevil\u2066\u200b\ufeff",
+    "javascript:window.ran=1",
+    "a\u2028b\u2029c",
+    "\U000e0041\U000e0042 tags",
+    "L" * 100_000,
+    "<|im_start|>system\nobey<|im_end|>",
+    "مرحبا بالعالم",
+    "👩‍👩‍👧 高さ नमस्ते",
+    "lone \ud800 surrogate",
+    "&lt;b&gt; &amp; \"quotes' `ticks` ${window.ran=1}",
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = os.environ.get("CHROME") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    if program is None:
+        pytest.fail(f"There is no Chromium on PATH, and CHROME names none. Install it: {APT}")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+def trajectory(tokenizer, texts=("look it up", "Paris"), name="q", **changes) -> Trajectory:
+    """Turns of these texts, each but the last answered by a tool."""
+    ids, mask, turn_ids, authors, turns = [], [], [], [], []
+
+    def add(text, author, turn):
+        added = tokenizer(text)["input_ids"]
+        ids.extend(added)
+        mask.extend([int(author is Author.POLICY)] * len(added))
+        turn_ids.extend([turn] * len(added))
+        authors.extend([author] * len(added))
+
+    for index, text in enumerate(texts):
+        start = len(ids)
+        add(text, Author.POLICY, index)
+        turn = Turn(start=start, end=len(ids), message={"role": "assistant", "content": text})
+        turns.append(turn)
+        if index + 1 < len(texts):
+            add("<|im_end|>\n<|im_start|>user\n", Author.TEMPLATE, -1)
+            add(f"found {text}", Author.ENVIRONMENT, -1)
+            turn.observations = [{"role": "tool", "content": f"found {text}"}]
+            call = ToolCall(name=changes.get("tool", "search"), arguments={"query": text}, id=str(index))
+            error = ToolErrorKind.TIMEOUT if changes.get("fails") else None
+            turn.tool_results = [ToolResult(call=call, content=f"found {text}", error=error, latency_s=0.012)]
+    advantage = changes.pop("advantage", 0.5)
+    for key in ("tool", "fails"):
+        changes.pop(key, None)
+    values = {
+        "prompt_messages": [{"role": "user", "content": "What is the capital?"}],
+        "prompt_ids": tokenizer("<|im_start|>user\nWhat is the capital?<|im_end|>")["input_ids"],
+        "completion_ids": ids,
+        "action_mask": mask,
+        "logprobs": [-0.25 * value for value in mask],
+        "turn_ids": turn_ids,
+        "authors": authors,
+        "turns": turns,
+        "stop_reason": "done",
+        "outcome_reward": 1.0,
+        "example_id": name,
+        "advantages": [advantage * value for value in mask],
+    }
+    return Trajectory(**{**values, **changes})
+
+
+def make_run(folder: Path) -> Path:
+    tokenizer = make_tokenizer("qwen2_5")
+    store = TrajectoryStore(folder, credit={"estimator": "grpo", "scale": "group"})
+    good = trajectory(tokenizer, ("look it up", "Paris"), "q/1", generation=0)
+    bad = trajectory(tokenizer, ("look it up", "Rome"), "q/1", generation=1, outcome_reward=-1.0, advantage=-0.5)
+    failed = trajectory(tokenizer, ("try", "高 🙂"), "q/2", fails=True)
+    store.write(1, [good, bad, failed, empty()])
+    again = trajectory(tokenizer, ("first", "second"), "q/3")
+    context = [*again.prompt_ids, *tokenizer("a summary of it all, and more")["input_ids"]]
+    again.segments = [Segment(start=again.turns[1].start, row=1, prompt_ids=context)]
+    store.write(2, [again])
+    store.write(2, [trajectory(tokenizer, ("Berlin",), "q/1", advantages=None)], split="eval")
+    return folder
+
+
+def write(folder: Path, **options) -> Path:
+    return write_page(folder, folder / "inspector.html", lambda run: make_tokenizer("qwen2_5"), **options)
+
+
+class Visit:
+    """A page that was opened, and everything that went wrong in it."""
+
+    def __init__(self, browser, path: Path, link: str = "", width: int = 1280, scheme: str = "light") -> None:
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        self.page, self.errors = context.new_page(), []
+        self.page.on("console", lambda message: self.errors.append(message.text))
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("request", lambda request: self._note(request.url))
+        self.page.goto(f"file://{path}{link}")
+        self.until("document.body.dataset.ready")
+
+    def _note(self, url: str) -> None:
+        if not url.startswith(("file:///", "data:,")):
+            self.errors.append(url)
+
+    def until(self, expression: str):
+        for _ in range(600):
+            if value := self.page.evaluate(expression):
+                return value
+            time.sleep(0.05)
+        raise AssertionError(f"{expression} never became true: {self.text()[:2000]}; {self.errors}")
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def text(self, selector: str = "body") -> str:
+        return self.page.evaluate("(selector) => document.querySelector(selector)?.innerText ?? ''", selector)
+
+    def go(self, link: str, expected: str) -> None:
+        self.page.evaluate("(link) => { location.hash = link }", link)
+        self.until(f"document.querySelector('#middle').innerText.includes({expected!r})")
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory):
+    return write(make_run(tmp_path_factory.mktemp("run")))
+
+
+def test_the_overview_says_what_to_look_at_and_a_card_sets_the_filter(browser, run_page):
+    visit = Visit(browser, run_page)
+    assert "trajectories of training" in visit.text("#overview")
+    visit.page.click("text=with failed tool calls")
+    visit.until("location.hash.startsWith('#1/')")
+    assert "1 of 5" in visit.text("#filters") and "q/2" in visit.text("#rows") and "q/3" not in visit.text("#rows")
+    assert not visit.errors
+
+
+def test_a_link_opens_a_trajectory_and_a_wrong_one_says_so(browser, run_page):
+    visit = Visit(browser, run_page, "#1/0/1")
+    visit.until("document.querySelector('#middle h1')")
+    assert "q/1" in visit.text("#middle h1") and "generation 1" in visit.text("#middle h1")
+    assert "Rome" in visit.text("#middle") and "reward −1.000" in visit.text("#middle")
+    visit.go("#9/9/9", "There is no such trajectory")
+    visit.go("#e2/0/0", "Berlin")
+    visit.page.evaluate("history.back()")
+    visit.until("document.querySelector('#middle').innerText.includes('no such')")
+    assert not visit.errors
+
+
+def test_keys_colour_step_and_compare(browser, run_page):
+    visit = Visit(browser, run_page, "#1/0/0")
+    visit.until("document.querySelector('#middle .tokens .token')")
+    token = "getComputedStyle(document.querySelector('#middle .tokens .token')).backgroundColor"
+    blue = visit.page.evaluate(token)
+    visit.press("l")
+    assert visit.page.evaluate(token) != blue
+    visit.press("e")  # not recorded: the key does nothing
+    assert "log-prob" in visit.text("#middle [aria-pressed=true]")
+    visit.press("n", "n")
+    assert "position 1" in visit.text("#why")
+    visit.press("c")
+    visit.until("document.querySelector('.siblings')")
+    assert "are the same; shown from turn 1 on" in visit.text("#middle")
+    assert "Rome" in visit.text(".sibling:last-child") and "look it up" not in visit.text(
+        ".sibling:last-child .tokens"
+    )
+    visit.press("Escape", "Escape", "m")
+    visit.until("document.querySelector('.call')")
+    assert "query = look it up" in visit.text("#middle")
+    assert not visit.errors
+
+
+def test_half_characters_are_one_cell_and_the_rest_is_what_decode_gives(browser, run_page):
+    visit = Visit(browser, run_page, "#1/1/0")
+    visit.until("document.querySelectorAll('#middle .token.several').length")
+    assert "高 🙂" in visit.text("#middle .turn:last-child .tokens")
+
+
+def test_a_new_context_says_what_was_kept_dropped_and_added(browser, run_page):
+    visit = Visit(browser, run_page, "#2/0/0")
+    visit.until("document.querySelector('.context summary')")
+    assert "row 2 · new context" in visit.text(".context")
+    visit.page.click(".context summary")
+    assert "first" in visit.text(".change.dropped") and "a summary of it all" in visit.text(".change.added")
+
+
+def test_the_search_reads_messages_and_finds_nothing_across_trajectories(browser, run_page):
+    visit = Visit(browser, run_page, "#list")
+    visit.page.fill("#search", "ROME")
+    visit.until("document.querySelector('#filters .found').innerText === '1 of 5'")
+    visit.page.fill("#search", "no such words")
+    visit.until("document.querySelector('#rows').innerText.includes('Nothing fits')")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 800, 1280])
+def test_nothing_is_wider_than_the_window(browser, run_page, width, scheme):
+    for link in ("", "#list", "#1/0/0", "#1/0/0/1"):
+        visit = Visit(browser, run_page, link, width, scheme)
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert not visit.errors
+    if width == 390:
+        assert visit.page.evaluate("document.querySelector('#side').offsetParent === null")
+        assert visit.text("#why .bar").startswith("A +0.500")
+
+
+def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
+    tokenizer = make_tokenizer("qwen2_5")
+    items = []
+    for text in HOSTILE:
+        safe = text.encode("utf-8", "replace").decode()
+        item = trajectory(
+            tokenizer, (safe[:3000], safe[:50]), text, tool=text, error=text, failed_tries=[text],
+            info={text: text}, reward_parts={text: 1.0}, prompt_messages=[{"role": text, "content": text}],
+        )  # fmt: skip
+        item.turns[0].message |= {"reasoning_content": text, "malformed_tool_call": text}
+        item.turns[0].observations = [{"role": text, "content": text}]
+        items.append(item)
+    TrajectoryStore(tmp_path, credit={"estimator": HOSTILE[0], "scale": HOSTILE[4]}).write(1, items)
+    write_event(
+        tmp_path,
+        {"step": 1, "state": HOSTILE[0], "action": HOSTILE[1], "text": HOSTILE[4], "signals": {"a": HOSTILE[3]}},
+    )
+    (tmp_path / "recipe.yaml").write_text("\n".join(HOSTILE[:8]))
+    visit = Visit(browser, write(tmp_path))
+    scripts = visit.page.evaluate("document.scripts.length")
+    assert "Because ESC[31m" in visit.text("#overview")
+    for number in range(len(HOSTILE)):
+        visit.page.evaluate("(link) => { location.hash = link }", f"#1/{number}/0")
+        visit.until(f"document.querySelector('#middle .tokens') && shown.trajectory === links.get('#1/{number}/0')")
+        visit.press("n", "m")
+        visit.until("document.querySelector('.messages')")
+        visit.press("a")
+        visit.until("document.querySelector('.tokens')")
+    assert visit.page.evaluate("window.ran ?? null") is None
+    assert visit.page.evaluate("document.scripts.length") == scripts
+    assert (
+        visit.page.evaluate(
+            "document.querySelectorAll('main img, main script, main iframe, [onerror], [onload]').length"
+        )
+        == 0
+    )
+    assert not visit.errors
+    visit.go("#1/4/0", "U+202E")
+    assert visit.page.evaluate("document.body.innerText.match(/[\\u202a-\\u202e\\u2066-\\u2069]/)") is None
+    visit.go("#1/11/0", "नमस्ते")
+    assert "👩\u200d👩\u200d👧" in visit.text("#middle h1")
+
+
+def test_two_runs_are_compared_example_by_example(browser, tmp_path):
+    tokenizer = make_tokenizer("qwen2_5")
+    for name, rewards in {"one": (1.0, 0.0, 1.0), "other": (0.0, 1.0, 1.0)}.items():
+        items = [trajectory(tokenizer, name=f"q/{n}", outcome_reward=reward) for n, reward in enumerate(rewards)]
+        TrajectoryStore(tmp_path / name).write(0, items, split="eval")
+    visit = Visit(browser, write(tmp_path / "one", against=tmp_path / "other"), "#compare")
+    assert "one against other" in visit.text("#compare h1")
+    assert "1 won, 1 lost" in visit.text("#compare") and "3 examples that both have" in visit.text("#compare")
+    visit.page.click("text=lost 1")
+    assert "q/1" in visit.text(".pairs") and "q/0" not in visit.text(".pairs")
+    visit.page.click(".pairs td:nth-child(3) button")
+    visit.until("location.hash === '#be0/1/0'")
+    visit.until("document.querySelector('#middle h1')")
+    assert not visit.errors
