@@ -45,8 +45,9 @@ def browser():
     program = os.environ.get("CHROME") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if program is None:
         pytest.fail(f"There is no Chromium on PATH, and CHROME names none. Install it: {APT}")
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield launched
         launched.close()

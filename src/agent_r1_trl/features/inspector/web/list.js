@@ -157,7 +157,7 @@ function lineNode(line, position) {
   const first = line.members[0], isGroup = list.unit === "groups";
   const place = `${stepName(line)} · group ${line.number}${isGroup ? "" : ` · ${table.generation[first]}`}`;
   add(node, 
-    el("div.top", el("span.name", foreign(example(first))), ticks(line)),
+    el("div.top", el("span.name", foreign(example(first).slice(0, 150), "mark")), ticks(line)),
     el("div.bottom", noteOf(line), el("span.place", place)));
   node.addEventListener("click", (event) => {
     const tick = event.target.closest(".tick");

@@ -32,7 +32,7 @@ function messagesView(opened, text) {
 function messageNode({role, kind, content}) {
   const label = kind === "text" ? role : kind === "malformed" ? "malformed call" : kind;
   return el(`div.message.${["assistant", "user", "system", "tool"].includes(role) ? role : "other"}.${kind}`,
-    el("span.label", foreign(label)), el("div.content", foreign(content)));
+    el("span.label", named(label)), el("div.content", foreign(content)));
 }
 
 function callNode(call) {
@@ -43,7 +43,7 @@ function callNode(call) {
     call.cut ? "result cut" : "",
   ].filter(Boolean).join(" · ");
   return el("div.call", el("span.label", "call"), el("div.content",
-    el("b", foreign(call.name)),
-    list.map(([name, value]) => el("div.argument", name ? [foreign(name), " = "] : null, foreign(value))),
+    el("b", named(call.name)),
+    list.map(([name, value]) => el("div.argument", name ? [named(name), " = "] : null, foreign(value))),
     el("div.quiet", facts, call.error ? el("span.problem", ` · failed: ${call.error}`) : null)));
 }

@@ -81,26 +81,24 @@ function add(node, ...children) {
   return node;
 }
 
-// A string of somebody else: its direction does not touch what stands around it. Long ones are folded.
-function foreign(text, newline = "plain") {
+// A string of somebody else: its direction does not touch what stands around it. One longer than `most` is folded.
+function foreign(text, newline = "plain", most = LONGEST) {
   const whole = String(text ?? "");
   const node = document.createElement("bdi");
   node.dir = "auto";
-  if (whole.length <= LONGEST) return put(node, whole, newline);
-  return folded(node, whole, newline);
-}
-
-function folded(node, whole, newline) {
-  put(node, whole.slice(0, 2000), newline);
-  const more = button(`… ${count(whole.length - 3000)} characters more …`, () => {
-    const rest = document.createElement("span");
-    put(rest, whole.slice(2000, -1000), newline);
-    more.replaceWith(rest);
+  if (whole.length <= most) return put(node, whole, newline);
+  const end = Math.round(most / 3), start = most - end;
+  put(node, whole.slice(0, start), newline);
+  const more = button(`… ${count(whole.length - most)} characters more …`, () => {
+    more.replaceWith(put(document.createElement("span"), whole.slice(start, -end), newline));
   });
   more.classList.add("more");
   node.appendChild(more);
-  return put(node, whole.slice(-1000), newline);
+  return put(node, whole.slice(-end), newline);
 }
+
+// The name of an example, a tool, a reward, as somebody else chose it.
+const named = (text) => foreign(text, "mark", 150);
 
 function button(label, onClick, isOn) {
   const node = el("button", label);

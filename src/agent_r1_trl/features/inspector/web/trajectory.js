@@ -20,8 +20,8 @@ async function showTrajectory(number, mate = null) {
 
 function currentColumn(opened) {
   const available = availableColumns(opened);
-  const named = (wanted) => available.find(({name}) => name === wanted);
-  return named(shown.column) || named("logprob") || available[0];
+  const columnOf = (wanted) => available.find(({name}) => name === wanted);
+  return columnOf(shown.column) || columnOf("logprob") || available[0];
 }
 
 function drawTrajectory() {
@@ -51,7 +51,7 @@ function repaint() {
 
 function heading(opened) {
   const i = opened.number, {head} = opened;
-  const parts = head.parts.map(([name, value], n) => [n ? ", " : "", foreign(name), ` ${show(value, true, 2)}`]);
+  const parts = head.parts.map(([name, value], n) => [n ? ", " : "", named(name), ` ${show(value, true, 2)}`]);
   const reward = table.reward[i] === null ? "not scored" : `reward ${show(table.reward[i], true)}`;
   const facts = [
     el(stopReason(i) === "done" ? "span" : "span.problem", stopReason(i)), " · ", el("b", reward),
@@ -66,9 +66,9 @@ function heading(opened) {
     has(i, "gap") ? "The recorded advantage is not the one that the record explains." : "",
     ...head.tries.map((text) => `An earlier try failed: ${text}`),
   ].filter(Boolean);
-  const infos = head.info.map(([name, value]) => el("span.item", foreign(name), " = ", foreign(value)));
+  const infos = head.info.map(([name, value]) => el("span.item", named(name), " = ", foreign(value, "plain", 600)));
   return el("div.heading",
-    el("h1", foreign(example(i)), el("span.where", ` · ${stepName(groupOf[i])} · generation ${table.generation[i]}`)),
+    el("h1", named(example(i)), el("span.where", ` · ${stepName(groupOf[i])} · generation ${table.generation[i]}`)),
     el("p.facts", facts),
     infos.length ? el("p.info", infos) : null,
     head.error ? el("p.problem", foreign(head.error)) : null,

@@ -82,7 +82,7 @@ function advantagePart(opened, position) {
     rows.length ? tableOf(rows) : null,
     why.tokens.length && position === null ? el("p.quiet", "Each token has a sum of its own: click one.") : null,
     head.why ? gap : el("p.quiet", none),
-    estimator ? el("p.quiet", foreign(estimator), scale ? [", scale_rewards ", foreign(scale)] : null) : null);
+    estimator ? el("p.quiet", named(estimator), scale ? [", scale_rewards ", named(scale)] : null) : null);
 }
 
 function groupPart(opened) {
