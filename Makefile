@@ -57,7 +57,7 @@ quickstart: $(STAMPS)/package ## install, train a small agent on the CPU (or GPU
 
 install: $(STAMPS)/package ## only make the environment and install the package
 
-test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## run the whole suite; PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
+test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run the whole suite; PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
 	$(SAY) "Tests"
 	$(PYTEST) $(if $(filter none,$(VLLM)),-m "not vllm and not matrix") $(PYTEST_ARGS)
 
@@ -171,6 +171,12 @@ $(STAMPS)/package: setup.cfg pyproject.toml $(STAMPS)/torch
 $(STAMPS)/test: $(STAMPS)/package
 	$(SAY) "Installing what the tests need"
 	$(INSTALL) --editable '.[test]'
+	@touch $@
+
+# For the tests of the inspector. Only root can install it: for others they fail, and say how.
+$(STAMPS)/browser: | $(STAMPS)/venv
+	@command -v chromium > /dev/null || test -n "$(CHROME)" || test "$$(id -u)" != 0 || { apt-get update -qq && \
+	  apt-get install -y -qq chromium fonts-noto-core fonts-noto-cjk fonts-noto-color-emoji > /dev/null; } || true
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/package
