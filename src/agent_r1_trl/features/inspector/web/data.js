@@ -66,15 +66,18 @@ function readBlock(bytes) {
   const head = JSON.parse(lenient.decode(bytes.subarray(4, 4 + length)));
   let at = 4 + length;
   const plane = (size) => bytes.subarray(at, (at += size));
-  const [a, b, c] = [plane(head.ids), plane(head.ids), plane(head.ids)];
-  const ids = Uint32Array.from(a, (low, i) => low | (b[i] << 8) | (c[i] << 16));
+  const joined = (size, width) => { // numbers of planes, the lowest byte first
+    const numbers = new Uint32Array(size);
+    for (let shift = 0; shift < 8 * width; shift += 8) {
+      const bytes = plane(size);
+      for (let i = 0; i < size; i++) numbers[i] |= bytes[i] << shift;
+    }
+    return numbers;
+  };
   halves = halves || halfTable();
-  const [low, high] = [plane(head.f2), plane(head.f2)];
-  const f2 = Float32Array.from(low, (byte, i) => halves[byte | (high[i] << 8)]);
-  const wide = [plane(head.f4), plane(head.f4), plane(head.f4), plane(head.f4)];
-  const f4 = new Float32Array(Uint32Array.from(wide[0], (byte, i) =>
-    (byte | (wide[1][i] << 8) | (wide[2][i] << 16) | (wide[3][i] << 24)) >>> 0).buffer);
-  return {items: head.items, ids, floats: {2: f2, 4: f4}};
+  const ids = joined(head.ids, 3), short = joined(head.f2, 2), f2 = new Float32Array(head.f2);
+  for (let i = 0; i < f2.length; i++) f2[i] = halves[short[i]];
+  return {items: head.items, ids, floats: {2: f2, 4: new Float32Array(joined(head.f4, 4).buffer)}};
 }
 
 async function block(number) {

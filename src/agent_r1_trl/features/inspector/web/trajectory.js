@@ -8,7 +8,7 @@ const shown = {
 
 async function showTrajectory(number, mate = null) {
   const [opened, mateOpened] = await Promise.all([open(number), mate === null ? null : open(mate)]);
-  const text = await textOf(number);
+  const text = shown.isMessages || !opened.completion.length ? await textOf(number) : null;
   if (route.wanted !== number) return; // another one was asked for meanwhile
   const isSame = shown.trajectory === number && shown.mate === mate;
   Object.assign(shown, {trajectory: number, opened, mate, mateOpened, text});
@@ -98,8 +98,11 @@ function setColumn(name) {
   repaint();
 }
 
-function setMessages(isOn) {
+async function setMessages(isOn) {
+  const number = shown.trajectory;
   if (!shown.opened) return;
+  shown.text = shown.text ?? await textOf(number);
+  if (shown.trajectory !== number) return;
   shown.isMessages = isOn;
   drawTrajectory();
 }
