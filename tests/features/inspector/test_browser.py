@@ -43,6 +43,8 @@ HOSTILE = [
 @pytest.fixture(scope="module")
 def browser():
     program = os.environ.get("CHROME") or next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
+    if program is None and os.environ.get("TESTS_WITHOUT_BROWSER"):
+        pytest.skip("apt-get could not install Chromium here")
     if program is None:
         pytest.fail(f"There is no Chromium on PATH, and CHROME names none. Install it: {APT}")
     from playwright.sync_api import sync_playwright
