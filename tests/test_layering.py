@@ -320,7 +320,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (231, 2),
     "features/serve": (1062, 8),
     "generation": (4001, 25),
-    "recording": (1378, 8),
+    "recording": (1392, 8),
     "rewards": (740, 7),
     "rollout": (2921, 16),
     "tools": (2573, 15),

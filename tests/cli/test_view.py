@@ -64,7 +64,7 @@ def test_a_step_a_number_and_an_index_are_obeyed(run_folder, view):
     listed = view(run_folder, "--list", "--num", 2, "--width", 150)
     assert "right" in listed and "cut" not in listed and "2 of 4 listed." in listed
     assert "\x1b[" not in view(run_folder, "--index", 0)
-    assert "\x1b[32m" in view(run_folder, "--index", 0, "--color", "always")
+    assert "\x1b[38;5;32m" in view(run_folder, "--index", 0, "--color", "always")
     chosen = view(run_folder, "--index", 1)
     assert "wrong" in chosen and "right" not in chosen and "shown;" not in chosen
 

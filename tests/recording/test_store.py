@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from agent_r1_trl.recording import TrajectoryStore, read_records, read_trajectories, trajectory_files
+from agent_r1_trl.recording.events import read_events, write_event
 from tests.recording.examples import empty, two_turns
 
 
@@ -165,3 +166,13 @@ def test_on_a_full_disk_what_is_lost_is_counted_and_said_once_and_recording_goes
     with full_disk(10):
         store.write(3, [two_turns()])
     assert caplog.records[-1].levelname == "ERROR", "it is said again once it had worked in between"
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_what_is_appended_after_a_line_that_was_cut_off_takes_its_place(size, tmp_path):
+    whole = {"step": 1, "action": "clip"}
+    write_event(tmp_path, whole)
+    with (tmp_path / "trajectories" / "events.jsonl").open("a") as file:
+        file.write('{"step": 2, "text": "' + "x" * size)
+    write_event(tmp_path, {"step": 3, "action": "stop"})
+    assert read_events(tmp_path) == [whole, {"step": 3, "action": "stop"}]

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.lines import FOLDER, read_lines
+from agent_r1_trl.recording.lines import FOLDER, append_lines, read_lines
 from agent_r1_trl.safe_text import dump_json
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,7 @@ def write_event(output_dir: str | os.PathLike[str], event: dict[str, Any]) -> No
     path = Path(output_dir) / FOLDER / FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(dump_json(event) + "\n")
+        append_lines(path, [dump_json(event).encode() + b"\n"])
     except OSError as error:
         logger.error("An event could not be written to %s: %s. Free some space. It was: %s", path, error, event)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -19,9 +20,10 @@ FIX = " Pass the output directory of a run."
 
 
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Append lines completely or not at all; no more than one of them is in memory."""
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
+    """Append lines whole or not at all; no more than one is in memory. A last line that a kill cut off goes."""
+    with path.open("ab+", buffering=0) as file:
+        size = _end_of_lines(file)
+        file.truncate(size)
         try:
             for line in lines:
                 rest = memoryview(line)
@@ -30,6 +32,19 @@ def append_lines(path: Path, lines: Iterable[bytes]) -> None:
         except BaseException:
             file.truncate(size)
             raise
+
+
+def _end_of_lines(file: io.FileIO) -> int:
+    """Where the last whole line ends."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - 65536)
+        file.seek(start)
+        place = file.read(end - start).rfind(b"\n")
+        if place >= 0:
+            return start + place + 1
+        end = start
+    return 0
 
 
 def read_lines(path: Path, what: str, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
