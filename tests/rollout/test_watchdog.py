@@ -206,8 +206,8 @@ def test_reward_functions_that_take_long_are_reported_with_their_stack(caplog):
 
 def test_a_rollout_that_waits_for_the_sampler_alone_is_reported_less_often(caplog):
     chat = chat_of()
-    generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids, delay_s=0.8)
-    runner = RolloutRunner(AddEchoEnv, generator, chat, RolloutLimits(watchdog_interval=0.1))
+    generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids, delay_s=2)
+    runner = RolloutRunner(AddEchoEnv, generator, chat, RolloutLimits(watchdog_interval=0.6))
     runner.run(requests_for(1))
     runner.close()
     assert caplog.messages == []
