@@ -116,10 +116,11 @@ def url():
         port = free.getsockname()[1]
     process = subprocess.Popen([sys.executable, Path(__file__).parent / "openreward_server.py", str(port)])
     address = f"http://127.0.0.1:{port}"
-    for _ in range(300):
+    for _ in range(1800):
         with contextlib.suppress(OSError):
             get(f"{address}/health")
             break
+        assert process.poll() is None, "the server ended"
         time.sleep(0.1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPENREWARD_SESSION_URL", address)
