@@ -15,8 +15,12 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 def wait_for(shown, text, process):
-    deadline = time.monotonic() + 200
-    while not any(text in line for line in shown.lines()):
+    until(lambda: any(text in line for line in shown.lines()), shown, process)
+
+
+def until(done, shown, process):
+    deadline = time.monotonic() + 300
+    while not done():
         assert time.monotonic() < deadline and process.poll() is None, "\n".join(shown.lines())
         time.sleep(0.1)
 
@@ -36,10 +40,9 @@ def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(recipe,
     wait_for(shown, "  rollout 0 of 4 done, 4 waiting for environment step, longest ", process)
     assert shown.block()[0].split() == ["step", "reward", "success", "entropy", "turns", "failed", "taught", "s/step"]
     shown.resize(70)  # of the window alone: the process has to find out
-    time.sleep(1.5)
-    assert shown.block()[0].split() == ["step", "reward", "success", "entropy"]
+    until(lambda: [*shown.block(), ""][0].split() == ["step", "reward", "success", "entropy"], shown, process)
     process.send_signal(signum)
-    process.wait(60)
+    process.wait(300)
     lines = shown.lines()
     assert not shown.screen.cursor.hidden and shown.screen.cursor.x == 0
     assert sum("step 0/1" in line for line in lines) == 1, "\n".join(lines)
@@ -61,6 +64,6 @@ def test_an_evaluation_says_what_it_waits_for(recipe, request):
     request.addfinalizer(process.kill)
     wait_for(shown, "  rollout 0 of 2 done, 2 waiting for environment step, longest ", process)
     Path("hang").unlink()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     lines = shown.lines()
     assert any(line.startswith("evaluation 2/2 ━━━") and "100%" in line for line in lines), "\n".join(lines)
