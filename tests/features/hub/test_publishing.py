@@ -125,6 +125,7 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
     for folder in ("completions", "journal"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "rows.parquet").touch()
+    (tmp_path / "inspector.html").touch()
     trainer.hub_model_id = "nobody/adder"
     trainer.push_to_hub()
     trainer.save_model(str(tmp_path / "checkpoint-1"))
@@ -135,6 +136,7 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
         assert {"README.md", "config.json", "tokenizer.json"} <= set(files)
         assert any(name.startswith("trajectories/") for name in files) == asked
         assert any(name.startswith("completions/") for name in files) == asked
+        assert ("inspector.html" in files) == asked, "it holds them"
         assert not any(name.startswith("journal/") for name in files)
         assert not any(name.startswith("checkpoint-") for name in files)  # the Trainer's own patterns still hold
     hf_api().upload_folder(folder_path=str(tmp_path))

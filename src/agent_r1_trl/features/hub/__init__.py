@@ -17,7 +17,7 @@ from agent_r1_trl.settings import plain, plain_value
 
 LEFT_OUT = {
     "": ["journal/*", "training_args.bin"],  # the arguments are a pickle that holds `hub_token`
-    "push.trajectories": ["trajectories/*", "completions/*"],
+    "push.trajectories": ["trajectories/*", "completions/*", "*.html"],  # the inspector's pages hold them
     "push.critic": ["critic/*"],
 }
 """Setting -> patterns of files in `output_dir` that are uploaded with it only; `*` matches subfolders as well."""
