@@ -205,7 +205,9 @@ class Disturbances(TrainerCallback):
             limit_files(SMALL_DISK if self.is_broken else resource.RLIM_INFINITY)
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Say that the first step is made."""
+        """Say that the first step is made; there is room again for the checkpoint, without which a run ends."""
+        if "disk is full" in self.plan.faults:
+            limit_files(resource.RLIM_INFINITY)
         (self.folder / FIRST_STEP_DONE).touch()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
