@@ -127,17 +127,19 @@ class _RecordedGroup:
         # Without a loss mask observations carry on what stands before them.
         compared = mask | pad_lists([item.action_mask], 0, length=len(mask), dtype=torch.bool)[0]
         found = torch.stack([computed.double(), torch.where(mask, sums[-1][1], 0.0).double()])  # (2, T)
+        length = len(item.completion_ids)
+        sums = [(label, x[:length] if isinstance(x, torch.Tensor) else x) for label, x in sums]
         lines: Parts = []
         of_tokens: Parts = []
         for one in split_sums(sums):
             (of_tokens if any(isinstance(x, torch.Tensor) for _, x in one) else lines).extend(one)
         return Explanation(
             lines=lines,
-            advantages=computed[: len(item.completion_ids)].tolist(),
+            advantages=computed[:length].tolist(),
             max_gap=max([0.0, *(found - recorded).abs()[:, compared].flatten().tolist()]),
             tolerance=TOLERANCE + self._rounding(index),
             of_tokens=of_tokens,
-            mask=mask[: len(item.completion_ids)].tolist(),
+            mask=mask[:length].tolist(),
         )
 
     def _rounding(self, index: int) -> float:

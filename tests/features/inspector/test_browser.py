@@ -19,6 +19,7 @@ from agent_r1_trl.recording.events import write_event
 from agent_r1_trl.trajectory import Author, Segment, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.recording.examples import empty
 from tests.tokenizers import make_tokenizer
+from tests.trainers.test_explanations import recorded
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]
 APT = "apt-get install -y chromium fonts-noto-core fonts-noto-cjk fonts-noto-color-emoji"
@@ -276,6 +277,31 @@ def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
     assert visit.page.evaluate("document.body.innerText.match(/[\\u202a-\\u202e\\u2066-\\u2069]/)") is None
     visit.go("#1/11/0", "नमस्ते")
     assert "👩\u200d👩\u200d👧" in visit.text("#middle h1")
+
+
+def test_the_sum_of_a_token_is_shown_and_said_to_be_what_was_trained_on(browser, tmp_path):
+    recorded(tmp_path, "gae")
+    visit = Visit(browser, write(tmp_path))
+    visit.page.evaluate("location.hash = linkOf(table.flags.findIndex((_, i) => table.advantage[i]))")
+    visit.until("document.querySelector('#middle .tokens .token')")
+    assert "Each token has a sum of its own: click one." in visit.text("#why")
+    visit.press("n", "n", "n", "n")
+    visit.until("document.querySelector('#why').innerText.includes('position 3') && shown.position === 3")
+    assert "equal to what was trained on" in visit.text("#why")
+    worked_out = "document.querySelector('#why tr.sum:last-child td').innerText"
+    recorded_one = "show(shown.opened.at('advantage', shown.position), true, 4)"
+    difference = f"Math.abs(parseFloat({worked_out}.replace('−', '-')) - parseFloat({recorded_one}.replace('−', '-')))"
+    assert visit.page.evaluate(difference) < 0.01
+    assert not visit.errors
+
+
+def test_training_is_compared_where_one_run_has_no_evaluation(browser, tmp_path):
+    tokenizer = make_tokenizer("qwen2_5")
+    for name in ("one", "other"):
+        TrajectoryStore(tmp_path / name).write(1, [trajectory(tokenizer, name="q/0", outcome_reward=0.0)])
+    TrajectoryStore(tmp_path / "one").write(1, [trajectory(tokenizer, name="q/0", outcome_reward=1.0)], split="eval")
+    visit = Visit(browser, write(tmp_path / "one", against=tmp_path / "other"), "#compare")
+    assert "1 example that both have, while training: 0 won, 0 lost" in visit.text("#compare")
 
 
 def test_two_runs_are_compared_example_by_example(browser, tmp_path):

@@ -12,6 +12,7 @@ import fnmatch
 import hashlib
 import json
 import re
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -25,6 +26,7 @@ from agent_r1_trl.features.inspector.pack import FLAGS, Block, numbered_groups
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from tests.recording.examples import empty, two_turns
 from tests.tokenizers import make_tokenizer
+from tests.trainers.test_explanations import recorded
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -95,6 +97,58 @@ def test_ids_columns_and_texts_come_out_as_they_went_in(run_folder, tmp_path):
     start, length = index["text_start"][0], index["text_length"][0]
     assert text[start : start + length] == "Hauptstadt?\ntoo slow\nOslo\n"
     assert head["badges"] == [[1, "tool_error", -0.1], [7, "answer", 1.0], [7, "format", 0.1]]
+
+
+@pytest.fixture(scope="module")
+def explained_run(tmp_path_factory):
+    """A run of GAE with values far from 0, of which float16 keeps three digits."""
+    folder = tmp_path_factory.mktemp("explained")
+    recorded(folder, "gae")
+    return folder
+
+
+def test_the_sums_of_a_token_lead_to_its_advantage(explained_run, tmp_path):
+    html, meta = read_page(explained_run, tmp_path / "a.html")
+    gap, num = 1 << FLAGS.index("gap"), 0
+    for place, record in enumerate(in_order(meta, explained_run)):
+        items, numbers = unpack(html, meta["index"]["block"][place])
+        head = items[meta["index"]["slot"][place]]
+        policy = sum(record.trajectory.action_mask)
+
+        def column(kind, value, policy=policy, numbers=numbers):
+            return np.full(policy, value) if kind == 0 else numbers[f"f{kind}"][value : value + policy]
+
+        sums = {label: column(*packed) for label, *packed in head["why"]["tokens"]}
+        if policy and sums:
+            mean, std = sums["- mean of all tokens of the step"], sums["/ std of all tokens of the step"]
+            assert np.allclose((sums["= raw advantage"] - mean) / std, sums["= advantage"], atol=1e-3)
+            assert np.allclose(sums["= advantage"], column(*head["columns"]["advantage"]), atol=0.02)
+            num += 1
+        assert not meta["index"]["flags"][place] & gap
+    assert num > 8
+
+
+def test_an_advantage_that_was_not_trained_on_so_is_flagged(explained_run, tmp_path):
+    copy = shutil.copytree(explained_run, tmp_path / "run")
+    path = copy / "trajectories" / "step_000001.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    wrong = next(number for number, line in enumerate(lines) if any(line["advantages"]))
+    lines[wrong]["advantages"] = [1.5 * value for value in lines[wrong]["advantages"]]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, meta = read_page(copy, tmp_path / "a.html")
+    flagged = [
+        (meta["index"]["step"][place], meta["examples"][meta["index"]["example"][place]])
+        for place, flags in enumerate(meta["index"]["flags"])
+        if flags & 1 << FLAGS.index("gap")
+    ]
+    assert flagged == [(1, lines[wrong]["example_id"])]
+
+
+def in_order(meta, folder):
+    """The records of a run as they stand in the index."""
+    records = {(r.step, r.group, r.trajectory.generation): r for r in read_records(folder, split="train")}
+    index = meta["index"]
+    return [records[key] for key in zip(index["step"], index["group"], index["generation"], strict=True)]
 
 
 def test_badges_sit_where_token_rewards_places_them(run_folder, tmp_path):

@@ -41,7 +41,6 @@ EXACT = ("advantage", "return", "value", "sum")
 _FLAGS = "infrastructure tool_error invalid truncated failed untrained same masked rows gap"
 FLAGS = tuple(_FLAGS.split())
 """Bits of `flags` in the index, from the lowest. `gap`: the recorded advantage is not the explained one."""
-MAX_GAP = 1e-3
 
 
 def deflate(data: bytes) -> str:
@@ -307,10 +306,9 @@ def explained(group: list[Record], facts: dict[str, Any]) -> list[Explanation | 
 
 def token_sums(item: Trajectory, found: Explanation) -> Iterator[tuple[str, np.ndarray]]:
     """Label and (num policy tokens,) float32 of the parts of the tokens' own sums; NaN for tokens without one."""
-    has_sum = np.array(found.mask[: len(item.completion_ids)], bool)
-    is_policy = np.array(item.action_mask, bool)
+    has_sum, is_policy = np.array(found.mask, bool), np.array(item.action_mask, bool)
     for label, value in found.of_tokens:
-        values = np.broadcast_to(np.asarray(value, np.float32), (len(found.mask),))[: len(has_sum)]
+        values = np.broadcast_to(np.asarray(value, np.float32), has_sum.shape)
         yield label, np.where(has_sum, values, np.float32(np.nan))[is_policy]
 
 
@@ -329,7 +327,7 @@ def flags_of(record: Record, is_same: bool, found: Explanation | None) -> int:
         "same": is_same,
         "masked": record.is_masked,
         "rows": bool(item.segments),
-        "gap": found is not None and found.max_gap > MAX_GAP,
+        "gap": found is not None and found.max_gap > found.tolerance,
     }
     return sum(1 << bit for bit, name in enumerate(FLAGS) if is_set[name])
 

@@ -9,8 +9,7 @@ function pairsOf() {
   const wanted = counts[0] && counts[1] ? 1 : 0;
   const sums = new Map();
   for (let i = 0; i < total; i++) {
-    if (table.eval[i] !== wanted && counts[0] + counts[1] > 0 && wanted) continue;
-    if (table.reward[i] === null) continue;
+    if (table.eval[i] !== wanted || table.reward[i] === null) continue;
     const key = table.example[i];
     if (!sums.has(key)) sums.set(key, [[0, 0, []], [0, 0, []]]);
     const cell = sums.get(key)[table.run[i]];
