@@ -172,6 +172,8 @@ MISTAKES = {
     "no trajectories": (["{run}", "--num", "0"], "--num=0"),
     "no columns": (["{run}", "--width", "-3"], "--width=-3"),
     "a misspelt option": (["{run}", "--steps", "1"], "--steps.* mean '--step'"),
+    "a file beside an option of the terminal": (["{run}", "--html", "a.html"], "--html: .*--terminal"),
+    "another run beside an option of the terminal": (["{run}", "--list", "--against", "{run}"], "--against: .*--"),
     "a tokenizer that is not there": (["{run}", "--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
 }
 

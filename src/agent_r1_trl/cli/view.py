@@ -44,8 +44,12 @@ FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def run(argv: Sequence[str]) -> int:
     """Show the chosen trajectories; returns the exit code."""
     arguments = make_parser().read(argv)
-    if not any(getattr(arguments, name) not in (None, False) for name in TERMINAL):
+    of_terminal = [name for name in TERMINAL if getattr(arguments, name) not in (None, False)]
+    if not of_terminal:
         return _write_page(arguments)
+    for name in ("html", "against"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name}: is for the HTML file, and --{of_terminal[0]} for the terminal. Pass one.")
     from agent_r1_trl.recording import trajectory_files
     from agent_r1_trl.recording.events import describe_event, read_events
 
