@@ -149,7 +149,9 @@ def test_tools_in_another_order_are_another_conversation_and_keys_in_another_ord
 def test_a_request_that_shares_messages_with_the_last_one_is_read_as_if_it_came_alone():
     def drawn(index):
         if not index % 3:
-            made = [{"id": f"c{place}{index % 2}", "function": {"name": rng.choice("fg")}} for place in range(2)]
+            told = {"arguments": {"x": rng.choice([1, True])}}
+            names = rng.choice("fg"), rng.choice("fg")
+            made = [{"id": f"c{n}{index % 2}", "function": {"name": name, **told}} for n, name in enumerate(names)]
             return {"role": "assistant", "content": rng.choice("ab"), "tool_calls": made[: rng.randrange(3)]}
         text, known = rng.choice("ab"), f"c{rng.randrange(2)}{rng.randrange(2)}"
         answered = {"role": "tool", "tool_call_id": known, "content": text}
@@ -163,7 +165,7 @@ def test_a_request_that_shares_messages_with_the_last_one_is_read_as_if_it_came_
         given[rng.randrange(len(given))] = drawn(rng.randrange(3))
         body = {"messages": given, "tools": TOOLS[: 1 + rng.randrange(10) // 9]}
         asked, alone = read_request(body, last), read_request(copy.deepcopy(body))
-        assert (asked.messages, asked.given) == (alone.messages, alone.given)
+        assert repr((asked.messages, asked.given)) == repr((alone.messages, alone.given))
         num_shared += last is not None and asked.messages[0] is last.messages[0]
         context = held._identified(asked.messages, asked.tools)
         fresh = Held(None)._identified(alone.messages, alone.tools)

@@ -143,8 +143,13 @@ def read_messages(given: Sequence[Mapping[str, Any]], before: Sequence[Message] 
 
 def _num_known(given: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> int:
     """How many messages are read as they were: those before the last turn of an assistant that both have."""
-    same = itertools.takewhile(lambda pair: pair[1] == pair[2], zip(itertools.count(), given, last, strict=False))
+    same = itertools.takewhile(lambda item: _is_same(*item[1:]), zip(itertools.count(), given, last, strict=False))
     return max((place for place, item, _ in same if item["role"] == "assistant"), default=0)
+
+
+def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages are equal as JSON is: arguments of calls may be objects, in which `True == 1` to Python."""
+    return one == other and ("tool_calls" not in one or repr(one["tool_calls"]) == repr(other["tool_calls"]))
 
 
 def _put_in_order(messages: list[Message], called: Mapping[str, tuple[int, str]]) -> None:
