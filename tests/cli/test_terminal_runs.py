@@ -14,10 +14,6 @@ from tests.cli.test_exit_codes import HANGING
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
 
 
-def wait_for(shown, text, process):
-    until(lambda: any(text in line for line in shown.lines()), shown, process)
-
-
 def until(done, shown, process):
     deadline = time.monotonic() + 300
     while not done():
@@ -25,19 +21,31 @@ def until(done, shown, process):
         time.sleep(0.1)
 
 
+@pytest.fixture
+def hanging(recipe, request):
+    """Starts a command whose environments hang while the file `hang` is there; returns its terminal and process."""
+
+    def start(name, wanted, **changes):
+        path = recipe(**changes)
+        task = Path("task.py")
+        task.write_text("import asyncio\nfrom pathlib import Path\n" + task.read_text() + HANGING)
+        Path("hang").touch()
+        shown = Terminal(80)
+        request.addfinalizer(shown.close)
+        command = [sys.executable, "-m", "agent_r1_trl.cli", name, "--config", path, "--env", "task.py:HangingEnv"]
+        process = shown.start(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, start_new_session=True)
+        request.addfinalizer(process.kill)
+        text = f"  rollout 0 of {wanted} done, {wanted} waiting for environment step, longest "
+        until(lambda: any(text in line for line in shown.lines()), shown, process)
+        return shown, process
+
+    return start
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(recipe, request, signum):
-    path = recipe(max_steps=1, **{"failures": {"save_on_signal": False}})
-    task = Path("task.py")
-    task.write_text("import asyncio\nfrom pathlib import Path\n" + task.read_text() + HANGING)
-    Path("hang").touch()
-    shown = Terminal(80)
-    request.addfinalizer(shown.close)
-    command = [sys.executable, "-m", "agent_r1_trl.cli", "train", "--config", path, "--env", "task.py:HangingEnv"]
-    process = shown.start(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, start_new_session=True)
-    request.addfinalizer(process.kill)
-    wait_for(shown, "  rollout 0 of 4 done, 4 waiting for environment step, longest ", process)
+def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(hanging, signum):
+    shown, process = hanging("train", 4, max_steps=1, failures={"save_on_signal": False})
     assert shown.block()[0].split() == ["step", "reward", "success", "entropy", "turns", "failed", "taught", "s/step"]
     shown.resize(70)  # of the window alone: the process has to find out
     until(lambda: [*shown.block(), ""][0].split() == ["step", "reward", "success", "entropy"], shown, process)
@@ -52,17 +60,8 @@ def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(recipe,
 
 
 @pytest.mark.slow
-def test_an_evaluation_says_what_it_waits_for(recipe, request):
-    path = recipe()
-    task = Path("task.py")
-    task.write_text("import asyncio\nfrom pathlib import Path\n" + task.read_text() + HANGING)
-    Path("hang").touch()
-    shown = Terminal(80)
-    request.addfinalizer(shown.close)
-    command = [sys.executable, "-m", "agent_r1_trl.cli", "eval", "--config", path, "--env", "task.py:HangingEnv"]
-    process = shown.start(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, start_new_session=True)
-    request.addfinalizer(process.kill)
-    wait_for(shown, "  rollout 0 of 2 done, 2 waiting for environment step, longest ", process)
+def test_an_evaluation_says_what_it_waits_for(hanging):
+    shown, process = hanging("eval", 2)
     Path("hang").unlink()
     assert process.wait(300) == 0
     lines = shown.lines()
