@@ -300,7 +300,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1530, 7),
-    "advantages": (1505, 6),
+    "advantages": (1507, 6),
     "chat": (2579, 13),
     "cli": (3134, 17),
     "critic": (612, 3),
@@ -324,8 +324,8 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (740, 7),
     "rollout": (2921, 16),
     "tools": (2573, 15),
-    "trainers": (6283, 17),
-    "update": (1803, 8),
+    "trainers": (6457, 17),
+    "update": (1825, 8),
 }
 
 

@@ -1,16 +1,18 @@
 """Losses of GRPO steps and the credit of every estimator, in any number of processes, on rows of any length."""
 
+import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig
 
-from agent_r1_trl.advantages.estimators import ESTIMATORS
+from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
 from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questions, say, scored_batch
+from tests.trainers.test_hooks import WorldModel
 
 NUM_STEPS = 3
-POLICIES = ("full", "lora", "extra_loss", "rows", "tokens")
+POLICIES = ("full", "lora", "extra_loss", "rows", "tokens", "hooks")
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
 CRITIC_ESTIMATORS = ("gae", "bilevel_gae", "step_gae")
 CREDIT_CASES = {name: {"advantage_estimator": name} for name in ESTIMATORS} | {
@@ -27,6 +29,32 @@ def ragged(rng, turn):
     if rng.random() < 0.6:
         return call(a=rng.choice([1, 10**6, 10**12]), b=rng.randrange(3))
     return say("x" * rng.randrange(1, 30))
+
+
+class Hooks(WorldModel):
+    """Also log-probs of the trajectories that called a tool after another prompt: more of them on one rank."""
+
+    def extra_columns(self, output, trajectories, rows):
+        columns = super().extra_columns(output, trajectories, rows)
+        columns["again"] = torch.zeros(output["completion_mask"].shape)
+        chosen = [place for place, row in enumerate(rows.rows) if max(row.turn_ids, default=0) > 0]
+        completions = [rows.rows[place].completion_ids for place in chosen]
+        log_probs = self.trainer.score_tokens([[5, 6]] * len(chosen), completions)
+        columns["again"][chosen, : log_probs.shape[1]] = log_probs
+        return columns
+
+
+def likely(inputs):
+    """Advantages out of a column."""
+    return Credit(advantages=inputs.columns["again"] + inputs.returns.nan_to_num().unsqueeze(1))
+
+
+def second(returns):
+    """Keeps the group that is on both ranks."""
+    return torch.arange(len(returns)) == 1
+
+
+HOOKS = {"advantage_estimator": likely, "sampling.filter_groups": second}
 
 
 def _lora():
@@ -53,7 +81,9 @@ def losses_and_signals(policy, output_dir):
         loss_type="grpo" if policy in ("rows", "tokens") else "dapo",  # a mean over rows, of which some are lost
         loss_unit="turn" if policy == "lora" else None,
         echo=True,
-        **(BY_TOKENS if policy == "tokens" else {}),
+        callbacks=[Hooks()] if policy == "hooks" else [],
+        **(BY_TOKENS if policy in ("tokens", "hooks") else {}),
+        **(HOOKS if policy == "hooks" else {}),
     )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

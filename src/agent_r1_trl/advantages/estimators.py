@@ -84,6 +84,8 @@ class CreditInputs:
     """(N, T) the critic's values of action tokens; None without a critic."""
     bootstrap_values: torch.Tensor | None = None
     """(N,) the critic's value after the last token of truncated rows, 0 for the others; None for 0 everywhere."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """(N, T) each: what `extra_columns` has given for the tokens, under its names; 0 where no token is."""
     is_kept: torch.Tensor | None = None
     """(N,) bool: whether the trajectory is in a group that `sampling.filter_groups` trains on; None for all."""
     whitening: tuple[Any, Any] | None = None

@@ -9,8 +9,10 @@ the same events (`callbacks=[...]`, or `trainer.add_callback`). The step itself 
       after_rollout (void)                                     its trajectories have ended
       after_scores                                             rewards are placed, the members of groups known
       keep                                                     which trajectories are trained on
+      extra_columns                                            log-probs are known, advantages are not
+      extra_tokens                                             the tokens of a loss term (`extra_loss`)
       rollout_end                                              advantages are known, TRL's batch is whole
-        on_values, check_loss                                  each micro-batch
+        extra_loss, on_values, check_loss                      each micro-batch
         before_step                                            the optimizer step, with its gradient norm
       state_dict, save, saved                                  a checkpoint
     close_run                                                  the run is over, however it ended
@@ -142,8 +144,64 @@ class OptimizerStep:
     """Set it to leave weights, optimizer and learning rate schedule as they are."""
 
 
-class RolloutCallback(TrainerCallback):
-    """Base of callbacks that take part in the rollout; see the top of this file.
+class UpdateHooks:
+    """What a subclass of a trainer, or a callback, may add to the update: a loss term, its tokens, numbers for it."""
+
+    def extra_columns(
+        self, output: dict[str, Any], trajectories: Sequence[Any], rows: Any
+    ) -> Mapping[str, torch.Tensor] | None:
+        """Numbers of your own for the update, worked out once for a rollout, in training and evaluation.
+
+        Rewards and log-probs are known, advantages are not. Estimators read the columns of tokens as
+        `CreditInputs.columns`, `extra_tokens` and `extra_loss` read all of them in their `inputs`.
+
+        Args:
+            output: TRL's batch of this rank's R rows: `prompt_ids` and `prompt_mask` (R, P), `completion_ids`,
+                `completion_mask` and `tool_mask` (R, T), `is_kept` (R,) if some rows are not trained on, and so on.
+            trajectories: this rank's.
+            rows: of the trajectories: `rows.rows`, R of them, and `rows.index`, (R,), whose each is; -1 for one that
+                fills up.
+
+        Returns:
+            Name -> (R, T), a number for each token, or (R,), one for each row.
+        """
+        return None
+
+    def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """The tokens that `extra_loss` is summed over; not overridden, those of the policy's loss.
+
+        They may be observations, whose log-probs no layout computes otherwise, and stand in rows that a filter has
+        excluded (`is_kept`): these rows come back for this term alone.
+
+        Args:
+            inputs: as `output` of `extra_columns`, with `advantages` (R, T).
+
+        Returns:
+            (R, T) bool; None for no token of this rank.
+        """
+        return None
+
+    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+        """A loss term of your own. (`loss_term` takes a function instead.)
+
+        The trainer divides what it returns by the number of its tokens in the whole optimizer step, on all ranks, and
+        adds it to the policy loss. A sum over tokens therefore means the same in every layout, on any number of ranks.
+
+        Args:
+            inputs: TRL's micro-batch of B rows: `advantages` (B, T), `completion_ids` (B, T), `old_per_token_logps`
+                (B, T) or None (0 outside the policy's loss), `trajectory_rewards` (B,), what the trajectory of each
+                row has earned in all (0 if it is outside the baseline), what `extra_columns` gave, and so on.
+            log_probs: (B, T) the policy's log-probs of the completion tokens, with gradients; 0 outside `mask`.
+            mask: (B, T) bool, the tokens of `extra_tokens`; without it, those that enter the policy's loss.
+
+        Returns:
+            A scalar, the term summed over the tokens of `mask`; None for no term.
+        """
+        return None
+
+
+class RolloutCallback(UpdateHooks, TrainerCallback):
+    """Base of callbacks that take part in the rollout; see the top of this file. Its loss term is logged as `name`.
 
     For example:
 

@@ -36,8 +36,17 @@ def default_output_dir(model: Any, trainer_name: str) -> str:
     return f"{name.split('/')[-1]}-{trainer_name}"
 
 
+_HOOKS = ("extra_columns", "extra_tokens")
+"""Methods for subclasses to override, which TRL's own rollout does not call."""
+
+
 def single_turn_factory(
-    config: MultiTurnConfig, train_dataset: Any, generator: Any, turn_reward_funcs: Any, callbacks: Sequence[Any]
+    trainer: Any,
+    config: MultiTurnConfig,
+    train_dataset: Any,
+    generator: Any,
+    turn_reward_funcs: Any,
+    callbacks: Sequence[Any],
 ) -> EnvFactory | None:
     """`SingleTurnEnv` if an argument asks for what TRL's own rollout cannot do; None leaves everything to TRL.
 
@@ -47,6 +56,7 @@ def single_turn_factory(
     asked = config.asked_features()
     asked += ["generator"] if generator is not None else []
     asked += ["turn_reward_funcs"] if as_list(turn_reward_funcs) else []
+    asked += [name for name in _HOOKS if not _is_ours(getattr(type(trainer), name))]
     asked += [f"callbacks={type(item).__name__}" for item in callbacks if isinstance(item, RolloutCallback)]
     if not asked:
         return None
@@ -194,7 +204,11 @@ def check_overrides(trainer: Any, rollout_func: Any = None) -> None:
 
 
 def _is_ours_or_trls(kind: type) -> bool:
-    return kind is GRPOTrainer or kind.__module__.startswith(__name__.partition(".")[0] + ".")
+    return kind is GRPOTrainer or _is_ours(kind)
+
+
+def _is_ours(kind: Any) -> bool:
+    return kind.__module__.startswith(__name__.partition(".")[0] + ".")
 
 
 def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:

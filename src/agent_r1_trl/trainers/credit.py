@@ -42,7 +42,7 @@ class CreditEstimator:
         in_baseline: torch.Tensor,
         group_size: int,
         progress: float,
-        **given: torch.Tensor | None,
+        **given: Any,
     ) -> tuple[Credit, dict[str, float]]:
         """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
 
@@ -54,7 +54,7 @@ class CreditEstimator:
             in_baseline: (B,) bool; the rows of the others get advantage 0.
             group_size: trajectories of one prompt, which are consecutive rows.
             progress: share of the run that is over.
-            **given: `kl_rewards` and `values`, (B, T), `bootstrap_values` and `is_kept`, (B,).
+            **given: `kl_rewards` and `values`, (B, T), `bootstrap_values` and `is_kept`, (B,), `columns`.
         """
         process_weight = self.args.process_reward_weight
         process_weight *= schedule_factor(self.args.process_reward_schedule, progress)
@@ -158,18 +158,19 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs
     if accelerator.num_processes == 1:
         return inputs
     padding = {"turn_ids": -1, "anchor_ids": -1}
-    gathered = {}
-    for item in dataclasses.fields(inputs):
-        tensor = getattr(inputs, item.name)
-        if not isinstance(tensor, torch.Tensor):
-            continue
+
+    def gathered(name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = tensor.dtype
         if dtype == torch.bool:
             tensor = tensor.to(torch.uint8)  # padding turns bool into int64, on the ranks that it lengthens alone
         if tensor.dim() == 2:
-            tensor = accelerator.pad_across_processes(tensor, dim=1, pad_index=padding.get(item.name, 0))
-        gathered[item.name] = accelerator.gather(tensor).to(dtype)
-    return dataclasses.replace(inputs, **gathered)
+            tensor = accelerator.pad_across_processes(tensor, dim=1, pad_index=padding.get(name, 0))
+        return accelerator.gather(tensor).to(dtype)
+
+    tensors: dict[str, Any] = {name: x for name, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
+    tensors = {name: gathered(name, tensor) for name, tensor in tensors.items()}
+    columns = {name: gathered(name, column) for name, column in inputs.columns.items()}
+    return dataclasses.replace(inputs, columns=columns, **tensors)
 
 
 def schedule_factor(schedule: str, progress: float) -> float:

@@ -24,7 +24,7 @@ from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
 from agent_r1_trl.rollout.watchdog import reported
-from agent_r1_trl.trainers.callbacks import Callbacks
+from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.construction import (
     as_list,
@@ -51,9 +51,11 @@ from agent_r1_trl.trainers.metrics import (
 from agent_r1_trl.trainers.policy_loss import (
     KeptRows,
     LossPass,
+    add_columns,
     advantages_of,
     for_own_loss,
     is_own_loss,
+    loss_terms,
     policy_weights,
 )
 from agent_r1_trl.trainers.recorder import Recorder
@@ -76,6 +78,7 @@ from agent_r1_trl.update.batching import (
     loss_masks,
     neutral_outside,
     pad_tokens,
+    row_of,
     row_tensors,
     whole_rows,
 )
@@ -85,7 +88,7 @@ from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
 
 
-class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
+class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
     """Base of the multi-turn trainers: rollouts, rewards, masks, metrics, recording, checkpoints.
 
     docs/one-training-step.md follows a step through these methods and the files that do the work.
@@ -147,7 +150,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         self.env_factory = resolve_env_factory(env, tools, environment_factory) or self.default_env
         if self.env_factory is None:
             asked = (generator, turn_reward_funcs, kwargs.get("callbacks") or ())
-            self.env_factory = single_turn_factory(config, train_dataset, *asked)
+            self.env_factory = single_turn_factory(self, config, train_dataset, *asked)
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, or of the last evaluation, for callbacks."""
@@ -279,7 +282,12 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         batch = self.last_batch = self._generate_and_score(inputs)
         output = self._tensors(batch)
         self._add_log_probs(output, batch)
+        for owner in (self, *self.features):
+            columns = owner.extra_columns(output, batch.trajectories, batch.training_rows)
+            batch.columns |= add_columns(output, columns, owner)
         output |= self._advantages(output, batch)
+        for term in loss_terms(self):
+            term.mark(output, self.accelerator)
         self._rollout_s += time.perf_counter() - start
         self._log_rollout(batch, output)
         if self.model.training:
@@ -364,7 +372,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
         """TRL's batch of R rows: ids, and which of them count where."""
         args, accelerator, rows = self.args, self.accelerator, batch.training_rows
         widths = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
-        output = row_tensors(rows, **widths, has_logprobs=self.use_vllm, device=accelerator.device)
+        output = row_tensors(rows.rows, **widths, has_logprobs=self.use_vllm, device=accelerator.device)
         add_masks(output, rows, batch.in_baseline, batch.in_loss, args=args, accelerator=accelerator)
         earned = torch.tensor([item.total_reward if item.in_baseline else 0.0 for item in batch.trajectories])
         output["trajectory_rewards"] = rows.expand(earned.to(batch.in_loss.device))
@@ -437,6 +445,7 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
             progress=self.state.global_step / max(1, self.state.max_steps),
             kl_rewards=self._kl_rewards(output, mask, batch.training_rows),
             is_kept=batch.is_kept,
+            columns={name: batch.training_rows.to_time(column) for name, column in batch.columns.items()},
             **critic,
         )
         self.add_metrics(metrics)
@@ -515,12 +524,10 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
                     values[-1] = self.entropy_coef
             if self.env_factory is not None and not self._has_loss(plan, mask):
                 drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
-            is_extended = type(self).extra_loss is not MultiTurnTrainer.extra_loss
-            for name, own in {"extra_loss": is_extended and self.extra_loss, "loss_term": self.args.loss_term}.items():
-                if own:
-                    term, metrics = self._loss_pass.extra_term(name, own, inputs, self.accelerator)
-                    self.add_metrics(metrics)
-                    loss = loss + term / self._normaliser(inputs["num_items_in_batch"])
+            for term in loss_terms(self):
+                value, metrics = self._loss_pass.extra_term(term, inputs, self.accelerator)
+                self.add_metrics(metrics)
+                loss = loss + value / self._normaliser(inputs.get(f"num_{term.entry}", inputs["num_items_in_batch"]))
             must_skip = self.env_factory is not None and self.kept_rows.must_skip(inputs)
             return self._loss_pass.reaching(loss) if must_skip else loss
         finally:
@@ -566,23 +573,32 @@ class MultiTurnTrainer(SavingTrainer, EvaluatingTrainer):
                 self._watch_values(name, values, loss_pass.mask)
         return result
 
-    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-        """A loss term of your own: override this method in a subclass. (`loss_term` takes a function instead.)
+    def score_tokens(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> torch.Tensor:
+        """The policy's log-probs, without gradients, of completions after prompts of your own.
 
-        The trainer divides what it returns by the number of loss tokens in the whole optimizer step, on all ranks, and
-        adds it to the policy loss. A sum over tokens therefore means the same in every layout, on any number of ranks.
+        All ranks must call it, as often as the others; each with as many as it has. A forward pass has as many rows as
+        when old log-probs are computed, and keeps to `max_tokens_per_micro_batch`.
 
         Args:
-            inputs: TRL's micro-batch of B rows: `advantages` (B, T), `completion_ids` (B, T), `old_per_token_logps`
-                (B, T) or None, `trajectory_rewards` (B,), what the trajectory of each row has earned in all (0 if it
-                is outside the baseline), and so on.
-            log_probs: (B, T) the policy's log-probs of the completion tokens, with gradients; 0 outside `mask`.
-            mask: (B, T) bool, the tokens that enter the loss.
+            prompts: token ids, one list for each of n rows.
+            completions: theirs.
 
         Returns:
-            A scalar, the term summed over the tokens of `mask`; None for no term.
+            (n, T) as long as the longest completion, 0 behind the others' ends.
         """
-        return None
+        lengths = torch.tensor([len(ids) for ids in completions], device=self.accelerator.device).view(-1, 1)
+        most = max(gather_object([len(prompts)]))
+        rows = [row_of(*ids) for ids in zip(prompts, completions, strict=True)] + [row_of([], [])] * (
+            most - len(prompts)
+        )
+        if not rows:
+            return torch.zeros(0, 1, device=lengths.device)
+        given: Any = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
+        output = row_tensors(rows, **given, has_logprobs=False, device=lengths.device)
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            log_probs = self._log_probs(self.model, output)[: len(prompts)]
+        is_given = torch.arange(log_probs.shape[1], device=lengths.device) < lengths
+        return torch.where(is_given, log_probs, 0.0)[:, : max([1, *map(len, completions)])]
 
     def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.

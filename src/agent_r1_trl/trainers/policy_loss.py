@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from trl import GRPOTrainer
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import OwnObjectError
-from agent_r1_trl.trainers.callbacks import OptimizerStep, is_main_process
-from agent_r1_trl.update.batching import Inputs, loss_masks, loss_weights
+from agent_r1_trl.trainers.callbacks import OptimizerStep, UpdateHooks, is_main_process, raised_everywhere
+from agent_r1_trl.update.batching import EXTRA_TOKENS, Inputs, loss_masks, loss_weights
 from agent_r1_trl.update.layout import HAS_SIGNAL
 from agent_r1_trl.update.micro_batches import STANDS_FOR
 
@@ -261,26 +261,109 @@ class LossPass:
             entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
 
     def extra_term(
-        self, name: str, function: Callable[..., torch.Tensor | None], inputs: dict[str, Any], accelerator: Any
+        self, term: LossTerm, inputs: dict[str, Any], accelerator: Any
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """A loss term of the user's, summed over this micro-batch's tokens, and its mean per token over all ranks.
-
-        `function` is the trainer's `extra_loss`, or the one that `loss_term` stands for.
+        """A loss term, summed over this micro-batch's tokens, and its mean per token over all ranks.
 
         Raises:
             ValueError: if the term is no scalar tensor.
         """
-        mask = self.mask.bool()
-        assert self.log_probs is not None
-        term = function(inputs, torch.where(mask, self.log_probs, 0.0), mask)
-        if term is None:
-            term = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
-        if not isinstance(term, torch.Tensor) or term.dim() != 0:
-            found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, torch.Tensor) else repr(term)
-            source = getattr(function, "__qualname__", f"{name}={function!r}")
-            raise OwnObjectError(
-                f"{source} returned {found}. Return a scalar tensor, the term summed over the tokens of `mask`, or "
-                "None for no term."
+        mask = inputs.get(term.entry, self.mask).bool()
+        log_probs = self.log_probs if self.unmasked is None else self.unmasked
+        assert log_probs is not None
+        value = term.loss(inputs, torch.where(mask, log_probs, 0.0), mask)
+        if value is None:
+            value = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            raise term.refusal(
+                term.loss, value, "a scalar tensor, the term summed over the tokens of `mask`, or None for no term"
             )
-        sums = accelerator.reduce(torch.stack([term.detach().double(), mask.sum().double()]), reduction="sum")
-        return term, {name: (sums[0] / sums[1]).item()}  # NaN, which logs leave out, without any token
+        sums = accelerator.reduce(torch.stack([value.detach().double(), mask.sum().double()]), reduction="sum")
+        return value, {term.name: (sums[0] / sums[1]).item()}  # NaN, which logs leave out, without any token
+
+
+# -------------------------------------------------------------------- terms of the user's own
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A loss term beside TRL's, and the tokens that it is summed over."""
+
+    name: str
+    loss: Callable[..., torch.Tensor | None]
+    """`extra_loss` of a trainer or a callback, or the function that `loss_term` stands for."""
+    tokens: Callable[[Inputs], torch.Tensor | None] | None = None
+    """`extra_tokens`; None: the term is summed over the tokens of the policy's loss."""
+
+    @property
+    def entry(self) -> str:
+        """The entry of TRL's batch that holds its tokens; before it stands `num_` for their number on all ranks."""
+        return EXTRA_TOKENS + self.name
+
+    def mark(self, output: Inputs, accelerator: Any) -> None:
+        """Put its tokens, and their number, into TRL's batch of R rows. All ranks must call it.
+
+        Raises:
+            ValueError: if they are no (R, T) bool tensor.
+        """
+        if self.tokens is None:
+            return
+        valid = output["completion_mask"].bool()
+        with raised_everywhere():
+            mask = self.tokens(output)
+            mask = torch.zeros_like(valid) if mask is None else mask
+            if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != valid.shape:
+                raise self.refusal(self.tokens, mask, f"a bool tensor of shape {tuple(valid.shape)}, or None for none")
+        output[self.entry] = mask & valid
+        output[f"num_{self.entry}"] = accelerator.gather(output[self.entry].sum()).sum()
+
+    def refusal(self, function: Any, found: Any, wanted: str) -> OwnObjectError:
+        """What is wrong with something that one of its functions has returned."""
+        text = f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
+        source = getattr(function, "__qualname__", f"{self.name}={function!r}")
+        return OwnObjectError(f"{source} returned {text}. Return {wanted}.")
+
+
+def loss_terms(trainer: Any) -> list[LossTerm]:
+    """The terms of the trainer's subclass, of `loss_term` and of callbacks.
+
+    Raises:
+        ValueError: tokens are named, and no term.
+    """
+    owners = [("extra_loss", trainer)]
+    owners += [(item.name or type(item).__name__, item) for item in getattr(trainer, "features", ())]
+    terms = []
+    for name, owner in owners:
+        has_loss, has_tokens = (
+            getattr(type(owner), hook) is not getattr(UpdateHooks, hook) for hook in ("extra_loss", "extra_tokens")
+        )
+        if has_loss:
+            terms.append(LossTerm(name, owner.extra_loss, owner.extra_tokens if has_tokens else None))
+        elif has_tokens:
+            raise ValueError(f"{type(owner).__name__}.extra_tokens names tokens that no loss reads. Write extra_loss.")
+    if own := trainer.args.loss_term:
+        terms.append(LossTerm("loss_term", own, getattr(own.target, "extra_tokens", None)))
+    return terms
+
+
+def add_columns(output: Inputs, columns: Mapping[str, Any] | None, owner: Any) -> dict[str, torch.Tensor]:
+    """Put what an `extra_columns` returned into TRL's batch of R rows, and return what it has of each token.
+
+    Raises:
+        ValueError: for names that TRL's batch has, and for what is neither (R,) nor (R, T).
+    """
+    valid, found = output["completion_mask"], {}
+    for name, value in (columns or {}).items():
+        wrong = f"{type(owner).__name__}.extra_columns: {name!r} "
+        if name in output:
+            raise OwnObjectError(f"{wrong}is an entry of TRL's batch already. Choose another name.")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if shape not in (tuple(valid.shape), tuple(valid.shape[:1])):
+            raise OwnObjectError(
+                f"{wrong}is {shape}. Return tensors of shape {tuple(valid.shape)}, an entry for each token of the "
+                f"completions, or {tuple(valid.shape[:1])}, one for each row."
+            )
+        output[name] = value.to(valid.device)
+        if value.dim() == 2:
+            output[name] = found[name] = output[name] * valid
+    return found

@@ -93,6 +93,8 @@ class RolloutBatch:
     """What was sampled for this batch and replaced: nothing is trained on it."""
     replaced_groups: list[int] = field(default_factory=list)
     """Number of the group of each: of group g of G, which round r has replaced, r * G + g."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Name -> (R, T), what `extra_columns` has given for the tokens of the rows."""
     bootstrap_values: torch.Tensor | None = None
     """(B,) the critic's values behind the last tokens of truncated trajectories, 0 for others; None without any."""
     draw_weights: dict[str, float] = field(default_factory=dict)

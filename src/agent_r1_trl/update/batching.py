@@ -6,6 +6,7 @@ the tokens of a trajectory in the order of time; the policy's loss is computed o
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -162,9 +163,14 @@ def with_one_more(inputs: dict[str, torch.Tensor], has_more: torch.Tensor) -> di
 
 
 def loss_masks(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) the tokens of the policy's loss in TRL's batch, and these with those of the critic's."""
+    """(B, T) the tokens of the policy's loss in TRL's batch, and these with those of the critic's and of all terms."""
     mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    return mask, mask.bool() | inputs["value_mask"].bool() if "value_mask" in inputs else mask.bool()
+    return mask, functools.reduce(torch.Tensor.logical_or, [inputs[name] for name in other_masks(inputs)], mask.bool())
+
+
+def other_masks(inputs: Inputs) -> list[str]:
+    """Names of the (B, T) masks in TRL's batch, besides the policy's, whose tokens a forward pass must compute."""
+    return [name for name in inputs if name == "value_mask" or name.startswith(EXTRA_TOKENS)]
 
 
 def neutral_outside(inputs: Inputs, mask: torch.Tensor) -> Inputs:
@@ -199,9 +205,10 @@ IS_FIRST = "is_first_row"
 """Entry of TRL's batch, (R,): whether the row is the first one of its trajectory."""
 OTHER_TOKENS = "tokens_in_other_rows"
 """Entry of TRL's batch, (R,): tokens in the loss of the trajectory's other rows."""
+EXTRA_TOKENS = "extra_tokens/"
+"""How entries of TRL's batch begin, (R, T) bool each: the tokens of a loss term of the user's, under its name."""
 TURN_SHARES = "turn_shares"
 """Entry of TRL's batch with `loss_unit="turn"`, (R, T): one over the tokens of its turn, at tokens in the loss."""
-_EMPTY = Row(prompt_ids=[], completion_ids=[], action_mask=[], turn_ids=[], logprobs=[], spans=[])
 
 
 class TrainingRows:
@@ -210,7 +217,7 @@ class TrainingRows:
     def __init__(self, trajectories: Sequence[Trajectory], *, num_rows: int = 0) -> None:
         self.trajectories = trajectories
         pairs = [(index, row) for index, item in enumerate(trajectories) for row in trained_rows(item)]
-        pairs += [(-1, _EMPTY)] * (num_rows - len(pairs))
+        pairs += [(-1, row_of([], []))] * (num_rows - len(pairs))
         self.rows: list[Row] = [row for _, row in pairs]
         self.index = torch.tensor([index for index, _ in pairs])
         """(R,) the trajectory of each row; -1 for one that fills up."""
@@ -286,6 +293,13 @@ class TrainingRows:
         return time
 
 
+def row_of(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Row:
+    """A row of no trajectory, to be scored alone."""
+    return Row(
+        prompt_ids=[*prompt_ids], completion_ids=[*completion_ids], action_mask=[], turn_ids=[], logprobs=[], spans=[]
+    )
+
+
 def trained_rows(trajectory: Trajectory) -> list[Row]:
     """The rows of a trajectory that hold an action token; its first one if none does."""
     rows = trajectory.rows
@@ -293,7 +307,7 @@ def trained_rows(trajectory: Trajectory) -> list[Row]:
 
 
 def row_tensors(
-    rows: TrainingRows, *, pad_token_id: int, multiple_of: int | None, has_logprobs: bool, device: torch.device
+    rows: Sequence[Row], *, pad_token_id: int, multiple_of: int | None, has_logprobs: bool, device: torch.device
 ) -> dict[str, Any]:
     """Prompts, completions and their masks in TRL's form: prompts padded on the left, (R, P), the rest (R, T).
 
@@ -305,8 +319,8 @@ def row_tensors(
         length = -(-max(map(len, lists)) // (multiple_of or 1)) * (multiple_of or 1)
         return pad_lists(lists, value, length=length, dtype=dtype, side=side).to(device)
 
-    prompts = [row.prompt_ids or [pad_token_id] for row in rows.rows]
-    completions = [row.completion_ids or [pad_token_id] for row in rows.rows]
+    prompts = [row.prompt_ids or [pad_token_id] for row in rows]
+    completions = [row.completion_ids or [pad_token_id] for row in rows]
     output = {
         "prompt_ids": padded(prompts, pad_token_id, "left"),
         "prompt_mask": padded([[1] * len(ids) for ids in prompts], 0, "left"),
@@ -314,7 +328,7 @@ def row_tensors(
         "completion_mask": padded([[1] * len(ids) for ids in completions], 0),
     }
     if has_logprobs:
-        logprobs = [row.logprobs or [0.0] for row in rows.rows]
+        logprobs = [row.logprobs or [0.0] for row in rows]
         output["sampling_per_token_logps"] = padded(logprobs, 0.0, dtype=torch.float32)
     return output
 

@@ -16,6 +16,7 @@ up anyway:
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ from accelerate.utils import DistributedType, gather_object
 from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.batching import (
     DUMMY,
+    EXTRA_TOKENS,
     Inputs,
     exchange,
     join_rows,
     loss_masks,
+    other_masks,
     set_valid_scales,
     take_rows,
     trim_padding,
@@ -62,14 +65,15 @@ def deal(
     """
     rows, is_filtered = dict(output), IS_KEPT in output
     is_dealt = trajectories >= 0
-    kept = is_dealt
+    kept = is_dealt.int()  # 2 in the policy's loss, 1 in a loss term alone
     if is_filtered:
-        kept = is_dealt & rows[IS_KEPT].cpu()
         is_kept = rows.pop(IS_KEPT)
         rows["tool_mask"] = rows["tool_mask"] * is_kept.unsqueeze(1)
         rows["in_baseline"] = rows["in_baseline"] & is_kept
+        extra = [rows[name].any(dim=1) for name in rows if name.startswith(EXTRA_TOKENS)]
+        kept = is_dealt * functools.reduce(torch.maximum, [item.int() for item in extra], 2 * is_kept.int()).cpu()
         if "value_mask" not in rows or not args.critic_uses_filtered:
-            is_dealt = kept
+            is_dealt = kept > 0
             rows |= {name: rows[name] & is_kept.unsqueeze(1) for name in ("value_mask",) if name in rows}
     place = torch.where(is_dealt, order.argsort()[trajectories], -1)
     everywhere = gather_object([(place.tolist(), kept.tolist(), len(order))])
@@ -83,7 +87,7 @@ def deal(
 
 
 def plan_deal(
-    ranks: Sequence[tuple[Sequence[int], Sequence[bool], int]],
+    ranks: Sequence[tuple[Sequence[int], Sequence[int], int]],
     num_micro_batches: int,
     steps_per_update: int,
     *,
@@ -93,8 +97,8 @@ def plan_deal(
 
     Args:
         ranks: of each, for each of its rows the place of the row's trajectory in the order of training (-1 for a row
-            that nobody gets) and whether the row is kept; and its number of trajectories. Rows are numbered
-            throughout.
+            that nobody gets) and whether the row is kept (those with larger numbers are dealt first); and its number
+            of trajectories. Rows are numbered throughout.
         num_micro_batches: of the rollout, on each rank.
         steps_per_update: micro-batches of one optimizer step.
         in_turns: steps, and within them micro-batches, take turns; otherwise each gets a stretch.
@@ -151,6 +155,7 @@ def _mark_signal(buffer: list[Inputs], has_signal: Sequence[bool], accelerator: 
     All ranks must call it.
     """
     counted = {"num_items_in_batch": "tool_mask", "num_value_items": "value_mask"}
+    counted |= {f"num_{name}": name for name in buffer[0] if name.startswith(EXTRA_TOKENS)}
     live = max(1, sum(has_signal)) / len(buffer)  # TRL divides by the mean over all optimizer steps
     for name, mask in counted.items():
         if mask in buffer[0]:
@@ -187,12 +192,15 @@ class Plan:
 
     def fits(self, inputs: Inputs) -> bool:
         """Whether a micro-batch still holds these tensors, and nothing was written to them since."""
-        return set(self.read) == _READ & set(inputs) and all(
+        return set(self.read) == _read_of(inputs) and all(
             inputs[name] is tensor and tensor._version == version for name, (tensor, version) in self.read.items()
         )
 
 
-_READ = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "value_mask"}
+def _read_of(inputs: Inputs) -> set[str]:
+    """Names of the tensors of a micro-batch that say what a forward pass computes."""
+    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"}
+    return names & set(inputs) | set(other_masks(inputs))
 
 
 class UpdateLayout:
@@ -265,7 +273,7 @@ class UpdateLayout:
             self._plans[id(inputs["completion_ids"])] = Plan(
                 has_loss=count > 0,
                 batch=self.pack(*whole_rows(inputs), loss_masks(inputs)[1]) if self.is_packed else None,
-                read={name: (inputs[name], inputs[name]._version) for name in _READ & set(inputs)},
+                read={name: (inputs[name], inputs[name]._version) for name in _read_of(inputs)},
             )
 
     def plan_of(self, inputs: Inputs) -> Plan | None:
