@@ -35,10 +35,11 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.tool_results import ToolCall as ToolCall
 from agent_r1_trl.tool_results import ToolErrorKind as ToolErrorKind
 from agent_r1_trl.tool_results import ToolResult as ToolResult
@@ -187,6 +188,9 @@ class Turn:
     """Seconds spent in the environment (tools included)."""
     summary_request: Message | None = None
     """The user message that asked for a summary, before which it stands; None for a turn that the environment got."""
+
+    kept_ids: KeptIds | None = None
+    """The ids that each of its tokens was drawn from, where top-k, top-p or min-p cut others off. Not recorded."""
 
     @property
     def is_summary(self) -> bool:
@@ -441,7 +445,7 @@ class Trajectory:
         record = {item.name: copy.copy(getattr(self, item.name)) for item in fields(self)}
         return record | {
             "prompt_messages": copy.deepcopy(self.prompt_messages),
-            "turns": [asdict(turn) for turn in self.turns],
+            "turns": [asdict(replace(turn, kept_ids=None)) for turn in self.turns],
             "segments": [asdict(segment) for segment in self.segments],
             "stop_reason": self.stop_reason.value,
             "authors": [author.value for author in self.authors],

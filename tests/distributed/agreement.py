@@ -6,6 +6,7 @@ from peft import LoraConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit
 from agent_r1_trl.generation import GenerationError
+from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
 from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questions, say, scored_batch
@@ -44,6 +45,20 @@ class Hooks(WorldModel):
         return columns
 
 
+class Masked:
+    """Says that every token was drawn from three ids."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    async def generate(self, prompt_ids, **given):
+        generation = await self.inner.generate(prompt_ids, **given)
+        generation.kept_ids = KeptIds.of(
+            [[token, (token + 1) % 200, (token + 77) % 200] for token in generation.token_ids]
+        )
+        return generation
+
+
 def likely(inputs):
     """Advantages out of a column."""
     return Credit(advantages=inputs.columns["again"] + inputs.returns.nan_to_num().unsqueeze(1))
@@ -54,7 +69,7 @@ def second(returns):
     return torch.arange(len(returns)) == 1
 
 
-HOOKS = {"advantage_estimator": likely, "sampling.filter_groups": second}
+HOOKS = {"advantage_estimator": likely, "sampling.filter_groups": second, "top_k": 3, "wrap_generator": Masked}
 
 
 def _lora():

@@ -2,10 +2,12 @@
 
 import asyncio
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agent_r1_trl.generation import Generation, SamplingParams, TransformersGenerator
+from agent_r1_trl.generation.base import check_generation
 
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0)
@@ -69,3 +71,19 @@ def forward_logprobs(model, prompt, generation, temperature) -> list[float]:
         logits = model(ids).logits[0, len(prompt) - 1 : -1]
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
+
+
+def check_masks(engine, policy, params):
+    """Log-probabilities of an engine are those of the policy's logits, normalised over the ids that it kept."""
+    counts = []
+    for prompt, generation in zip(PROMPTS, run(engine, PROMPTS, params=params, max_tokens=20), strict=True):
+        check_generation(generation)
+        ids = torch.tensor([[*prompt, *generation.token_ids]])
+        with torch.no_grad():
+            logits = policy(ids).logits[0, len(prompt) - 1 : -1] / params.temperature
+        kept = torch.from_numpy(generation.kept_ids.padded(max(generation.kept_ids.counts))).long()
+        chosen = logits.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf).logsumexp(dim=1)
+        found = logits.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0] - chosen
+        assert generation.logprobs == pytest.approx(found.tolist(), abs=1e-4)
+        counts += generation.kept_ids.counts
+    assert max(counts) <= params.top_k and (params.top_p == 1.0 or min(counts) < params.top_k)

@@ -13,7 +13,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent_r1_trl.generation import GenerationError, Generator, SamplingParams, VLLMGenerator
-from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, forward_logprobs, make_generator, run, tiny_model
+from tests.generation.helpers import (
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    check_masks,
+    forward_logprobs,
+    make_generator,
+    run,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -247,3 +256,8 @@ def test_each_rank_has_an_engine_of_its_own_inside_the_trainers_process_group(tm
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("[2, 5]") == 2
+
+
+def test_what_a_token_was_drawn_from_is_told(engine, policy):
+    check_masks(engine, policy, SamplingParams(temperature=0.8, top_k=12))
+    check_masks(engine, policy, SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.1))

@@ -4,7 +4,7 @@ import pytest
 
 from agent_r1_trl.generation import Generator, SamplingParams, VLLMServerGenerator
 from agent_r1_trl.generation.base import RefusedRequestError, RequestTooLongError
-from tests.generation.helpers import GREEDY, PROMPTS, forward_logprobs, make_generator, run
+from tests.generation.helpers import GREEDY, PROMPTS, check_masks, forward_logprobs, make_generator, run
 from tests.generation.test_vllm import STOP_ID, random_policy
 from tests.servers import vllm_server
 
@@ -54,3 +54,10 @@ def test_greedy_ids_equal_those_of_transformers(engine, policy):
     for prompt, left, right in zip(PROMPTS, ours, theirs, strict=True):
         assert (left.token_ids, left.stop) == (right.token_ids, right.stop)
         assert left.logprobs == pytest.approx(forward_logprobs(policy, prompt, left, 1.0), abs=1e-4)
+
+
+def test_what_a_token_was_drawn_from_is_told(engine, policy):
+    check_masks(engine, policy, SamplingParams(temperature=0.8, top_k=12))
+    check_masks(engine, policy, SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.1))
+    with pytest.raises(RefusedRequestError, match="Start the server with --max-logprobs 48"):
+        run(engine, PROMPTS[:1], params=SamplingParams(top_k=40), max_tokens=2)

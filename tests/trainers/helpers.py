@@ -81,6 +81,7 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
     extra = {name: options.pop(name) for name in list(options) if name in TRAINER_ARGUMENTS}
     logprob = options.pop("script_logprob", -1.0)
     generator = scripted(tokenizer, script, logprob) if script is not None else None
+    generator = options.pop("wrap_generator", lambda inner: inner)(generator)
     return trainer(
         model=extra.pop("model", None) or make_policy(tokenizer),
         args=make_args(tmp_path, trainer.config_class, **options),
@@ -157,7 +158,7 @@ def step_gradients(trainer, change=lambda inputs: inputs):
         if trainer._step == 0:
             move_weights(trainer.model)
         trainer.compute_loss(trainer.model, change(buffer[-1])).backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in trainer.model.named_parameters()}
+    gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
     trainer.model.load_state_dict(before)
     trainer._step, trainer._buffered_inputs, trainer.rollouts.synced_step = 0, None, -1
     return gradients, buffer

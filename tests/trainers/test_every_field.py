@@ -300,19 +300,18 @@ TABLE = {
     "top_p": (
         Acts(effects.requests, 0.5),
         Acts(effects.evaluation, 0.5, eval_temperature=0.7),
-        Refused(0.5, {"vllm_importance_sampling_correction": False}, **ENGINE),
+        Refused(0.5, {"top_k": 20}, **ENGINE),
         Refused(0.0, {"top_p": 1.0}),
     ),
     "top_k": (
         Acts(effects.requests, 5),
         Acts(effects.evaluation, 5, eval_temperature=0.7),
-        Refused(5, {"vllm_importance_sampling_correction": False}, **ENGINE),
         Refused(-2, {"top_k": 0}),
     ),
     "min_p": (
         Acts(effects.requests, 0.1),
         Acts(effects.evaluation, 0.1, eval_temperature=0.7),
-        Refused(0.1, {"vllm_importance_sampling_correction": False}, **ENGINE),
+        Refused(0.1, {"top_k": 20}, **ENGINE),
         Refused(1.5, {"min_p": None}),
     ),
     "repetition_penalty": (

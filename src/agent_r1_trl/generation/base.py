@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.errors import RunError
+from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.objects import check_call
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.temperature != 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
+
 
 @dataclass(kw_only=True)
 class Generation:
@@ -39,6 +45,13 @@ class Generation:
     """(N,) log-probability of each sampled id after temperature and filters (greedy: under temperature 1)."""
     stop: Literal["stop", "length"]
     """`stop`: a stop token was sampled (it is the last id). `length`: `max_tokens` ran out."""
+    kept_ids: KeptIds | None = None
+    """The ids that each of the N was drawn from; None: the whole vocabulary, or the back end cannot tell."""
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first tokens."""
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
+        self.kept_ids = None if self.kept_ids is None else self.kept_ids.first(num_tokens)
 
 
 class Generator(ABC):
@@ -177,6 +190,12 @@ def _problem_with(generation: Any) -> str | None:
     for position, value in enumerate(logprobs):
         if value is None or not math.isfinite(value):
             return f"the log-probability of sampled token {position} (id {ids[position]}) is {value!r}"
+    kept = generation.kept_ids
+    if kept is not None and len(kept) != len(ids):
+        return f"{len(ids)} ids came with kept_ids of {len(kept)}; each needs some"
+    for position, drawn_from in enumerate(kept or ()):
+        if ids[position] not in drawn_from:
+            return f"sampled token {position} (id {ids[position]}) is not among those it was drawn from (kept_ids)"
     return None
 
 

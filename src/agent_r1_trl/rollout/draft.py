@@ -91,7 +91,9 @@ class Draft:
         """Append what the policy sampled: the only tokens with mask 1."""
         start, count = len(self.completion_ids), len(generation.token_ids)
         self._add(generation.token_ids, generation.logprobs, [Author.POLICY] * count, turn_id=len(self.turns))
-        turn = Turn(start=start, end=start + count, message=message, generate_s=generate_s)
+        turn = Turn(
+            start=start, end=start + count, message=message, generate_s=generate_s, kept_ids=generation.kept_ids
+        )
         turn.is_truncated = generation.stop == "length"
         self.turns.append(turn)
         return turn

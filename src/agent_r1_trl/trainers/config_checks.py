@@ -269,21 +269,28 @@ CRITIC_CLASHES = (
     ),
 )
 
-_WHOLE = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0), "repetition_penalty": (1.0,)}
-"""Sampling options -> the values with which tokens are drawn from the whole distribution."""
+_WHOLE = {"top_p": (1.0,), "min_p": (None, 0.0)}
+"""Sampling options that keep another number of ids for each token -> the values with which they keep all."""
 
 
 def _cuts(name: str) -> Clash:
     return Clash.of(
-        {name: (), "vllm_importance_sampling_correction": (True,)},
-        "the engine samples from a cut distribution, the trainer scores the whole one, and the ratio of the two is "
-        f"meaningless. Remove {name}, or set vllm_importance_sampling_correction=False.",
-        lambda c: c.use_vllm and getattr(c, name) not in _WHOLE[name],
+        {name: ()},
+        "vLLM names the ids that a token was drawn from only where their number is bounded, and without them the "
+        f"trainer would score another distribution than was sampled from. Set top_k as well, such as 100, or remove "
+        f"{name}.",
+        lambda c: c.use_vllm and c.temperature != 0 and getattr(c, name) not in _WHOLE[name] and (c.top_k or 0) <= 0,
     )
 
 
 ROLLOUT_CLASHES = (
     *map(_cuts, _WHOLE),
+    Clash.of(
+        {"repetition_penalty": ()},
+        "the engine samples from penalised logits, the trainer scores those of the model, and the ratio of the two is "
+        "meaningless. Remove repetition_penalty, or set vllm_importance_sampling_correction=False.",
+        lambda c: c.use_vllm and c.vllm_importance_sampling_correction and c.repetition_penalty != 1.0,
+    ),
     Clash.of(
         {"vllm_importance_sampling_mode": (), "loss_type": ("vespo",)},
         f"{_MULTIPLIES} vllm_importance_sampling_mode to 'token_truncate' or 'token_mask'.",

@@ -6,6 +6,7 @@ be read and tested alone; no TRL method body is copied. What they need of TRL st
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -71,6 +72,7 @@ from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, tra
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import (
+    KEPT_IDS,
     TRAINING_ROW,
     TRAJECTORY_ROW,
     TrainingRows,
@@ -83,6 +85,7 @@ from agent_r1_trl.update.batching import (
     whole_rows,
 )
 from agent_r1_trl.update.importance import weigh_mismatch
+from agent_r1_trl.update.kept_head import in_chunks
 from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
 from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
@@ -374,6 +377,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         widths = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
         output = row_tensors(rows.rows, **widths, has_logprobs=self.use_vllm, device=accelerator.device)
         add_masks(output, rows, batch.in_baseline, batch.in_loss, args=args, accelerator=accelerator)
+        if args.sampling_params(is_training=self.model.training).cuts:
+            output[KEPT_IDS] = rows.kept_ids(output["completion_ids"])
         earned = torch.tensor([item.total_reward if item.in_baseline else 0.0 for item in batch.trajectories])
         output["trajectory_rewards"] = rows.expand(earned.to(batch.in_loss.device))
         if self.model.training:  # before the advantages, which are whitened over the rows that are kept
@@ -416,7 +421,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """(R, T) a model's log-probs of the completions."""
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         length = output["completion_ids"].shape[1]
-        return self._get_per_token_logps_and_entropies(model, *whole_rows(output), length, batch_size=size)[0]
+        rows, kept = whole_rows(output), output.get(KEPT_IDS)
+        return self._get_per_token_logps_and_entropies(model, *rows, length, batch_size=size, kept_ids=kept)[0]
 
     def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
         """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask."""
@@ -508,7 +514,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             inputs = neutral_outside({**inputs, "advantages": advantages_of(inputs)}, mask)
         scale, weighted_beta = policy_weights(inputs, self)
         plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
-        beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan)
+        beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan, inputs.get(KEPT_IDS))
         entropy_control = self.entropy_coef, self._last_world_entropy
         in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
         self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
@@ -549,6 +555,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
     ) -> tuple:
         """TRL's log-probs and entropies, (B, T) each; in the loss, 0 outside its mask."""
         loss_pass = self._loss_pass
+        kept_ids = kwargs.pop(KEPT_IDS, None if loss_pass is None else loss_pass.kept_ids)
         if self.layout.is_packed:
             size = kwargs.get("batch_size") or len(input_ids)
             both = self.layout.log_probs(
@@ -559,12 +566,12 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
                 accelerator=self.accelerator,
                 batch_size=self.layout.scoring_size(size) if loss_pass is None else size,
                 plan=None if loss_pass is None else loss_pass.plan,
+                kept_ids=kept_ids,
             )
             result: tuple = (*both, None)
         else:
-            result = super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
+            compute = functools.partial(super()._get_per_token_logps_and_entropies, model)
+            result = in_chunks(compute, input_ids, attention_mask, logits_to_keep, *args, kept_ids=kept_ids, **kwargs)
         if loss_pass is not None:
             if self.env_factory is not None:
                 result = (*loss_pass.masked(*result[:2]), *result[2:])

@@ -240,6 +240,8 @@ class LossPass:
     """What the gradient of the entropy bonus is multiplied by."""
     plan: Any = None
     """The layout's plan of the micro-batch (`layout.py`), for the forward pass of its rows; None where it has none."""
+    kept_ids: torch.Tensor | None = None
+    """(B, T, K) what the tokens were drawn from, for the same pass; None: the whole vocabulary."""
     log_probs: torch.Tensor | None = None
     """(B, T) the policy's, once the forward pass has run."""
     unmasked: torch.Tensor | None = None
@@ -256,7 +258,11 @@ class LossPass:
 
     def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
         """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
-        self.log_probs, self.plan = log_probs, None  # a second pass inside the loss may be one of other rows
+        self.log_probs, self.plan, self.kept_ids = (
+            log_probs,
+            None,
+            None,
+        )  # a second pass inside the loss may be one of other rows
         if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
             entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
 

@@ -47,7 +47,8 @@ IMPORTS = {
     "trl.models": "unwrap_model_for_generation",
     "trl.models.utils": "disable_gradient_checkpointing",
     "trl.trainer.callbacks": "SyncRefModelCallback",
-    "trl.trainer.utils": "RepeatSampler disable_dropout_in_model nanstd use_adapter",
+    "trl.trainer.utils": """RepeatSampler _ChunkedLogProbFunction disable_dropout_in_model maybe_gather_lm_head_ctx
+    nanstd use_adapter""",
 }
 """What is imported, by module."""
 

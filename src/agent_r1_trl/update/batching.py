@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from torch.nn import functional
 from agent_r1_trl.advantages.estimators import CreditInputs
 from agent_r1_trl.advantages.gae import extend_turn_ids
 from agent_r1_trl.trajectory import Message, Row, Trajectory
+
+logger = logging.getLogger(__name__)
 
 Inputs = dict[str, Any]
 """TRL's batch: tensors of B rows, scalars, None."""
@@ -35,7 +38,7 @@ def trim_padding(inputs: Inputs) -> Inputs:
     for name, value in inputs.items():
         if name in ("prompt_ids", "prompt_mask"):
             trimmed[name] = value[:, first:]
-        elif has_rows(value) and value.shape[1:] == completion.shape[1:]:
+        elif has_rows(value) and value.shape[1:2] == completion.shape[1:]:
             trimmed[name] = value[:, :last]
     return trimmed
 
@@ -205,6 +208,8 @@ IS_FIRST = "is_first_row"
 """Entry of TRL's batch, (R,): whether the row is the first one of its trajectory."""
 OTHER_TOKENS = "tokens_in_other_rows"
 """Entry of TRL's batch, (R,): tokens in the loss of the trajectory's other rows."""
+KEPT_IDS = "kept_ids"
+"""Entry of TRL's batch where tokens are drawn from a part of the vocabulary (`TrainingRows.kept_ids`)."""
 EXTRA_TOKENS = "extra_tokens/"
 """How entries of TRL's batch begin, (R, T) bool each: the tokens of a loss term of the user's, under its name."""
 TURN_SHARES = "turn_shares"
@@ -280,9 +285,25 @@ class TrainingRows:
         index = self.index.to(values.device) % (num + 1)  # what fills up comes last
         return values.new_zeros(num + 1).index_add(0, index, values)[:num]
 
+    def kept_ids(self, places: torch.Tensor) -> torch.Tensor:
+        """(R, T, K) int32, what each sampled token was drawn from, as the sampler says; filled up with -1.
+
+        T is that of `places`, and K the largest number of ids on any rank, so all must call it. Tokens that nobody
+        sampled, or whose sampler does not tell, have nothing but -1.
+        """
+        turns = [(index, turn) for index, item in enumerate(self.trajectories) for turn in item.turns]
+        masks = [(index, turn.start, turn.kept_ids) for index, turn in turns if turn.kept_ids]
+        if any(turn.kept_ids is None and turn.end > turn.start for _, turn in turns):
+            _warn_of_lost_masks()
+        width = max(gather_object([max([1, *(max(kept.counts, default=0) for *_, kept in masks)])]))
+        time = torch.full((len(self.trajectories), self.length, width), -1, dtype=torch.int32)
+        for index, start, kept in masks:
+            time[index, start : start + len(kept)] = torch.from_numpy(kept.padded(width))
+        return self.to_rows(time, places, fill=-1).to(places.device)
+
     def to_rows(self, x: torch.Tensor, places: torch.Tensor, *, fill: float = 0.0) -> torch.Tensor:
-        """(B, T') over time -> (R, T) over positions, the shape of `places`; `fill` where no token is."""
-        rows = x.new_full(places.shape, fill)
+        """(B, T', ...) over time -> (R, T, ...) over positions, as many as `places`; `fill` where no token is."""
+        rows = x.new_full((*places.shape, *x.shape[2:]), fill)
         rows[self._row, self._position] = x[self._trajectory, self._time]
         return rows
 
@@ -291,6 +312,14 @@ class TrainingRows:
         time = x.new_zeros((len(self.trajectories), self.length))
         time[self._trajectory, self._time] = x[self._row, self._position]
         return time
+
+
+@functools.cache
+def _warn_of_lost_masks() -> None:
+    logger.warning(
+        "top_k, top_p or min_p is set, and the generator does not tell what each token was drawn from "
+        "(Generation.kept_ids): the trainer scores the whole vocabulary, so the gradient is another distribution's."
+    )
 
 
 def row_of(prompt_ids: Sequence[int], completion_ids: Sequence[int]) -> Row:
@@ -394,7 +423,7 @@ def exchange(rows: Inputs, plan: list[list[list[int]]], accelerator: Any) -> tup
     numbers = [*staying, *(row for row in moving if owner[row] == rank)]
     parts = [take_rows(rows, _index(row - first for row in staying)), dummy]
     if moving:
-        own = {name: value.shape[1] for name, value in rows.items() if has_rows(value) and value.dim() == 2}
+        own = {name: value.shape[1] for name, value in rows.items() if has_rows(value) and value.dim() >= 2}
         everywhere = gather_object([own])
         widths = {name: max(one[name] for one in everywhere) for name in everywhere[0]}
         leaving = take_rows(rows, _index(row - first for row in moving if home[row] == rank))
@@ -414,7 +443,8 @@ def pad_rows(rows: Inputs, widths: dict[str, int]) -> Inputs:
     padded = dict(rows)
     for name, width in widths.items():
         missing = width - rows[name].shape[1]
-        padded[name] = functional.pad(rows[name], (missing, 0) if name in _PADDED_LEFT else (0, missing))
+        sides = (missing, 0) if name in _PADDED_LEFT else (0, missing)
+        padded[name] = functional.pad(rows[name], (*[0, 0] * (rows[name].dim() - 2), *sides))
     return padded
 
 

@@ -30,6 +30,7 @@ from agent_r1_trl.critic import base_causal_lm
 from agent_r1_trl.update.batching import (
     DUMMY,
     EXTRA_TOKENS,
+    KEPT_IDS,
     Inputs,
     exchange,
     join_rows,
@@ -199,7 +200,7 @@ class Plan:
 
 def _read_of(inputs: Inputs) -> set[str]:
     """Names of the tensors of a micro-batch that say what a forward pass computes."""
-    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask"}
+    names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", KEPT_IDS}
     return names & set(inputs) | set(other_masks(inputs))
 
 
@@ -272,7 +273,9 @@ class UpdateLayout:
         for inputs, count in zip(micro_batches, counts.tolist(), strict=True):
             self._plans[id(inputs["completion_ids"])] = Plan(
                 has_loss=count > 0,
-                batch=self.pack(*whole_rows(inputs), loss_masks(inputs)[1]) if self.is_packed else None,
+                batch=self.pack(*whole_rows(inputs), loss_masks(inputs)[1], inputs.get(KEPT_IDS))
+                if self.is_packed
+                else None,
                 read={name: (inputs[name], inputs[name]._version) for name in _read_of(inputs)},
             )
 
@@ -306,6 +309,7 @@ class UpdateLayout:
         accelerator: Any,
         batch_size: int | None,
         plan: Plan | None = None,
+        kept_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probs and entropies from forward passes without padding; for the packed layouts.
 
@@ -317,6 +321,7 @@ class UpdateLayout:
             accelerator: of the trainer.
             batch_size: rows per forward pass; None: as `max_tokens_per_micro_batch` allows, which all ranks must call.
             plan: of the micro-batch whose rows these are, which one forward pass then computes.
+            kept_ids: (B, T, K) what each token was drawn from (`KEPT_IDS`); None: the whole vocabulary.
 
         Returns:
             Two (B, T) tensors, 0 where nothing is scored; no entropies from a head that has none.
@@ -327,7 +332,7 @@ class UpdateLayout:
             with accelerator.autocast():
                 return packed_log_probs(model, backbone, plan.batch.for_another_pass())
         order, parts = [], []
-        for rows, batch in self._packed(input_ids, attention_mask, scored, batch_size):
+        for rows, batch in self._packed(input_ids, attention_mask, scored, batch_size, kept_ids):
             with accelerator.autocast():
                 both = packed_log_probs(model, backbone, batch)
             parts.append([part[: len(rows)] for part in both if part is not None])
@@ -355,18 +360,30 @@ class UpdateLayout:
         """Rows of a forward pass that trains nothing; None where the limit of tokens holds for it."""
         return batch_size if self._max_tokens is None else None
 
-    def pack(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> PackedBatch:
-        """A batch as `values` takes it, in one row."""
+    def pack(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        scored: torch.Tensor,
+        kept_ids: torch.Tensor | None = None,
+    ) -> PackedBatch:
+        """A batch as `log_probs` takes it, in one row."""
         return pack(
             input_ids,
             attention_mask,
             scored,
+            kept_ids,
             share_prefixes=self.name == "shared",
             attention=self._attention or SEGMENTS,
         )
 
     def _packed(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor, size: int | None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        scored: torch.Tensor,
+        size: int | None,
+        kept_ids: torch.Tensor | None = None,
     ) -> Iterator[tuple[list[int], PackedBatch]]:
         """Micro-batches and the rows in each; one without rows computes a token, for the other ranks' sake."""
         if size is None:
@@ -380,7 +397,8 @@ class UpdateLayout:
         for rows in micro_batches:
             chosen = torch.tensor(rows or [0], device=scored.device)
             is_scored = scored[chosen] if rows else torch.zeros_like(scored[chosen])
-            yield rows, self.pack(input_ids[chosen], attention_mask[chosen], is_scored)
+            kept = None if kept_ids is None else kept_ids[chosen]
+            yield rows, self.pack(input_ids[chosen], attention_mask[chosen], is_scored, kept)
 
 
 def _in_order(values: torch.Tensor, order: list[int]) -> torch.Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from agent_r1_trl.update.kept_head import kept_head
 from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
 
 
@@ -114,6 +115,8 @@ class PackedBatch:
     layout: Layout
     attention: dict[str, Any]
     """What the model's kind of attention is told besides."""
+    kept_ids: torch.Tensor | None = None
+    """(S, K) what each of the labels was drawn from, filled up with -1; None: the whole vocabulary."""
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -143,6 +146,7 @@ def pack(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     scored: torch.Tensor,
+    kept_ids: torch.Tensor | None = None,
     *,
     share_prefixes: bool,
     attention: str = SEGMENTS,
@@ -153,6 +157,7 @@ def pack(
         input_ids: (B, L), completions in the last T columns.
         attention_mask: (B, L).
         scored: (B, T) bool; padding is left out of it here.
+        kept_ids: (B, T, K) what each token was drawn from, filled up with -1; None: the whole vocabulary.
         share_prefixes: keep one copy of what rows have in common at their beginning.
         attention: as `use_packed_attention` found it.
     """
@@ -173,10 +178,11 @@ def pack(
         for row in piece.rows:
             places[row, starts[row] + piece.first : starts[row] + piece.last] = here
     sources, labels = places[:, num_prompt - 1 : -1][scored], ids[:, num_prompt:][scored]
-    copies = torch.arange(len(sources))
+    copies, kept = torch.arange(len(sources)), None if kept_ids is None else kept_ids.cpu()[scored]
     if share_prefixes:
-        pairs, copies = torch.stack([sources, labels], dim=1).unique(dim=0, return_inverse=True)
-        sources, labels = pairs.unbind(dim=1)
+        alike = [sources[:, None], labels[:, None], *([] if kept is None else [kept])]
+        alike, copies = torch.cat(alike, dim=1).unique(dim=0, return_inverse=True)
+        sources, labels, kept = alike[:, 0], alike[:, 1], None if kept is None else alike[:, 2:].int()
     layout = Layout(
         segments=[piece.segment for piece in pieces],
         scored=scored.to(device),
@@ -191,6 +197,7 @@ def pack(
         labels=labels[None].to(device),
         layout=layout,
         attention=attention_inputs(attention, layout, packed_ids),
+        kept_ids=None if kept is None else kept.to(device),
     )
 
 
@@ -252,7 +259,9 @@ def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tup
         backbone: the module inside `model` whose output the head reads.
         batch: what `pack` returned.
     """
-    with _only(backbone, batch.layout.sources):
+    is_scored = torch.ones_like(batch.labels, dtype=torch.bool)
+    masked = nullcontext() if batch.kept_ids is None else kept_head(batch.kept_ids, is_scored)
+    with _only(backbone, batch.layout.sources), masked:
         output = model(**batch.inputs, shift_labels=batch.labels, fused_lm_head=True)
     entropies = None if output.entropy is None else batch.layout.spread(output.entropy)
     return batch.layout.spread(output.log_probs), entropies

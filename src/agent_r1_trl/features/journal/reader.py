@@ -28,9 +28,11 @@ from agent_r1_trl.features.journal.records import (
     dump,
     pack_floats,
     pack_ids,
+    pack_kept,
     read_file,
     unpack_floats,
     unpack_ids,
+    unpack_kept,
 )
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.requests import RolloutRequest
@@ -51,7 +53,8 @@ class RecordedTurn:
     def generation(self) -> Generation:
         """What the sampler returned."""
         ids, logprobs = unpack_ids(self.sampled["ids"]), unpack_floats(self.sampled["logprobs"])
-        return Generation(token_ids=ids, logprobs=logprobs, stop=self.sampled["stop"])
+        kept_ids = unpack_kept(self.sampled.get("kept_ids"))
+        return Generation(token_ids=ids, logprobs=logprobs, stop=self.sampled["stop"], kept_ids=kept_ids)
 
 
 @dataclass(kw_only=True)
@@ -176,7 +179,11 @@ def trajectory_record(trajectory: Trajectory) -> Record:
         del record[name]
     return record | {
         "turns": [
-            {**vars(turn), "tool_results": [_result_record(result) for result in turn.tool_results]}
+            {
+                **vars(turn),
+                "tool_results": [_result_record(result) for result in turn.tool_results],
+                "kept_ids": pack_kept(turn.kept_ids),
+            }
             for turn in trajectory.turns
         ],
         "segments": [
@@ -214,6 +221,7 @@ def read_trajectory(record: Record) -> Trajectory:
             "completion_ids": ids,
             "logprobs": logprobs,
             "authors": [_AUTHORS[int(digit)] for digit in record["authors"]],
+            "turns": [{**turn, "kept_ids": unpack_kept(turn.get("kept_ids"))} for turn in record["turns"]],
             "segments": [
                 {**segment, "prompt_ids": segment["prompt_ids"] and unpack_ids(segment["prompt_ids"])}
                 for segment in record["segments"]

@@ -17,8 +17,9 @@ from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.generation.base import Generation, GenerationError
 from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
 from agent_r1_trl.generation.local.kv_cache import PrefixCache
-from agent_r1_trl.generation.local.sampling import UniformStream, draw, policy_logprobs
+from agent_r1_trl.generation.local.sampling import UniformStream, draw, kept_in, policy_logprobs
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
+from agent_r1_trl.kept_ids import KeptIds
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class _ActiveRow:
         self.uniforms = UniformStream(request.seed)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.kept_ids = KeptIds.of([])
         self.seen: torch.Tensor | None = None
         """(V,) bool, the ids so far; only with a repetition penalty."""
 
@@ -39,19 +41,26 @@ class _ActiveRow:
         """Prompt and sampled ids."""
         return self.request.prompt_ids + self.token_ids
 
-    def append(self, token_id: int, logprob: float, stop_token_ids: frozenset[int]) -> None:
-        """Take a sampled token, which may be the last one."""
+    def append(
+        self, token_id: int, logprob: float, kept_ids: list[int] | None, stop_token_ids: frozenset[int]
+    ) -> None:
+        """Take a sampled token, which may be the last one, and the ids that it was drawn from."""
         if logprob != logprob:
             self.request.outcome = GenerationError("The model's logits contain NaN or infinity.")
             return
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        if kept_ids is not None:
+            self.kept_ids.append(kept_ids)
         if self.seen is not None:
             self.seen[token_id] = True
         is_stopped = token_id in stop_token_ids
         if is_stopped or len(self.token_ids) == self.request.max_tokens:
             self.request.outcome = Generation(
-                token_ids=self.token_ids, logprobs=self.logprobs, stop="stop" if is_stopped else "length"
+                token_ids=self.token_ids,
+                logprobs=self.logprobs,
+                stop="stop" if is_stopped else "length",
+                kept_ids=self.kept_ids if len(self.kept_ids) else None,
             )
 
     def seen_ids(self, logits: torch.Tensor) -> torch.Tensor:
@@ -202,10 +211,12 @@ class TransformersGenerator(ThreadedGenerator):
         params = rows[0].request.params
         seen = torch.stack([row.seen_ids(logits) for row in rows]) if params.repetition_penalty != 1.0 else None
         uniforms = None if params.temperature == 0 else [row.uniforms[len(row.token_ids)] for row in rows]
-        token_ids, logprobs = draw(policy_logprobs(logits, params, seen), uniforms)
-        for row, token_id, logprob in zip(rows, token_ids, logprobs, strict=True):
+        distribution = policy_logprobs(logits, params, seen)  # (n, V)
+        kept = [ids.tolist() for ids in kept_in(distribution)] if params.cuts else [None] * len(rows)
+        token_ids, logprobs = draw(distribution, uniforms)
+        for row, token_id, logprob, kept_ids in zip(rows, token_ids, logprobs, kept, strict=True):
             if row.request.outcome is None:  # else the row had to stay because its batch cannot shrink
-                row.append(token_id, logprob, self._stop_token_ids)
+                row.append(token_id, logprob, kept_ids, self._stop_token_ids)
 
     def _leave(self) -> None:
         """Take the rows that have ended or were cancelled out of the batch."""

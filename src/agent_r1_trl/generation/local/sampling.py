@@ -81,6 +81,12 @@ def _keep_top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
     return scores.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), -torch.inf)
 
 
+def kept_in(logprobs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The ids of each row of (B, V) log-probabilities that survived the filters, int32 on the CPU."""
+    row, ids = (logprobs > -torch.inf).nonzero(as_tuple=True)
+    return ids.int().cpu().split(row.bincount(minlength=len(logprobs)).tolist())
+
+
 def draw(logprobs: torch.Tensor, uniforms: list[float] | None) -> tuple[list[int], list[float]]:
     """One id per row.
 

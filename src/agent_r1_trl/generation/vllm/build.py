@@ -35,7 +35,9 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
             max_connections=args.max_concurrency,
         )
     from agent_r1_trl.generation.vllm.generator import VLLMGenerator
+    from agent_r1_trl.generation.vllm.kept import num_logprobs
 
+    params = args.sampling_params(is_training=True)
     on_gpu = {
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
@@ -49,6 +51,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
         trust_remote_code=args.trust_remote_code,
         step_timeout_s=args.servers.request_timeout,
         **engine_dtype(args),
+        **({"max_logprobs": max(20, num_logprobs(params))} if params.cuts else {}),
         **(on_gpu if is_on_gpu else {}),
     )
 

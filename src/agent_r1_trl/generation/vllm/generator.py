@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from agent_r1_trl.generation.base import Generation, GenerationError
+from agent_r1_trl.generation.vllm.kept import num_logprobs, read_kept_ids
 from agent_r1_trl.generation.weights import policy_weights
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
@@ -258,7 +259,7 @@ class VLLMGenerator(ThreadedGenerator):
             seed=request.seed,
             stop_token_ids=self._stop_token_ids,
             ignore_eos=True,
-            logprobs=0,  # of the sampled id only
+            logprobs=num_logprobs(request.params),
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -271,7 +272,14 @@ class VLLMGenerator(ThreadedGenerator):
         else:
             pairs = zip(completion.logprobs, token_ids, strict=True)
             logprobs = [entry[token_id].logprob for entry, token_id in pairs]
-            request.outcome = Generation(token_ids=token_ids, logprobs=logprobs, stop=completion.finish_reason)
+            try:
+                likely = ({token: item.logprob for token, item in entry.items()} for entry in completion.logprobs)
+                kept_ids = read_kept_ids(likely, request.params)
+                request.outcome = Generation(
+                    token_ids=token_ids, logprobs=logprobs, stop=completion.finish_reason, kept_ids=kept_ids
+                )
+            except GenerationError as error:
+                request.fail(error)
         self._ended.append(request)
 
     def _abort_cancelled(self) -> None:

@@ -34,6 +34,7 @@ from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
     Generator,
+    RefusedRequestError,
     SamplingParams,
     TrajectorySlot,
     check_request,
@@ -41,6 +42,7 @@ from agent_r1_trl.generation.base import (
 )
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
+from agent_r1_trl.generation.vllm.kept import MORE, num_logprobs, read_kept_ids
 from agent_r1_trl.generation.vllm.nccl_group import GroupError, describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import (
     NO_NCCL,
@@ -141,14 +143,20 @@ class VLLMServerGenerator(Generator):
             "seed": seed,
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # the stop ids alone end a turn
-            "logprobs": 0,  # of the sampled id only
+            "logprobs": num_logprobs(params),
             "return_tokens_as_token_ids": True,  # in place of text; `return_token_ids` would send the prompt back, too
         }
         slot = current_slot.get() or TrajectorySlot()
         if slot.place is None:
             slot.place = next(self._next_place)
-        answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot)))
-        return _as_generation(answer["choices"][0])
+        try:
+            answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot)))
+        except RefusedRequestError as error:
+            if (num := num_logprobs(params)) and "logprobs" in str(error):
+                fix = f"Start the server with --max-logprobs {num} (top_k={params.top_k} and {MORE}), or lower top_k."
+                raise RefusedRequestError(f"{error} {fix}") from error
+            raise
+        return _as_generation(answer["choices"][0], params)
 
     def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
         """See `Generator`; the engines' names are the URLs of the servers that take part."""
@@ -357,14 +365,19 @@ class VLLMServerGenerator(Generator):
             raise GenerationError(reason)
 
 
-def _as_generation(choice: dict[str, Any]) -> Generation:
+def _as_generation(choice: dict[str, Any], params: SamplingParams) -> Generation:
     if choice["finish_reason"] not in ("stop", "length"):
         raise GenerationError(f"The server ended the request with {choice['finish_reason']!r}.")
     found, written = choice["logprobs"], "token_id:"
     if not all(token.startswith(written) for token in found["tokens"]):
         raise GenerationError("The server wrote tokens as text, not as ids; only vLLM's own server is supported.")
     ids = [int(token.removeprefix(written)) for token in found["tokens"]]
-    return Generation(token_ids=ids, logprobs=found["token_logprobs"], stop=choice["finish_reason"])
+    likely = (
+        {int(token.removeprefix(written)): value for token, value in entry.items()}
+        for entry in found.get("top_logprobs") or ()
+    )
+    kept_ids = read_kept_ids(likely, params)
+    return Generation(token_ids=ids, logprobs=found["token_logprobs"], stop=choice["finish_reason"], kept_ids=kept_ids)
 
 
 def own_rank() -> int:

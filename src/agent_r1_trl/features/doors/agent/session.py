@@ -258,7 +258,7 @@ class AgentSession:
     def _cut(self, sampler: _Sampler, call: _SampledCall, num_tokens: int, stop: Any) -> None:
         """Keep the first tokens of a turn: they were sampled as they would have been."""
         generation, message, _ = call.task.result()
-        del generation.token_ids[num_tokens:], generation.logprobs[num_tokens:]
+        generation.cut(num_tokens)
         generation.stop = stop
         ids = call.context.ids
         cut = sampler.chat.parse(
