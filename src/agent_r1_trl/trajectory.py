@@ -239,7 +239,7 @@ class Trajectory:
     is_replaced: bool = False
     """Its group had zero variance and another took its place (`resample_rounds`): not trained on."""
     error: str | None = None
-    """Message of the infrastructure failure, if there was one."""
+    """Message of the infrastructure failure, if there was one; or why a required reward function scored nothing."""
     failed_tries: list[str] = field(default_factory=list)
     """Stop reason and error of each earlier try that this one took the place of (`retry_failed`)."""
     info: dict[str, Any] = field(default_factory=dict)

@@ -1,8 +1,12 @@
 """Rewards of whole trajectories, and which of them count where."""
 
+import functools
+
 import pytest
 import torch
 
+from agent_r1_trl.rewards import required
+from agent_r1_trl.rollout.failures import failure_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
 from agent_r1_trl.trainers.rewards import (
     Rewards,
@@ -59,6 +63,42 @@ def test_a_row_is_in_the_baseline_unless_the_machine_failed_or_nobody_scored_it(
     assert [item.in_baseline for item in trajectories] == [True, False, False, False]
     assert [item.is_scored for item in trajectories] == [True, True, False, True]
     assert [item.outcome_reward for item in trajectories[:3]] == [pytest.approx(4.1), pytest.approx(3.1), 1.1]
+
+
+def test_none_is_0_beside_another_reward_unless_the_function_is_required():
+    def asked(completions, **columns): ...
+
+    @required
+    def wanted(completions, **columns): ...
+
+    for function, counts in ((asked, True), (wanted, False), (functools.partial(wanted, a=1), False)):
+        judged, unjudged, failed = two_turns(), two_turns(), two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+        rewards_of("keep").place_on_outcomes(
+            [judged, unjudged, failed], torch.tensor([[1.0, 0.5], [1.0, NAN], [NAN, NAN]]),
+            functions=[environment_reward, function], names=["environment_reward", "asked"], weights=[1.0, 1.0],
+        )  # fmt: skip
+        assert [judged.in_baseline, unjudged.in_baseline] == [True, counts]
+        assert [judged.outcome_reward, unjudged.outcome_reward] == [pytest.approx(1.6), 1.1]
+        assert failure_of(judged) is None and failure_of(failed).stop_reason == "environment_error"
+        said = str(failure_of(unjudged))
+        assert said.startswith("None" if counts else "1 x not_scored: reward_funcs: asked, which is required, ret")
+
+
+def test_a_required_function_for_turns_takes_out_what_it_does_not_score_and_may_say_why():
+    @required
+    def asked(trajectory, **columns):
+        trajectory[1].error = "the judge was silent"
+        return [[0.0, 1.0], None, None]
+
+    trajectories = [two_turns() for _ in range(3)]
+    assert add_turn_rewards(trajectories, [{}] * 3, [asked], [1.0]) == [True, False, False]
+    values = torch.tensor([[1.0], [1.0], [1.0]])
+    table = {"functions": [environment_reward], "names": ["environment_reward"], "weights": [1.0]}
+    rewards_of("keep").place_on_outcomes(trajectories, values, **table)
+    assert [item.in_baseline for item in trajectories] == [True, False, False]
+    assert [item.error for item in trajectories] == [
+        None, "the judge was silent", "turn_reward_funcs: asked, which is required, returned None",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ def _why_none(item: Trajectory) -> str:
     if item.stop_reason.is_infrastructure_failure:
         return f"{item.stop_reason.value} is not the policy's doing"
     if not item.is_scored:
-        return "nothing scored the trajectory"
+        return item.error or "nothing scored the trajectory"
     if item.is_group_too_small:
         return "too few of its group are left"
     return "limits ended it" if item.action_mask and any(item.action_mask) else "the policy has sampled nothing"

@@ -6,7 +6,7 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewa
 
 from agent_r1_trl.rewards.answers import check_golds, exact_match, f1_score, normalize_answer, sub_em
 from agent_r1_trl.rewards.format import extract_answer, format_reward, strip_reasoning
-from agent_r1_trl.rewards.function import RewardFunction
+from agent_r1_trl.rewards.function import RewardFunction, required
 from agent_r1_trl.rewards.thinking import (
     grounded_thinking,
     overlong_penalty,
@@ -24,6 +24,7 @@ __all__ = [
     "grounded_thinking",
     "normalize_answer",
     "overlong_penalty",
+    "required",
     "strip_reasoning",
     "sub_em",
     "thinking_format",

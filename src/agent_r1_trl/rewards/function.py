@@ -11,6 +11,16 @@ from agent_r1_trl.objects import did_you_mean, import_object
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
 
+def required(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a reward function whose None means that it failed, such as a judge that could not be asked.
+
+    A trajectory that it does not score is then neither in the baseline nor in the loss, whatever else it earned, and
+    counts as a failure (`failures.max_share`). Of other functions None counts as 0 beside the rewards of others.
+    """
+    function.required = True  # type: ignore[attr-defined]
+    return function
+
+
 class RewardFunction:
     """A function that scores one trajectory, in the form that trainers call: one value per trajectory of a batch.
 

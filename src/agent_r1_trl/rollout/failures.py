@@ -45,12 +45,13 @@ def without_numbers(text: str) -> str:
 
 
 def failure_of(trajectory: Trajectory) -> FailureCause | None:
-    """Why the trajectory failed; None if it did not."""
-    if not trajectory.stop_reason.is_infrastructure_failure:
+    """Why the trajectory failed, or a reward function that is required did for it; None if nothing failed."""
+    has_failed = trajectory.stop_reason.is_infrastructure_failure
+    if not has_failed and (trajectory.is_scored or trajectory.error is None):
         return None
     error = trajectory.error or "the prompt leaves no room for a completion"
     return FailureCause(
-        stop_reason=trajectory.stop_reason.value,
+        stop_reason=trajectory.stop_reason.value if has_failed else "not_scored",
         error=shown(error.strip()).rstrip(".")[:MAX_TEXT],
         example_id=shown(trajectory.example_id),
     )

@@ -50,6 +50,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "rollout/tool_calls": len(results),
         "rollout/truncated_share": stop.is_truncated,
         "rollout/infrastructure_failure_share": stop.is_infrastructure_failure,
+        "rollout/unscored_share": not trajectory.is_scored and not stop.is_infrastructure_failure,
         "rollout/replaced_share": bool(trajectory.failed_tries) and not stop.is_infrastructure_failure,
         "rollout/tries": 1 + len(trajectory.failed_tries),
         **{f"stop/{reason.value}": reason is stop for reason in StopReason},

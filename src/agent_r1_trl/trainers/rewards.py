@@ -123,7 +123,12 @@ class Rewards:
         functions returned that are `columns`.
         """
         for trajectory, row in zip(trajectories, values.tolist(), strict=True):
-            trajectory.is_scored = not all(math.isnan(value) for value in row)
+            for function, name, value in zip(functions, names, row, strict=True):
+                if math.isnan(value) and is_required(function):
+                    note_missing(trajectory, f"reward_funcs: {name}")
+            has_failed = trajectory.stop_reason.is_infrastructure_failure
+            is_missing = trajectory.error is not None and not has_failed
+            trajectory.is_scored = not is_missing and not all(math.isnan(value) for value in row)
             for function, name, weight, value in zip(functions, names, weights, row, strict=True):
                 if not math.isnan(value) and function not in self.columns:
                     trajectory.outcome_reward += weight * value
@@ -210,6 +215,8 @@ def add_turn_rewards(
             raise reward_failure(error, said, trajectories, call, columns) from error
         values = _one_each(returned, len(trajectories), said, f"{len(trajectories)} trajectories")
         for index, (trajectory, per_turn) in enumerate(zip(trajectories, values, strict=True)):
+            if per_turn is None and is_required(function):
+                note_missing(trajectory, said)
             if per_turn is None or trajectory.stop_reason.is_infrastructure_failure:
                 continue
             is_scored[index] = True
@@ -314,6 +321,16 @@ class RewardCalls:
             except RewardError as error:
                 self._error = error
         return values + [0.0] * (self._num_rows - count)
+
+
+def is_required(function: Any) -> bool:
+    """Whether the trajectories that a reward function does not score count as failures (`rewards.required`)."""
+    return bool(getattr(unwrap_partial(function), "required", False))
+
+
+def note_missing(trajectory: Trajectory, said: str) -> None:
+    """A required function has scored nothing; it may have said why in `trajectory.error`."""
+    trajectory.error = trajectory.error or f"{said}, which is required, returned None"
 
 
 def _untaken(function: Any) -> set[str]:

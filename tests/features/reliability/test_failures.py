@@ -9,10 +9,11 @@ import torch
 from peft import LoraConfig
 
 from agent_r1_trl.features.reliability.failures import MAX_WARNINGS, FailureBudget
+from agent_r1_trl.rewards import required
 from agent_r1_trl.rollout import NothingRolledOutError
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from tests.trainers.helpers import AddEnv, make_trainer, questions
+from tests.trainers.helpers import AddEnv, make_trainer, questions, scored_batch
 
 # -------------------------------------------------------------------- causes
 
@@ -170,6 +171,46 @@ def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, n
     with pytest.raises(NothingRolledOutError, match=message):
         trainer.train()
     assert trainer.state.global_step == steps
+
+
+def silent_for(*ids):
+    """A required reward function that does not score these rows; without any, none."""
+
+    @required
+    def judge(completions, id, trajectory, **columns):
+        for item in trajectory:
+            item.error = "HTTP 503" if not ids or item.example_id in ids else None
+        return [None if item.error else 1.0 for item in trajectory]
+
+    return judge
+
+
+def test_a_required_reward_that_is_missing_is_in_no_loss_and_counts_as_a_failure(tmp_path, caplog):
+    trainer = make_trainer(
+        tmp_path, train_dataset=questions(4), max_steps=3, reward_funcs=[silent_for("q0")], failures={"max_share": 0.5}
+    )
+    with caplog.at_level(logging.WARNING, logger="agent_r1_trl"):
+        trainer.train()
+    shares = [entry["rollout/unscored_share"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(shares) == 3 and set(shares) == {0.0, 0.5}
+    assert caplog.text.count("4 x not_scored: HTTP 503 (first in example 'q0')") == 1
+
+    judging = {"train_dataset": questions(2), "reward_funcs": [silent_for("q0")]}
+    batch = scored_batch(trainer := make_trainer(tmp_path / "one", **judging))
+    is_judged = torch.tensor([item.example_id != "q0" for item in trainer.last_trajectories])
+    assert torch.equal(batch["in_baseline"], is_judged)
+    assert torch.equal(batch["tool_mask"].any(dim=1), is_judged)
+
+
+def test_a_judge_that_is_away_from_the_start_or_stays_away_ends_the_run(tmp_path):
+    trainer = make_trainer(tmp_path / "start", max_steps=3, reward_funcs=[silent_for()])
+    with pytest.raises(NothingRolledOutError, match="All 8 trajectories failed: 8 x not_scored: HTTP 503"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    options = {"failures": {"max_share": 0.25, "window": 4}, "train_dataset": questions(4), "max_steps": 9}
+    trainer = make_trainer(tmp_path / "later", reward_funcs=[silent_for("q0", "q1")], **options)
+    with pytest.raises(NothingRolledOutError, match=r"8 of the last 16 .*failures.max_share=0.25.* not_scored: HTTP"):
+        trainer.train()
 
 
 TWO_STEPS = {"steps_per_generation": 2, "per_device_train_batch_size": 2}

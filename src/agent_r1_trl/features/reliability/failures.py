@@ -23,7 +23,8 @@ from agent_r1_trl.rollout.failures import (
 )
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rewards import is_required
+from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class FailureBudget(RolloutCallback):
         """Forget the rollouts of an earlier run; one that is resumed begins anew as well."""
         self._rollouts: deque[tuple[int, Sequence[FailureCause | None]]] = deque()
         """Number of prompts of each of the last rollouts, and why each of its trajectories failed, if it did."""
-        self._num_prompts, self._has_rolled_out = 0, False
+        self._num_prompts, self._has_rolled_out, self._had_rolled_out = 0, False, False
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
         """Judge a rollout of training.
@@ -63,10 +64,25 @@ class FailureBudget(RolloutCallback):
         position = batch.position
         if position.is_training:
             failures = gather_object([failure_of(trajectory) for trajectory in batch.trajectories])
-            if problem := self.judge(failures, group_size=position.group_size):
-                path = last_checkpoint(Path(self.trainer.args.output_dir), position.optimizer_step)
-                raise NothingRolledOutError(f"{problem} The last checkpoint is {path or 'not written yet'}.")
+            self._end(self.judge(failures, group_size=position.group_size), position)
         return False
+
+    def after_scores(self, batch: RolloutBatch) -> None:
+        """Count those of the last rollout that a required reward function did not score.
+
+        Raises:
+            NothingRolledOutError: as `after_rollout` does.
+        """
+        functions = [*self.trainer.reward_funcs, *self.trainer.rewards.turn_reward_funcs]
+        if not any(map(is_required, functions)):
+            return
+        found = [item for item in batch.trajectories if not item.stop_reason.is_infrastructure_failure]
+        self._end(self.add([cause for cause in gather_object([*map(failure_of, found)]) if cause]), batch.position)
+
+    def _end(self, problem: str | None, position: Position) -> None:
+        if problem:
+            path = last_checkpoint(Path(self.trainer.args.output_dir), position.optimizer_step)
+            raise NothingRolledOutError(f"{problem} The last checkpoint is {path or 'not written yet'}.")
 
     def end_run(self) -> None:
         """Refuse a run in which trajectories were tried and none was ever sampled.
@@ -86,11 +102,22 @@ class FailureBudget(RolloutCallback):
         """
         num_prompts = max(1, len(failures) // group_size)
         self._num_prompts += num_prompts
+        self._had_rolled_out = self._has_rolled_out
         self._has_rolled_out |= None in failures
         self._rollouts.append((num_prompts, failures))
         while sum(num for num, _ in self._rollouts) - self._rollouts[0][0] >= self.window:
             self._rollouts.popleft()
         self._warn(count_causes(failures))
+        return self._find_problem(may_be_one_row=self._num_prompts == 1)
+
+    def add(self, causes: Sequence[FailureCause]) -> str | None:
+        """Take in why trajectories of the last rollout, which were sampled, got no score; returns as `judge` does."""
+        num_prompts, failures = self._rollouts.pop()
+        num_sampled = max(0, failures.count(None) - len(causes))
+        known = [*causes, *(cause for cause in failures if cause), *[None] * num_sampled]
+        self._rollouts.append((num_prompts, known))
+        self._has_rolled_out = self._had_rolled_out or num_sampled > 0
+        self._warn(count_causes(causes))
         return self._find_problem(may_be_one_row=self._num_prompts == 1)
 
     def _find_problem(self, *, may_be_one_row: bool) -> str | None:
@@ -115,7 +142,7 @@ class FailureBudget(RolloutCallback):
             if is_main_process():
                 logger.warning(
                     "Trajectories failed for no fault of the policy and are excluded from the update: %s. This cause "
-                    "is reported once; rollout/infrastructure_failure_share counts on.%s",
+                    "is reported once; rollout/infrastructure_failure_share and rollout/unscored_share count on.%s",
                     cause,
                     " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
                 )
