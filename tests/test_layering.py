@@ -321,7 +321,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/serve": (1062, 8),
     "generation": (4107, 26),
     "recording": (1394, 8),
-    "rewards": (751, 7),
+    "rewards": (1184, 9),
     "rollout": (2924, 16),
     "tools": (2573, 15),
     "trainers": (6496, 17),

@@ -66,11 +66,15 @@ class RewardFunction:
 
 
 def with_options(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """A reward function, ours or plain, with some of its arguments set.
+    """A reward function, ours or plain, with some of its arguments set; one that a class makes of them.
 
     Raises:
         ValueError: it has no such option, which a function that takes `**kwargs` would swallow.
     """
+    if isinstance(function, type):  # JudgeReward
+        _check_options(function, options, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        made: Callable[..., Any] = function(**options)
+        return made
     if not options:
         return function
     if isinstance(function, RewardFunction):

@@ -295,7 +295,7 @@ class RewardCalls:
         def call(**kwargs: Any) -> list[float | None]:
             returned: Any = []
             with explained(kwargs):
-                if self._trajectories:
+                if self._trajectories or getattr(unwrap_partial(function), "gathers", False):
                     returned = _drawn(function(**arguments(kwargs)))
             return self._read(returned, said)
 
