@@ -302,7 +302,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1604, 8),
     "advantages": (1507, 6),
     "chat": (2579, 13),
-    "cli": (3134, 17),
+    "cli": (3136, 17),
     "critic": (612, 3),
     "environments": (1315, 8),
     "evaluation": (1166, 8),

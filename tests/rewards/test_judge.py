@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,7 @@ from agent_r1_trl.rewards.judge import read_scores
 from tests.hosted import error, said, whole
 from tests.judges import judge_server, parts_of, texts_of, verdict
 from tests.recording.examples import two_turns
+from tests.servers import vllm_server
 
 NO_WAIT = ("retry-after-ms", "1")
 
@@ -268,3 +270,15 @@ def test_a_recipe_makes_a_judge_and_options_change_its_requests():
 
 def test_scores_are_found_in_other_text():
     assert read_scores('```json\n{"reason": "}", "scores": [0, 10.0]}\n```', 2, 10.0) == [0.0, 1.0]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_vllm_server_takes_the_request_and_answers_in_the_form_asked_for(tmp_path):
+    model = Path(__file__).parents[2] / "recipes" / "quickstart" / "model"
+    with vllm_server(model, tmp_path, "--max-model-len", "1024", "--served-model-name", "gpt") as url:
+        reward = judge(f"{url}/v1", max_tokens=64)
+        values, [cause] = scored(reward, "Oslo")
+    said_why = r"judge: (no JSON object with a list|\d+ scores for 1 texts|scores that are not from 0)"
+    assert 0 <= values[0] <= 1 if cause is None else re.match(said_why, cause), "a tiny model may say anything"
+    assert reward._ledger.totals()[0] == 1

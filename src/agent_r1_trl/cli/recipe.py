@@ -81,9 +81,11 @@ def found_paths(value: Any) -> Any:
     """A setting with every path that begins with `recipes/` as one into the package, if it is there and not here."""
 
     def found(text: str) -> str:
+        if not text.startswith("recipes/"):  # it may be no path, and too long for one
+            return text
         inside = f"{FOLDER.parent}/{text}"
         is_here, is_inside = (Path(path.partition(":")[0]).exists() for path in (text, inside))
-        return inside if text.startswith("recipes/") and is_inside and not is_here else text
+        return inside if is_inside and not is_here else text
 
     return _each_text(found, value)
 
