@@ -1,0 +1,57 @@
+"""IGPO (arXiv 2510.14967): a turn earns by how much it makes the gold answer more likely.
+
+The gain of a turn is p(gold | context after it) - p(gold | context before it), with p the geometric mean over the
+answer's tokens; the last turn, which answers, has the outcome alone. Gains are process rewards of `turn_grpo`, whose
+normalisation does not pay for extra turns. In a recipe whose trajectories have `info["gold"]`, as SearchQAEnv's do:
+
+    callbacks: [recipes/gallery/igpo.py:GoldGain]
+    advantage_estimator: recipes/gallery/igpo.py:IGPO
+"""
+
+import torch
+
+from agent_r1_trl import RolloutCallback
+from agent_r1_trl.advantages import Credit, Estimator, compute_turn_group_advantages
+
+
+class GoldGain(RolloutCallback):
+    """Puts the gain of each turn on its last token, as the column `gold_gain`."""
+
+    template = "<answer>{}</answer>"
+
+    def extra_columns(self, output, trajectories, rows):
+        """(R, T) `gold_gain`: 0 but at the ends of turns."""
+        contexts, golds, places = [], [], []
+        for number, (row, index) in enumerate(zip(rows.rows, rows.index.tolist(), strict=True)):
+            gold = None if index < 0 else trajectories[index].info.get("gold")
+            answer = gold[0] if isinstance(gold, list) and gold else gold
+            if not answer:
+                continue
+            ids = self.trainer.processing_class(self.template.format(answer), add_special_tokens=False)["input_ids"]
+            for turn in sorted({turn for turn in row.turn_ids if turn >= 0}):
+                start = row.turn_ids.index(turn)
+                contexts.append([*row.prompt_ids, *row.completion_ids[:start]])
+                golds.append(ids)
+                places.append((index, turn, number, start + row.turn_ids.count(turn) - 1))
+        log_probs = self.trainer.score_tokens(contexts, golds)
+        likely = [row[: len(ids)].mean().exp() for row, ids in zip(log_probs, golds, strict=True)]
+        before = {(index, turn): p for (index, turn, *_), p in zip(places, likely, strict=True)}
+        gains = torch.zeros(output["completion_mask"].shape, device=log_probs.device)
+        for index, turn, number, end in places:
+            if (index, turn + 1) in before:
+                gains[number, end] = before[index, turn + 1] - before[index, turn]
+        return {"gold_gain": gains}
+
+
+def igpo(inputs):
+    """(N, T) advantages of `turn_grpo`, gains added to the turns' rewards."""
+    gains = torch.zeros_like(inputs.turn_rewards)
+    gains.scatter_add_(1, inputs.turn_ids.clamp(min=0), inputs.columns["gold_gain"].to(gains) * (inputs.turn_ids >= 0))
+    rewards, gamma = inputs.turn_rewards + gains, inputs.settings.gamma_turn
+    advantages = compute_turn_group_advantages(
+        rewards, inputs.outcome_rewards, inputs.turn_ids, inputs.group_ids, gamma_turn=gamma
+    )
+    return Credit(advantages=advantages)
+
+
+IGPO = Estimator(name="igpo", compute=igpo, needs_group=True, options=("gamma_turn",))
