@@ -54,6 +54,7 @@ FEATURES = {
     "games": FeatureRow("games as environments", None, {}),
     "search": FeatureRow("search servers", None, {}),
     "doors": FeatureRow("agents and environments of others as environments", None, {}),
+    "distillation": FeatureRow("self-distillation with hints", None, {}),
     "inspector": FeatureRow("a run as one HTML file", None, {}),
     "doctor": FeatureRow(
         "checks before a run",

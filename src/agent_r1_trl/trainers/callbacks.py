@@ -189,7 +189,7 @@ class UpdateHooks:
 
         Args:
             inputs: TRL's micro-batch of B rows: `advantages` (B, T), `completion_ids` (B, T), `old_per_token_logps`
-                (B, T) or None (0 outside the policy's loss), `trajectory_rewards` (B,), what the trajectory of each
+                (B, T) or None (0 outside both masks), `trajectory_rewards` (B,), what the trajectory of each
                 row has earned in all (0 if it is outside the baseline), what `extra_columns` gave, and so on.
             log_probs: (B, T) the policy's log-probs of the completion tokens, with gradients; 0 outside `mask`.
             mask: (B, T) bool, the tokens of `extra_tokens`; without it, those that enter the policy's loss.

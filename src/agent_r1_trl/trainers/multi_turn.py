@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
+from torch.nn import functional
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
@@ -511,7 +512,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """TRL's loss, plus the user's terms; a KL term that stands in the rewards does not enter it a second time."""
         mask, scored = loss_masks(inputs)  # (B, T)
         if self.env_factory is not None:  # a loss around this one may have been given other advantages, or given them
-            inputs = neutral_outside({**inputs, "advantages": advantages_of(inputs)}, mask)
+            whole = {**inputs, "advantages": advantages_of(inputs)}
+            inputs = neutral_outside(whole, mask)
         scale, weighted_beta = policy_weights(inputs, self)
         plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
         beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan, inputs.get(KEPT_IDS))
@@ -531,7 +533,10 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             if self.env_factory is not None and not self._has_loss(plan, mask):
                 drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
             for term in loss_terms(self):
-                value, metrics = self._loss_pass.extra_term(term, inputs, self.accelerator)
+                read = inputs
+                if term.entry in inputs:  # of its tokens, too
+                    read = neutral_outside(whole, mask.bool() | inputs[term.entry])
+                value, metrics = self._loss_pass.extra_term(term, read, self.accelerator)
                 self.add_metrics(metrics)
                 loss = loss + value / self._normaliser(inputs.get(f"num_{term.entry}", inputs["num_items_in_batch"]))
             must_skip = self.env_factory is not None and self.kept_rows.must_skip(inputs)
@@ -580,7 +585,12 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
                 self._watch_values(name, values, loss_pass.mask)
         return result
 
-    def score_tokens(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> torch.Tensor:
+    def score_tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        kept_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The policy's log-probs, without gradients, of completions after prompts of your own.
 
         All ranks must call it, as often as the others; each with as many as it has. A forward pass has as many rows as
@@ -589,6 +599,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         Args:
             prompts: token ids, one list for each of n rows.
             completions: theirs.
+            kept_ids: (n, at least T, K) what their tokens were drawn from (`KEPT_IDS` of TRL's batch); None: anything.
 
         Returns:
             (n, T) as long as the longest completion, 0 behind the others' ends.
@@ -602,6 +613,9 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             return torch.zeros(0, 1, device=lengths.device)
         given: Any = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
         output = row_tensors(rows, **given, has_logprobs=False, device=lengths.device)
+        if kept_ids is not None:
+            kept_ids = kept_ids[:, : output["completion_ids"].shape[1]]
+            output[KEPT_IDS] = functional.pad(kept_ids, (0, 0, 0, 0, 0, len(rows) - len(kept_ids)), value=-1)
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             log_probs = self._log_probs(self.model, output)[: len(prompts)]
         is_given = torch.arange(log_probs.shape[1], device=lengths.device) < lengths

@@ -1,0 +1,180 @@
+"""Self-distillation on the same rollouts: the policy learns from itself as it would act if it knew more.
+
+The teacher is the same weights, after a prompt that also holds a hint: a column of the data set, the best trajectory
+of the group, or what a function says. With the log-probs of what was sampled, S of the student and T of the teacher,
+
+    d = clip(T - S, -2, 2)        term = -weight * mean of d * g(d) * S,   d and g without gradients
+
+over the action tokens of trajectories that have a hint. The gate g is sigmoid(5 d) (SDAR's, in the sign of d), or 1
+(`signed`). `raise` leaves out d: sigmoid(5 d) alone, as SDAR was released, which only ever raises what was sampled.
+
+    trainer = MultiTurnGRPOTrainer(..., callbacks=[SelfDistillation("solution", weight=0.1)])
+
+In a recipe: `callbacks: [my_file.py:distillation]`, an object of this class. It is logged as `distillation`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trajectory import Message, Trajectory
+from agent_r1_trl.update.batching import KEPT_IDS
+
+logger = logging.getLogger(__name__)
+
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": lambda d: d * torch.sigmoid(5 * d),
+    "signed": lambda d: d,
+    "raise": lambda d: torch.sigmoid(5 * d),
+}
+"""What a token's log-prob is multiplied by, of the clipped difference of teacher and student."""
+SIBLING = "sibling"
+
+
+class SelfDistillation(RolloutCallback):
+    """A loss term that pulls the policy towards itself with a hint.
+
+    Args:
+        context: where the hint of a trajectory comes from: a column of the data set; "sibling", the best trajectory of
+            its group that earned more; or a function of the trajectory and its row of the data set. None or "" is no
+            hint, and such a trajectory has no term.
+        weight: of the term.
+        gate: `sigmoid`, `signed` or `raise`.
+        text: how the hint is put behind the prompt's last user message.
+        clip: largest |T - S|.
+        ratio_cap: largest weight of a token that has become more likely since it was sampled (`num_iterations`).
+
+    Raises:
+        ValueError: for an unknown gate, or a `text` without {hint}.
+    """
+
+    name = "distillation"
+
+    def __init__(
+        self,
+        context: str | Callable[[Trajectory, dict[str, Any]], str | None] = SIBLING,
+        *,
+        weight: float = 0.1,
+        gate: str = "sigmoid",
+        text: str = "\n\nHint: {hint}",
+        clip: float = 2.0,
+        ratio_cap: float = 2.0,
+    ) -> None:
+        if gate not in GATES:
+            raise ValueError(f"gate={gate!r} is not one of {', '.join(map(repr, GATES))}. Set gate to one of them.")
+        if "{hint}" not in text:
+            raise ValueError(f"text={text!r} has no {{hint}}, which stands for the hint. Put it in.")
+        self.context, self.weight, self.gate, self.text = context, weight, gate, text
+        self.clip, self.ratio_cap = clip, ratio_cap
+
+    # ---------------------------------------------------------------- hints
+
+    def hints(self, trajectories: Sequence[Trajectory]) -> list[str | None]:
+        """The hint of each of this rank's trajectories. All ranks must call it."""
+        if self.context == SIBLING:
+            return self._siblings(trajectories)
+        examples = self.trainer.last_batch.rows
+        if isinstance(self.context, str):
+            missing = [row for row in examples if self.context not in row]
+            if missing:
+                raise ValueError(
+                    f"SelfDistillation(context={self.context!r}): the data set has no such column, only "
+                    f"{', '.join(sorted(missing[0]))}. Name one of them, 'sibling', or pass a function."
+                )
+            return [row[self.context] for row in examples]
+        return [self.context(item, row) for item, row in zip(trajectories, examples, strict=True)]
+
+    def _siblings(self, trajectories: Sequence[Trajectory]) -> list[str | None]:
+        size, rank = self.trainer._group_size, self.trainer.accelerator.process_index
+        own = [(item.total_reward, _said(item)) if item.in_baseline else (-torch.inf, "") for item in trajectories]
+        everywhere = gather_object(own)
+        found: list[str | None] = []
+        for place, (reward, _) in enumerate(own, start=rank * len(trajectories)):
+            best = max(everywhere[place - place % size : place - place % size + size])
+            found.append(best[1] if best[0] > reward else None)
+        return found
+
+    def _hinted(self, item: Trajectory, hint: str | None) -> list[int] | None:
+        """The prompt's ids with the hint; None where there is no hint, or no place for it."""
+        last = max((i for i, message in enumerate(item.prompt_messages) if message["role"] == "user"), default=None)
+        if not hint or last is None or not isinstance(item.prompt_messages[last]["content"], str):
+            return None
+        message = item.prompt_messages[last]
+        longer = [*item.prompt_messages]
+        longer[last] = {**message, "content": message["content"] + self.text.replace("{hint}", str(hint))}
+        plain, hinted = (self.trainer.chat.encode_prompt(messages) for messages in (item.prompt_messages, longer))
+        num_same = next(
+            (i for i, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), len(plain)
+        )
+        tail = len(plain) - num_same  # tools, which are not known here, stand before it
+        if item.prompt_ids[len(item.prompt_ids) - tail :] != plain[num_same:]:
+            _warn_of_template()
+            return None
+        return [*item.prompt_ids[: len(item.prompt_ids) - tail], *hinted[num_same:]]
+
+    # ---------------------------------------------------------------- the term
+
+    def extra_columns(
+        self, output: dict[str, Any], trajectories: Sequence[Trajectory], rows: Any
+    ) -> Mapping[str, torch.Tensor]:
+        """`teacher`, (R, T) its log-probs, and `has_teacher`, (R,): a row whose context was rewritten has none."""
+        prompts = [self._hinted(*pair) for pair in zip(trajectories, self.hints(trajectories), strict=True)]
+        is_first = output["is_first_row"].tolist()
+        chosen = [
+            number
+            for number, index in enumerate(rows.index.tolist())
+            if index >= 0 and is_first[number] and prompts[index] and trajectories[index].in_baseline
+        ]
+        device, places = output["completion_mask"].device, torch.tensor(chosen, dtype=torch.long)
+        kept = output[KEPT_IDS][places] if KEPT_IDS in output else None
+        hinted = [prompts[index] or [] for index in rows.index[places].tolist()]
+        log_probs = self.trainer.score_tokens(hinted, [rows.rows[n].completion_ids for n in chosen], kept)
+        teacher = torch.zeros(output["completion_mask"].shape, device=device)
+        teacher[places.to(device), : log_probs.shape[1]] = log_probs.float()
+        has_teacher = torch.zeros(len(is_first), dtype=torch.bool, device=device)
+        has_teacher[places.to(device)] = True
+        return {"teacher": teacher, "has_teacher": has_teacher}
+
+    def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """The action tokens of rows with a teacher; also of groups that a filter has left out."""
+        in_loss = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        return in_loss & inputs["has_teacher"].unsqueeze(1)
+
+    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The term, summed over the tokens of `mask`; logs the mean of T - S."""
+        student = log_probs.detach()
+        gap = torch.where(mask, inputs["teacher"] - student, 0.0)
+        sums = torch.stack([gap.sum().double(), mask.sum().double()])
+        total, count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        self.trainer.add_metrics({"distillation/gap": total / count} if count else {})
+        weights = GATES[self.gate](gap.clamp(-self.clip, self.clip))
+        old = inputs.get("old_per_token_logps")
+        if old is not None:
+            weights = weights * (student - old).exp().clamp(max=self.ratio_cap)
+        return -self.weight * (weights * log_probs * mask).sum()
+
+
+def _said(item: Trajectory) -> str:
+    """What a trajectory said, turn by turn, as a hint for its siblings."""
+    return "\n".join(filter(None, map(_text, (turn.message for turn in item.env_turns))))
+
+
+def _text(message: Message) -> str:
+    calls = [json.dumps(call.get("function", call), ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return "\n".join(filter(None, [str(message.get("content") or ""), *calls]))
+
+
+@functools.cache
+def _warn_of_template() -> None:
+    logger.warning(
+        "SelfDistillation finds no place for a hint in what the chat template made of a prompt. Such trajectories "
+        "have no term."
+    )
