@@ -301,19 +301,20 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1604, 8),
+    "(nouns)": (1609, 8),
     "advantages": (1507, 6),
     "chat": (2579, 13),
     "cli": (3136, 17),
     "critic": (612, 3),
     "environments": (1315, 8),
     "evaluation": (1166, 8),
-    "features/__init__.py": (131, 1),
+    "features/__init__.py": (132, 1),
+    "features/distillation": (180, 1),
     "features/doctor": (2244, 10),
     "features/doors": (2724, 21),
     "features/echo_trap": (1952, 12),
     "features/games": (1240, 8),
-    "features/hub": (937, 7),
+    "features/hub": (965, 7),
     "features/inspector": (698, 4),
     "features/journal": (1355, 10),
     "features/reliability": (1238, 8),
@@ -322,11 +323,11 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/search": (231, 2),
     "features/serve": (1062, 8),
     "generation": (4107, 26),
-    "recording": (1394, 8),
+    "recording": (1567, 9),
     "rewards": (1184, 9),
     "rollout": (2924, 16),
     "tools": (2573, 15),
-    "trainers": (6496, 17),
+    "trainers": (6510, 17),
     "update": (2067, 9),
 }
 

@@ -66,6 +66,11 @@ def shown_all(item: Any) -> Any:
     return _map_texts(lambda text: visible(mask(text)), item)
 
 
+def whole(item: Any) -> Any:
+    """A copy of nested dicts and lists whose texts can be written as UTF-8: without lone surrogates."""
+    return _map_texts(lambda text: text.encode("utf-8", "replace").decode("utf-8"), item)
+
+
 def _map_texts(function: Callable[[str], str], item: Any) -> Any:
     if isinstance(item, str):
         return function(item)

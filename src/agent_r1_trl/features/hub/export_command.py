@@ -1,14 +1,17 @@
-"""`agent-r1-trl export`: write recorded trajectories as a data set, or those above a reward as conversations for SFT.
+"""`agent-r1-trl export`: write recorded trajectories as a data set, as conversations for SFT, or as documents of ATIF.
 
 agent-r1-trl export outputs/my-agent --output trajectories
 agent-r1-trl export outputs/my-agent --sft --min_reward 1 --output sft.jsonl
+agent-r1-trl export outputs/my-agent --atif --output documents
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError, users_mistakes
 
@@ -19,29 +22,38 @@ def make_parser() -> PlainParser:
     """The parser of the command's options."""
     parser = PlainParser(COMMAND, __doc__.partition(": ")[2])
     parser.add_argument("run", metavar="RUN", help="Output directory of a run, or a file of trajectories.")
-    output = "Directory of the data set, or with --sft a .jsonl file; it must not exist yet."
+    output = "Directory of the data set or documents, or with --sft a .jsonl file; it must not exist yet."
     parser.add_argument("--output", required=True, metavar="PATH", help=output)
     sft = "Write conversations (messages, and tools where the recipe names the environment) for TRL's SFTTrainer."
     parser.add_argument("--sft", action="store_true", help=sft)
-    parser.add_argument("--min_reward", type=float, metavar="R", help="With --sft: least total reward.")
-    parser.add_argument("--split", choices=("train", "eval", "all"), help="With --sft: which; by default train.")
+    atif = "Write a document of the Agent Trajectory Interchange Format for each trajectory."
+    parser.add_argument("--atif", action="store_true", help=atif)
+    parser.add_argument("--min_reward", type=float, metavar="R", help="With --sft and --atif: least total reward.")
+    split = "With --sft and --atif: which; by default train."
+    parser.add_argument("--split", choices=("train", "eval", "all"), help=split)
     return parser
 
 
 def run(argv: Sequence[str]) -> int:
     """Write the trajectories; returns the exit code."""
     arguments = make_parser().read(argv)
-    least, split, path = arguments.min_reward, arguments.split, Path(arguments.output)
+    least, path, sft, atif = arguments.min_reward, Path(arguments.output), arguments.sft, arguments.atif
+    chooses, is_new = (least, arguments.split) != (None, None), path.suffix == ".jsonl" and not path.exists()
     problems = [
-        (least, split) != (None, None) and "--min_reward, --split: a data set holds all. Pass --sft, or remove them.",
-        least is None and "--min_reward: not set. With --sft, pass the least total reward, such as --min_reward 1.",
-        (path.suffix != ".jsonl" or path.exists()) and f"--output {path}: must be a new .jsonl file. Pass another.",
+        sft and atif and "--sft, --atif: one export has one form. Pass one of them.",
+        chooses
+        and not (sft or atif)
+        and "--min_reward, --split: a data set holds all. Pass --sft, --atif or neither.",
+        sft and least is None and "--min_reward: not set. With --sft, pass the least total reward, such as 1.",
+        sft and not is_new and f"--output {path}: must be a new .jsonl file. Pass another.",
+        atif and not find_spec("atif") and "--atif: needs the package atif: pip install 'agent-r1-trl[atif]'.",
     ]
-    if problem := next(filter(None, problems[1:] if arguments.sft else problems[:1]), None):
+    if problem := next(filter(None, problems), None):
         raise UsageError(problem)
+    write = _write_sft if sft else _write_atif if atif else _write_dataset
     try:
         with users_mistakes():
-            print((_write_sft if arguments.sft else _write_dataset)(arguments))
+            print(write(arguments))
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.errno is None:  # the run
             raise UsageError(str(error)) from error
@@ -58,18 +70,11 @@ def _write_dataset(arguments: argparse.Namespace) -> str:
 
 
 def _write_sft(arguments: argparse.Namespace) -> str:
-    from agent_r1_trl.environments.factory import tool_schemas
-    from agent_r1_trl.features.hub.card import read_facts
-    from agent_r1_trl.features.hub.push_command import environment_of
     from agent_r1_trl.recording.dataset import sft_rows
     from agent_r1_trl.safe_text import dump_json
 
     path, least = Path(arguments.output), arguments.min_reward
-    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
-    folder = folder.parent if folder.name == "trajectories" else folder
-    factory = environment_of(read_facts(folder, "").recipe, "the conversations will have no tools")
-    tools = [] if factory is None else tool_schemas(factory)
-    split = {None: "train", "all": None}.get(arguments.split, arguments.split)
+    _, tools, split = _facts(arguments)
     rows = list(map(dump_json, sft_rows(arguments.run, min_reward=least, tools=tools, split=split)))
     if not rows:
         raise UsageError(
@@ -78,3 +83,26 @@ def _write_sft(arguments: argparse.Namespace) -> str:
         )
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     return f"{path}: {len(rows)} conversations"
+
+
+def _write_atif(arguments: argparse.Namespace) -> str:
+    from agent_r1_trl import __version__
+    from agent_r1_trl.recording.atif import write_documents
+
+    model, tools, split = _facts(arguments)
+    agent = {"name": "agent-r1-trl", "version": __version__, "model_name": model, "tool_definitions": tools}
+    count = write_documents(arguments.run, arguments.output, agent, split, arguments.min_reward)
+    return f"{arguments.output}: {count} documents"
+
+
+def _facts(arguments: argparse.Namespace) -> tuple[str | None, list[dict[str, Any]] | None, str | None]:
+    """Model and tools of the run, as far as its recipe tells; and the split."""
+    from agent_r1_trl.environments.factory import tool_schemas
+    from agent_r1_trl.features.hub.card import read_facts
+    from agent_r1_trl.features.hub.push_command import environment_of
+
+    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
+    facts = read_facts(folder.parent if folder.name == "trajectories" else folder, "")
+    factory = environment_of(facts.recipe, "what is written will have no tools")
+    split = {None: "train", "all": None}.get(arguments.split, arguments.split)
+    return facts.base_model or None, None if factory is None else tool_schemas(factory) or None, split
