@@ -174,6 +174,8 @@ MISTAKES = {
     "a misspelt option": (["{run}", "--steps", "1"], "--steps.* mean '--step'"),
     "a file beside an option of the terminal": (["{run}", "--html", "a.html"], "--html: .*--terminal"),
     "another run beside an option of the terminal": (["{run}", "--list", "--against", "{run}"], "--against: .*--"),
+    "a server beside an option of the terminal": (["{run}", "--serve"], "--serve: .*--terminal"),
+    "a port beside an option of the terminal": (["{run}", "--port", "0"], "--port: .*--terminal"),
     "a tokenizer that is not there": (["{run}", "--tokenizer", "./nowhere"], "--tokenizer ./nowhere"),
 }
 

@@ -2,6 +2,7 @@
 
 agent-r1-trl view outputs/my-agent
 agent-r1-trl view outputs/my-agent --against outputs/other --html compared.html
+agent-r1-trl view outputs/my-agent --serve
 agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
 agent-r1-trl view outputs/my-agent --list
 agent-r1-trl view outputs/my-agent --example q/17
@@ -12,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.errors import PlainParser, UsageError, users_mistakes
+from agent_r1_trl.cli.web import Port, serve_app
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import visible
 from agent_r1_trl.settings import Count, check_value
@@ -47,8 +51,8 @@ def run(argv: Sequence[str]) -> int:
     of_terminal = [name for name in TERMINAL if getattr(arguments, name) not in (None, False)]
     if not of_terminal:
         return _write_page(arguments)
-    for name in ("html", "against"):
-        if getattr(arguments, name) is not None:
+    for name in ("html", "against", "serve", "port"):
+        if (value := getattr(arguments, name)) is not None and value is not False:
             raise UsageError(f"--{name}: is for the HTML file, and --{of_terminal[0]} for the terminal. Pass one.")
     from agent_r1_trl.recording import trajectory_files
     from agent_r1_trl.recording.events import describe_event, read_events
@@ -101,6 +105,8 @@ def make_parser() -> PlainParser:
     parser.add_argument(
         "--against", metavar="OTHER", help="Another run, or evaluation, to compare RUN with in the file."
     )
+    parser.add_argument("--serve", action="store_true", help="Serve the page, which follows a run that still trains.")
+    parser.add_argument("--port", type=int, help="With --serve: port on 127.0.0.1; by default 0, a free one.")
     parser.add_argument("--terminal", action="store_true", help="Show on the terminal, as the options below do, too.")
     parser.add_argument("--list", action="store_true", help="One line per trajectory instead of its tokens.")
     parser.add_argument("--events", action="store_true", help="What the echo guard did in this run, and why.")
@@ -119,9 +125,14 @@ def make_parser() -> PlainParser:
 
 
 def _write_page(arguments: argparse.Namespace) -> int:
-    """Write the run as an HTML file, and print its path."""
+    """Write the run as an HTML file and print its path, or serve it."""
     from agent_r1_trl.features import feature
+    from agent_r1_trl.recording import trajectory_files
 
+    if arguments.serve and arguments.html is not None:
+        raise UsageError(f"--html {arguments.html}: --serve keeps no file. Pass one of them.")
+    if arguments.port is not None and not arguments.serve:
+        raise UsageError(f"--port {arguments.port}: is for --serve. Pass --serve, or remove it.")
     run = Path(arguments.run)
     inside = run.parent if run.name == "trajectories" and run.is_dir() else run
     path = arguments.html or (run.with_suffix(".html") if run.is_file() else inside / "inspector.html")
@@ -136,7 +147,19 @@ def _write_page(arguments: argparse.Namespace) -> int:
 
     with users_mistakes(OSError):
         inspector = feature("inspector", "agent-r1-trl view without --terminal")
-        print(inspector.write_page(run, path, tokenizer_of, against=arguments.against))
+        if not arguments.serve:
+            print(inspector.write_page(run, path, tokenizer_of, against=arguments.against))
+            return 0
+        check_value("--port", arguments.port, Port | None)
+        runs = [run, *([Path(arguments.against)] if arguments.against else [])]
+        for source in runs:
+            trajectory_files(source)  # refuses what is no run
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "inspector.html"
+        write = functools.partial(inspector.write_page, run, path, tokenizer_of, against=arguments.against)
+        live = inspector.LivePage(runs, path, lambda version: write(version=version))
+        say = f"the page of {arguments.run}, which follows the run; Ctrl-C ends it"
+        serve_app(live.app(), "127.0.0.1", arguments.port or 0, lambda url: print(f"{url}  {say}", flush=True))
     return 0
 
 

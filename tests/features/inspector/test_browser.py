@@ -121,13 +121,13 @@ def write(folder: Path, **options) -> Path:
 class Visit:
     """A page that was opened, and everything that went wrong in it."""
 
-    def __init__(self, browser, path: Path, link: str = "", width: int = 1280, scheme: str = "light") -> None:
+    def __init__(self, browser, path: Path | str, link: str = "", width: int = 1280, scheme: str = "light") -> None:
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         self.page, self.errors = context.new_page(), []
         self.page.on("console", lambda message: self.errors.append(message.text))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("request", lambda request: self._note(request.url))
-        self.page.goto(f"file://{path}{link}")
+        self.page.goto(f"{path}{link}" if isinstance(path, str) else f"file://{path}{link}")
         self.until("document.body.dataset.ready")
 
     def _note(self, url: str) -> None:

@@ -209,6 +209,7 @@ def test_the_policy_names_the_hash_of_the_one_script_and_the_one_style(run_folde
     html, _ = read_page(run_folder, tmp_path / "a.html")
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)[1]
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy and "http" not in policy
+    assert "connect-src" not in policy and "fetch(" not in html  # what is served alone has (test_live.py)
     scripts, styles = (
         re.findall(r"<script>(.*?)</script>", html, re.DOTALL),
         re.findall(r"<style>(.*?)</style>", html, re.DOTALL),
@@ -245,7 +246,7 @@ def test_one_function_alone_writes_text_into_the_page():
             source = source[:start] + source[source.index("\n}\n", start) :]
         found += [f"{path.name}: {line.strip()}" for line in source.splitlines() if WRITES.search(line)]
     assert not found
-    assert page.SCRIPTS and {path.stem for path in page.WEB.glob("*.js")} == set(page.SCRIPTS.split())
+    assert page.SCRIPTS and {path.stem for path in page.WEB.glob("*.js")} == {*page.SCRIPTS.split(), "follow"}
 
 
 def test_attributes_get_words_of_the_page_alone():
@@ -305,6 +306,6 @@ def test_the_page_stays_small():
     for path in page.WEB.parent.rglob("*.*"):
         if path.suffix in (".py", ".js", ".css", ".html"):
             lines["py" if path.suffix == ".py" else "web"] += len(path.read_text(encoding="utf-8").splitlines())
-    assert lines["py"] <= 700 and lines["web"] <= 2500
+    assert lines["py"] <= 800 and lines["web"] <= 2500
     wide = [path.name for path in page.WEB.glob("*.js") if any(len(x) > 130 for x in path.read_text().splitlines())]
     assert not wide

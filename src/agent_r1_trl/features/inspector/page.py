@@ -25,7 +25,7 @@ from agent_r1_trl.safe_text import dump_json, rules
 
 WEB = Path(__file__).parent / "web"
 SCRIPTS = "put data text colours list trajectory messages why siblings overview compare main"
-"""In the order in which they are put together."""
+"""In the order in which they are put together; a page that is served has `follow` behind them."""
 MAX_BYTES = 250_000_000
 """A page that would be larger holds the last steps only."""
 RECIPES = ("recipe.yaml", "evaluation.md")
@@ -38,6 +38,7 @@ def write_page(
     *,
     against: str | os.PathLike[str] | None = None,
     max_bytes: int = MAX_BYTES,
+    version: str = "",
 ) -> Path:
     """Write the page of a run.
 
@@ -47,6 +48,7 @@ def write_page(
         load_tokenizer: the tokenizer of a run, or None.
         against: another run, that it is compared with.
         max_bytes: a page that would be larger holds the last steps only.
+        version: of a page that is served (`LivePage`); empty for a file, which asks nothing of anybody.
 
     Raises:
         FileNotFoundError: a run does not exist.
@@ -71,6 +73,7 @@ def write_page(
         runs.append(facts | _about(Path(source)))
     packer.texts.close()
     meta = {
+        "version": version,
         "runs": runs,
         "flags": FLAGS,
         "index": packer.index,
@@ -137,10 +140,11 @@ def columns_of(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
 def _parts(meta: dict[str, Any], packer: Packer) -> Iterator[str]:
     """The file, part by part."""
     style = _read("style.css")
-    script = '"use strict";\n' + "".join(_read(f"{name}.js") for name in SCRIPTS.split())
+    names, connect = (f"{SCRIPTS} follow", "; connect-src 'self'") if meta["version"] else (SCRIPTS, "")
+    script = '"use strict";\n' + "".join(_read(f"{name}.js") for name in names.split())
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"base-uri 'none'; form-action 'none'{connect}"
     )
     data = dump_json(meta, ensure_ascii=True).replace("<", "\\u003c")
     blocks = {"meta": [data], "block": packer.blocks, "text": packer.texts.blocks}
