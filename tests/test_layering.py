@@ -327,7 +327,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1184, 9),
     "rollout": (2924, 16),
     "tools": (2573, 15),
-    "trainers": (6510, 17),
+    "trainers": (6557, 17),
     "update": (2067, 9),
 }
 

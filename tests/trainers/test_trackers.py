@@ -1,4 +1,4 @@
-"""What trackers are given: every number, and the table of `log_completions`."""
+"""What trackers are given: every number, the table of `log_completions`, and traces for trackio."""
 
 import contextlib
 import importlib.util
@@ -11,8 +11,12 @@ from collections import deque
 
 import pytest
 
+from agent_r1_trl.recording import read_records
+from agent_r1_trl.safe_text import set_rules, visible
 from agent_r1_trl.trainers.metrics import write_as_text
+from agent_r1_trl.trainers.recorder import make_trace
 from tests.cli.conftest import write_task
+from tests.recording.examples import two_turns
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy
 
@@ -89,6 +93,46 @@ def test_trackio_has_every_number_and_the_trajectories_as_tables(tracked_run):
     text = json.dumps(tables)
     assert len(tables) >= 4  # two steps, and an evaluation after each
     assert "What is 0 + 0?" in text and "environment_reward" in text and "advantage" in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("trackio" not in TRACKERS, reason="not installed")
+def test_trackio_has_the_trajectories_of_each_step_as_traces(tracked_run):
+    folder, _ = tracked_run
+    with contextlib.closing(sqlite3.connect(folder / "trackio" / "huggingface.db")) as database:
+        found = list(database.execute("select key, messages, metadata, spans from traces order by timestamp, id"))
+    assert {key for key, *_ in found} == {"trajectories"}
+    traces = {}
+    for _, *texts in found:
+        messages, metadata, spans = map(json.loads, texts)
+        traces[metadata["inspector"]] = messages, metadata, spans
+    records = [record for record in read_records(folder / "out") if record.split == "train"]
+    assert len(found) == len(traces) == len(records) == 8  # two steps of four
+    for record in records:
+        item = record.trajectory
+        messages, metadata, spans = traces[f"#{record.step}/{record.group}/{item.generation}"]
+        assert [message["content"] for message in messages] == [
+            visible(message["content"]) for message in item.messages
+        ]
+        assert (metadata["step"], metadata["group"], metadata["example"]) == (
+            record.step,
+            record.group,
+            item.example_id,
+        )
+        assert (metadata["reward"], metadata["success"]) == (item.total_reward, item.is_solved)
+        assert len(spans) == len(item.tool_results)
+
+
+def test_a_trace_has_a_span_for_each_call_and_no_secret(monkeypatch):
+    monkeypatch.setenv("SEARCH_API_KEY", "0123456789abc")
+    set_rules()
+    item = two_turns(prompt_messages=[{"role": "user", "content": "\x1b[31m 0123456789abc \ud800"}])
+    trace = make_trace(item, 4, 2)
+    assert trace["messages"][0]["content"] == "␛[31m [secret: SEARCH_API_KEY] ?"
+    assert trace["metadata"]["inspector"] == "#4/2/3" and trace["metadata"]["reward"] == item.total_reward
+    (span,) = trace["spans"]
+    assert (span["name"], span["input"], span["output"]) == ("search", {"query": "Höhe 🙂"}, "too slow")
+    assert (span["status"], span["error"], span["duration_ms"]) == ("error", "timeout", 250.0)
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ is taken from the first pass of the loss over it, lies on the device until all o
 and is written then. Rows may be trained on by another rank than the one that sampled them; each rank writes what it
 has sampled. A rollout that an earlier process has begun to train on gets no columns: who resumes does not have its
 trajectories.
+
+With `log_completions` trackio gets the first trajectories of the last rollout at each log, as traces.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from agent_r1_trl.recording.columns import encode, sidecar
 from agent_r1_trl.recording.events import METRICS_FILE, STEPS_FILE
 from agent_r1_trl.recording.lines import LineWriter
 from agent_r1_trl.recording.store import TrajectoryStore
+from agent_r1_trl.safe_text import shown_all
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
@@ -52,6 +56,8 @@ class RolloutInUpdate:
 
 
 PART = ("log_probs", "entropies", "mask")
+NUM_TRACES = 8
+"""Trajectories that trackio gets at a log, unless `num_completions_to_print` says how many."""
 
 
 class Recorder(RolloutCallback):
@@ -75,6 +81,8 @@ class Recorder(RolloutCallback):
         """What the pass of the loss in flight gave, (M, T) each."""
         self._groups_of_step = (-1, 0)
         """The last step, and how many group numbers its rollouts have used."""
+        self._traces: list[dict[str, Any]] = []
+        """Arguments of `trackio.Trace` that were not logged yet."""
 
     # ---------------------------------------------------------------- the run begins
 
@@ -96,6 +104,11 @@ class Recorder(RolloutCallback):
             known = {name: _finite(value) for name, value in logs.items()}
             item = {"step": state.global_step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **known}
             self._metrics.append(Path(args.output_dir) / METRICS_FILE, [item])
+        if self._traces:
+            import trackio
+
+            trackio.log({"trajectories": [trackio.Trace(**trace) for trace in self._traces]})
+            self._traces = []
 
     # ---------------------------------------------------------------- a rollout
 
@@ -116,6 +129,10 @@ class Recorder(RolloutCallback):
             return
         if trainer.is_world_process_zero():
             self._steps.append(self.store.folder / STEPS_FILE, [self._describe_step(step, batch, fields or [])])
+            if trainer.args.log_completions and "trackio" in (trainer.args.report_to or ()):
+                pairs = zip(trajectories, fields or (), strict=False)
+                chosen = islice(pairs, trainer.args.num_completions_to_print or NUM_TRACES)
+                self._traces = [make_trace(item, step, own["group"]) for item, own in chosen]
         columns = {"reference": output.get("ref_per_token_logps"), "value": output.get("old_values")}
         if trainer.args.kl_placement == "reward" and trainer.beta != 0.0:
             columns["kl_reward"] = trainer.beta * (output["ref_per_token_logps"] - output["old_per_token_logps"])
@@ -245,6 +262,36 @@ class Recorder(RolloutCallback):
         log_probs, entropies = map(rows.to_time, torch.from_numpy(table))
         of_loss = {"log_probs": log_probs, "entropy": entropies}
         return {name: x.cpu().numpy() for name, x in (of_loss | rollout.columns).items()}
+
+
+def make_trace(item: Trajectory, step: int, group: int) -> dict[str, Any]:
+    """Arguments of `trackio.Trace`, with a span for each call; secrets are masked, control characters visible."""
+    metadata = {
+        "step": step,
+        "group": group,
+        "generation": item.generation,
+        "example": item.example_id,
+        "reward": item.total_reward,
+        "success": item.is_solved,
+        "stop_reason": item.stop_reason.value,
+        "duration_ms": 1000 * item.duration_s,
+        "inspector": f"#{step}/{group}/{item.generation}",
+    }
+    spans = [
+        {
+            "id": f"{number}",
+            "name": result.call.name or "unreadable call",
+            "kind": "tool",
+            "input": result.call.arguments,
+            "output": result.content,
+            "duration_ms": 1000 * result.latency_s,
+            "status": "error" if result.is_error else "ok",
+            "error": result.error and result.error.value,
+        }
+        for number, result in enumerate(item.tool_results)
+    ]
+    found: dict[str, Any] = shown_all({"messages": item.messages, "metadata": metadata, "spans": spans})
+    return found
 
 
 def _finite(value: Any) -> Any:
