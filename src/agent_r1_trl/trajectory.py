@@ -186,6 +186,8 @@ class Turn:
     """Seconds spent waiting for the sampler."""
     env_s: float = 0.0
     """Seconds spent in the environment (tools included)."""
+    rendered: dict[str, str] = field(default_factory=dict)
+    """The state after the turn, for readers of the record: `text`, `svg`, `error` (see `Environment`)."""
     summary_request: Message | None = None
     """The user message that asked for a summary, before which it stands; None for a turn that the environment got."""
 
@@ -245,6 +247,8 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     """JSON-serialisable extras from the environment (gold answer, prediction, scores, ...)."""
     duration_s: float = 0.0
+    rendered: dict[str, str] = field(default_factory=dict)
+    """The state after `reset`, like `Turn.rendered`."""
     segments: list[Segment] = field(default_factory=list)
     """Where the tokens go on in another row, because the context was rewritten; empty for one row."""
     open_context: list[int] | None = None

@@ -342,6 +342,44 @@ def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
         assert f"Bad.{method} had not returned after {limits[method]}=1 s" in trajectory.error
 
 
+PICTURE = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+
+
+@plain_and_async
+def test_what_an_environment_renders_is_recorded_and_read_by_nobody(is_async):
+    env = bad_env(is_async=is_async, render_text=returning("a b"), render_svg=returning(PICTURE))
+    trajectory = bad_among_good(env, [say("ok")])
+    rendered = {"text": "a b", "svg": PICTURE}
+    assert trajectory.rendered == rendered and [turn.rendered for turn in trajectory.turns] == [rendered]
+    assert Trajectory.from_json(trajectory.to_json()) == trajectory
+    assert_same(trajectory, bad_among_good(bad_env(), [say("ok")]))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, 3, "x" * 20_001, "no svg", "<svg/>", "<svg", f"<!DOCTYPE a [<!ENTITY b 'c'>]>{PICTURE}", "\ud800"],
+)
+def test_a_drawing_of_another_form_is_an_error_in_the_record_once(returned):
+    trajectory = bad_among_good(bad_env(render_svg=returning(returned)), [say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE
+    assert trajectory.rendered.keys() == {"error"} and "Bad.render_svg: " in trajectory.rendered["error"]
+    assert [turn.rendered for turn in trajectory.turns] == [{}]
+
+
+@any_error
+def test_whatever_rendering_raises_is_an_error_in_the_record(error):
+    trajectory = bad_among_good(bad_env(render_text=raising(error)), [say("ok")])
+    assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome_reward != 0
+    assert "Bad.render_text: " in trajectory.rendered["error"]
+
+
+@any_hang
+def test_rendering_that_hangs_is_given_up_too(hang, monkeypatch):
+    monkeypatch.setattr(env_session, "RENDER_TIMEOUT_S", 0.1)
+    trajectory = bad_among_good(bad_env(render_svg=lambda self: hang()), [say("ok")], reset_timeout=10.0)
+    assert trajectory.stop_reason is StopReason.DONE and "TimeoutError" in trajectory.rendered["error"]
+
+
 @any_hang
 def test_a_close_that_hangs_is_given_up_too(hang, caplog, monkeypatch):
     monkeypatch.setattr(env_session, "CLOSE_TIMEOUT_S", 0.1)

@@ -36,7 +36,11 @@ class StepResult(NamedTuple):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Any object with these methods is an environment. `tools` and `outcome_reward` are optional."""
+    """Any object with these methods is an environment. `tools` and `outcome_reward` are optional.
+
+    So are `render_text()` and `render_svg()`, each a str: the present state for readers of the record, asked for after
+    `reset` and after each `step`. No prompt holds it.
+    """
 
     tools: Sequence[Any]
     """Their schemas are rendered into the prompt."""

@@ -51,6 +51,8 @@ class Draft:
     error: str | None = None
     is_refused: bool = False
     """The back end refused the request and would refuse it again."""
+    rendered: dict[str, str] = field(default_factory=dict)
+    """The state after `reset`, for readers of the record."""
     usage: dict[str, int] | None = None
     """What a server has counted, of a trajectory without ids (`hosted.py`); None for one with ids."""
     info: dict[str, Any] = field(default_factory=dict)
@@ -176,6 +178,7 @@ class Draft:
             generation=self.request.generation,
             seed=self.request.seed,
             error=self.error,
+            rendered=self.rendered,
             info=self.info if self.usage is None else {USAGE: dict(self.usage)},
             duration_s=duration_s,
         )

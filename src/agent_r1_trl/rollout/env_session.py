@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
+from xml.etree import ElementTree
 
 from agent_r1_trl.environments.base import RewardError, StepResult
 from agent_r1_trl.environments.reward_values import read_number
@@ -28,6 +29,10 @@ ENV_THREADS = 256
 """Maximum number of plain (not async) environment methods that run at once."""
 CLOSE_TIMEOUT_S = 60.0
 """Seconds that `close` may take before the rollout goes on without it."""
+RENDER_TIMEOUT_S = 5.0
+"""Seconds that `render_text` or `render_svg` may take before the rollout goes on without them."""
+MAX_RENDERED = 20_000
+"""Maximum number of characters that is recorded of one state, in either form."""
 
 
 class TrajectoryFailure(Exception):
@@ -68,6 +73,7 @@ class EnvSession:
     def __init__(self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str]) -> None:
         self._factory, self._truncate = factory, truncate
         self._lock, self._is_closed = threading.Lock(), False
+        self._is_render_broken = False
         self.thread = OwnThread()
         self.env: Any = None
 
@@ -134,6 +140,22 @@ class EnvSession:
         info = {**info, "reward_parts": _numbers(parts, f"{self.name}.step")}
         number = read_number(reward, f"{self.name}.step, as reward,")
         return StepResult([dict(item) for item in observations], number, is_done, info)
+
+    async def render(self) -> dict[str, str]:
+        """What the environment shows of its state to readers of the record: `text`, `svg`, or `error`; {} if nothing.
+
+        No prompt holds it. A method that raises, hangs or returns another form is asked no more.
+        """
+        rendered: dict[str, str] = {}
+        for kind in () if isinstance(self.env, TRLEnvAdapter) or self._is_render_broken else ("text", "svg"):
+            try:  # a property may raise, too
+                if callable(method := getattr(self.env, f"render_{kind}", None)):
+                    async with asyncio.timeout(RENDER_TIMEOUT_S):
+                        rendered[kind] = check_rendered(kind, await self._call(method))
+            except Exception as error:
+                self._is_render_broken = True
+                rendered["error"] = f"{self.name}.render_{kind}: {str(error) or type(error).__name__}"[:500]
+        return rendered
 
     async def outcome(self, trajectory: Trajectory) -> tuple[float, dict[str, float]]:
         """Score the finished trajectory. An exception is a bug in a reward function and propagates.
@@ -213,6 +235,24 @@ class EnvSession:
             raise
         except BaseException as error:  # the method's own CancelledError is not this task's
             raise _as_exception(error) from error
+
+
+def check_rendered(kind: str, value: Any) -> str:
+    """A state as an environment rendered it.
+
+    Raises:
+        ValueError: it is no text, too long, or not the SVG document that `kind` "svg" asks for.
+    """
+    problem = None
+    if not isinstance(value, str) or len(value) > MAX_RENDERED:
+        problem = f"returned {value!r:.80}, which is no text of at most {MAX_RENDERED} characters"
+    elif kind == "svg":
+        tag = None if "<!ENTITY" in value else ElementTree.fromstring(value).tag
+        if tag != "{http://www.w3.org/2000/svg}svg":
+            problem = 'returned no <svg xmlns="http://www.w3.org/2000/svg"> without entities'
+    if problem:
+        raise ValueError(problem)
+    return str(value)
 
 
 def _numbers(parts: Mapping[Any, Any], source: str) -> dict[str, float]:

@@ -206,6 +206,7 @@ async def take_step(
     began = time.perf_counter()
     observations, reward, done, info = await session.step(turn.message)
     record_step(turn, reward, info, env_s=time.perf_counter() - began)
+    turn.rendered = await session.render()
     failed = [result for result in turn.tool_results if result.is_infrastructure_failure]
     if failed:
         draft.error = f"tool {failed[0].cause} (attempts: {failed[0].attempts})"
@@ -251,9 +252,11 @@ async def reset_in_time(
     """Start the episode; returns prompt messages and tool schemas."""
     try:
         async with asyncio.timeout(limits.reset_timeout):
-            return await session.reset(draft.request)
+            begun = await session.reset(draft.request)
     except TimeoutError as error:
         raise EnvironmentFailure(_too_slow(session, "reset", "reset_timeout", limits)) from error
+    draft.rendered = await session.render()
+    return begun
 
 
 async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLimits) -> None:

@@ -344,6 +344,9 @@ def test_a_rollout_plays_a_game_to_its_end(family):
     assert [turn.reward for turn in trajectory.turns] == [-0.1, -0.1, pytest.approx(0.9)]
     assert trajectory.turns[2].reward_parts == {"step": -0.1, "box_on_target": 1.0}
     assert trajectory.info["success"] == 1.0 and trajectory.info["num_invalid_turns"] == 1.0
+    first, *drawn = [part.rendered["svg"] for part in (trajectory, *trajectory.turns)]
+    assert len({first, *drawn}) == 3 and first != drawn[0] == drawn[1], "an unknown action changes nothing"
+    assert drawn[2].count("<path") == first.count("<path") == 6, "ground, edges, wall, target, box, player"
 
 
 class SokobanLevel(SokobanEnv):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ HOSTILE = [
     "lone \ud800 surrogate",
     "&lt;b&gt; &amp; \"quotes' `ticks` ${window.ran=1}",
 ]
+# What runs where an SVG is a page of its own, and not where it is an image.
+DRAWING = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 4 4" onload="top.ran = 1"><script>top.ran = 1</script>'
+    '<image href="http://example.com/a.png"/><foreignObject><body xmlns="http://www.w3.org/1999/xhtml" '
+    'onload="top.ran = 1"/></foreignObject><circle r="2"/><text>TEXT</text></svg>'
+)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +138,7 @@ class Visit:
         self.until("document.body.dataset.ready")
 
     def _note(self, url: str) -> None:
-        if not url.startswith(("file:///", "data:,")):
+        if not url.startswith(("file:///", "data:,", "data:image/svg+xml,")):
             self.errors.append(url)
 
     def until(self, expression: str):
@@ -245,6 +252,8 @@ def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
             tokenizer, (safe[:3000], safe[:50]), text, tool=text, error=text, failed_tries=[text],
             info={text: text}, reward_parts={text: 1.0}, prompt_messages=[{"role": text, "content": text}],
         )  # fmt: skip
+        item.rendered = {"text": text, "error": text}
+        item.turns[0].rendered = {"svg": DRAWING.replace("TEXT", escape(safe[:5000])) if text.isprintable() else text}
         item.turns[0].message |= {"reasoning_content": text, "malformed_tool_call": text}
         item.turns[0].observations = [{"role": text, "content": text}]
         items.append(item)
@@ -266,13 +275,11 @@ def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
         visit.until("document.querySelector('.tokens')")
     assert visit.page.evaluate("window.ran ?? null") is None
     assert visit.page.evaluate("document.scripts.length") == scripts
-    assert (
-        visit.page.evaluate(
-            "document.querySelectorAll('main img, main script, main iframe, [onerror], [onload]').length"
-        )
-        == 0
-    )
+    foreign = 'main img:not([src^="data:image/svg+xml,"]), main script, main iframe, [onerror], [onload]'
+    assert visit.page.evaluate("(foreign) => document.querySelectorAll(foreign).length", foreign) == 0
     assert not visit.errors
+    visit.go("#1/5/0", "after turn 0")
+    visit.until("document.querySelector('.turn .state img').naturalWidth")
     visit.go("#1/4/0", "U+202E")
     assert visit.page.evaluate("document.body.innerText.match(/[\\u202a-\\u202e\\u2066-\\u2069]/)") is None
     visit.go("#1/11/0", "नमस्ते")

@@ -237,13 +237,14 @@ WRITES = re.compile(
 )
 
 
-def test_one_function_alone_writes_text_into_the_page():
+def test_one_function_alone_writes_text_into_the_page_and_one_draws_images():
     found = []
     for path in sorted((page.WEB).glob("*.js")):
         source = path.read_text(encoding="utf-8")
         if path.name == "put.js":
-            start = source.index("function put(")
-            source = source[:start] + source[source.index("\n}\n", start) :]
+            for function in ("function put(", "function picture("):
+                start = source.index(function)
+                source = source[:start] + source[source.index("\n}\n", start) :]
         found += [f"{path.name}: {line.strip()}" for line in source.splitlines() if WRITES.search(line)]
     assert not found
     assert page.SCRIPTS and {path.stem for path in page.WEB.glob("*.js")} == {*page.SCRIPTS.split(), "follow"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from agent_r1_trl.features.games.base import GameEnv, load_package
-from agent_r1_trl.features.games.grid import MOVES, Place, explain_marks, moved, read_grid, symbols_for
+from agent_r1_trl.features.games.grid import MOVES, Place, draw_grid, explain_marks, moved, read_grid, symbols_for
 from agent_r1_trl.settings import Clash, Flag, PositiveShare, Whole
 
 SYMBOLS = {"player": "P", "ice": "_", "hole": "O", "goal": "G", "player_in_hole": "X", "player_on_goal": "V"}
@@ -112,14 +112,18 @@ class FrozenLakeEnv(GameEnv):
 
     def describe(self) -> str:
         """The lake with the player on it."""
-        marks = {
-            letter: self.symbols[name] for letter, name in zip("SFHG", ("ice", "ice", "hole", "goal"), strict=True)
-        }
+        return "\n".join("".join(map(self.symbols.__getitem__, row)) for row in self._names())
+
+    def render_svg(self) -> str:
+        """The lake as a picture, for readers of the record."""
+        return draw_grid(self._names())
+
+    def _names(self) -> list[list[str]]:
+        marks = dict(zip("SFHG", ("ice", "ice", "hole", "goal"), strict=True))
         grid = [[marks[letter] for letter in row] for row in self._rows]
         under = self._rows[self.place[0]][self.place[1]]
-        name = {"H": "player_in_hole", "G": "player_on_goal"}.get(under, "player")
-        grid[self.place[0]][self.place[1]] = self.symbols[name]
-        return "\n".join("".join(row) for row in grid)
+        grid[self.place[0]][self.place[1]] = {"H": "player_in_hole", "G": "player_on_goal"}.get(under, "player")
+        return grid
 
     def metrics(self) -> dict[str, float]:
         """Whether the player fell into a hole."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 from agent_r1_trl.features.games.base import GameEnv, pair_of
-from agent_r1_trl.features.games.grid import MOVES, Place, explain_marks, moved, read_grid, symbols_for
+from agent_r1_trl.features.games.grid import MOVES, Place, draw_grid, explain_marks, moved, read_grid, symbols_for
 from agent_r1_trl.settings import Clash, Count, Finite, Number
 
 SYMBOLS = {
@@ -139,6 +139,11 @@ class SokobanEnv(GameEnv):
         """The room."""
         level = write_level(self._size, self._free, self._targets, self.state)
         return "".join(self.symbols[LETTERS[letter]] if letter in LETTERS else letter for letter in level)
+
+    def render_svg(self) -> str:
+        """The room as a picture, for readers of the record."""
+        level = write_level(self._size, self._free, self._targets, self.state)
+        return draw_grid([[LETTERS[letter] for letter in row] for row in level.splitlines()])
 
     def metrics(self) -> dict[str, float]:
         """The share of the targets that have a box."""

@@ -258,6 +258,7 @@ class Packer:
             "parts": [[str(name), rounded(value)] for name, value in item.reward_parts.items()],
             "info": [[str(name), _text(value)] for name, value in item.info.items()],
             "error": item.error or "",
+            "rendered": item.rendered,
             "tries": [str(text) for text in item.failed_tries],
             "columns": {name: column(name, values) for name, values in columns.items()},
             "how": [record.estimator or "", record.scale or ""],
@@ -388,6 +389,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "calls": calls or not_made,
         "flags": ["cut"] * turn.is_truncated + ["invalid"] * turn.is_invalid,
         "summary": turn.is_summary,
+        "rendered": turn.rendered,
     }
 
 

@@ -10,7 +10,8 @@ function messagesView(opened, text) {
   }
   const nodes = [];
   const prompt = sections.get(-1) || [];
-  if (prompt.length) nodes.push(fold(true, ["prompt"], (body) => add(body, prompt.map(messageNode))));
+  if (prompt.length) nodes.push(fold(true, ["prompt"], (body) => add(body,
+    stateView(opened.head.rendered, "at the start"), prompt.map(messageNode))));
   opened.head.turns.forEach((turn, i) => {
     for (const context of opened.contexts) {
       if (context.start === turn.span[0] && turn.span[1] > turn.span[0]) nodes.push(contextView(opened, context));
@@ -20,6 +21,7 @@ function messagesView(opened, text) {
       const isOwn = (part) => part.role === "assistant";
       const asked = turn.summary ? said.filter((part) => !isOwn(part)).slice(0, 1) : [];
       const calls = turn.calls.filter(({name}) => name !== "?"); // a call that could not be read is a message
+      add(body, stateView(turn.rendered, `after turn ${i}`));
       add(body, asked.map(messageNode), said.filter(isOwn).map(messageNode), calls.map(callNode));
       add(body, said.filter((part) => !isOwn(part) && !asked.includes(part)).map(messageNode));
       add(body, el("div.earned", opened.head.badges.filter(([place]) => place >= turn.span[0] && place < turn.span[1])

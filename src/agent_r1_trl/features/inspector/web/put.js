@@ -120,6 +120,14 @@ function svg(tag, attributes, ...children) {
   return add(node, children);
 }
 
+// A drawing of somebody else as an image: scripts in one do not run, and it fetches nothing.
+function picture(drawing, caption) {
+  const image = document.createElement("img");
+  image.src = `data:image/svg+xml,${encodeURIComponent(spelled(drawing))}`;
+  image.alt = caption;
+  return image;
+}
+
 // ---------------------------------------------------------------- numbers
 
 function count(number) {

@@ -130,6 +130,7 @@ function promptView(opened) {
   const skip = meta.runs[table.run[opened.number]].strips && vocabulary.tokens[opened.prompt[0]]?.[0] === 32 ? 1 : 0;
   return fold(num <= FOLD_PROMPT, [`prompt · ${plural(num, "token")}`], (body) => {
     body.classList.add("prompt");
+    add(body, stateView(opened.head.rendered, "at the start"));
     add(body, plainTokens(opened.prompt, 0, num, "break", skip)); // `decode` drops the first blank of a text, too
   });
 }
@@ -153,6 +154,7 @@ function turnsView(opened, first, from = 0) {
     const isOpen = !isLong || policy < OPEN_TOKENS / 2 || isProblem || i === turns.length - 1;
     policy += next - begin;
     nodes.push(el("div.turn", fold(isOpen, turnTitle(opened, turn, i), (body) => {
+      add(body, stateView(turn.rendered, `after turn ${i}`));
       add(body, el("div.tokens", policyTokens(opened, Math.max(begin, from), end)));
       if (next > end) add(body, el("div.observation", between(opened, end, next)));
     })));
@@ -200,6 +202,14 @@ function badge(name, value) {
   return el(value < 0 ? "span.badge.minus" : "span.badge.plus", foreign(String(name).slice(0, 80)), ` ${show(value, true, 2)}`);
 }
 
+// A state as the environment rendered it.
+function stateView(rendered, caption) {
+  const {svg, text, error} = rendered;
+  if (!svg && !text && !error) return null;
+  return el("figure.state", svg ? picture(svg, caption) : null, text ? el("pre", foreign(text)) : null,
+    error ? el("p.problem", foreign(error)) : null, el("figcaption.quiet", caption));
+}
+
 // Tokens that the policy did not sample: template glue is fainter and stays on its line.
 function between(opened, start, end) {
   const nodes = [];
@@ -208,6 +218,8 @@ function between(opened, start, end) {
     const isTemplate = opened.authors[from] === 1;
     nodes.push(el(isTemplate ? "span.template" : "span.environment",
       plainTokens(opened.completion, from, to, isTemplate ? "mark" : "break")));
+    const isLine = vocabulary.tokens[opened.completion[to - 1]].at(-1) === 10; // its newline is only marked
+    if (isTemplate && isLine && to < end) nodes.push("\n");
   }
   return nodes;
 }
