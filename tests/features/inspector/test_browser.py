@@ -209,6 +209,24 @@ def test_keys_colour_step_and_compare(browser, run_page):
     assert not visit.errors
 
 
+def test_turns_far_below_are_text_until_they_come_near(browser, tmp_path):
+    turns = [f"turn {number} " + "says this and that, " * 15 for number in range(30)]
+    TrajectoryStore(tmp_path).write(1, [trajectory(make_tokenizer("qwen2_5"), turns)])
+    visit = Visit(browser, write(tmp_path), "#1/0/0")
+    visit.until("document.querySelector('#middle .tokens .token')")
+    last = "document.querySelector('.turn:last-child .tokens')"
+    assert visit.page.evaluate(f"{last}.querySelectorAll('.token').length") == 0
+    assert visit.page.evaluate(f"{last}.textContent") == turns[-1]
+    visit.page.evaluate(f"{last}.scrollIntoView()")
+    visit.until(f"{last}.querySelectorAll('.token').length > 20")
+    assert visit.page.evaluate(f"{last}.textContent").startswith(turns[-1]), "and a badge"
+    visit.press("l", "n")  # what is not there yet gets the colour that is chosen now
+    assert visit.page.evaluate("[...document.querySelectorAll('#middle .tokens')].every((node) => !node.fill)")
+    colours = "[...document.querySelectorAll('.tokens .token')].map((node) => getComputedStyle(node).backgroundColor)"
+    assert len(set(visit.page.evaluate(colours))) == 1
+    assert "position 0" in visit.text("#why") and not visit.errors
+
+
 def test_half_characters_are_one_cell_and_the_rest_is_what_decode_gives(browser, run_page):
     visit = Visit(browser, run_page, "#1/1/0")
     visit.until("document.querySelectorAll('#middle .token.several').length")

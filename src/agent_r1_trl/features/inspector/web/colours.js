@@ -13,17 +13,22 @@ const OTHERS = [
   {name: "reference", label: "reference's log-prob"},
 ];
 const FULL = 0.48; // alpha of the full colour: text on it keeps its contrast
+const LEVELS = 24;
+for (const hue of ["blue", "orange", "purple"]) { // classes, because a style of each token's own takes twice the time
+  for (let level = 1; level <= LEVELS; level++) {
+    const alpha = ((FULL * level) / LEVELS).toFixed(2);
+    document.styleSheets[0].insertRule(`.${hue}${level} { background-color: rgb(var(--${hue}) / ${alpha}); }`);
+  }
+}
 
 const scaleOf = (name) => meta.scales[name] || 1;
 
-// The background of a value; "" for none.
+// The class with the background of a value; "" for none.
 function colourOf(column, value) {
-  if (column.name === "mask") return "rgb(var(--blue) / 0.3)";
-  if (Number.isNaN(value)) return "";
-  const strength = Math.min(1, Math.abs(value) / scaleOf(column.name)) * FULL;
-  if (strength < 0.004) return "";
-  const hue = column.isSigned ? (value > 0 ? "--blue" : "--orange") : "--purple";
-  return `rgb(var(${hue}) / ${strength.toFixed(3)})`;
+  if (column.name === "mask") return "blue15";
+  const level = Math.round(LEVELS * Math.min(1, Math.abs(value) / scaleOf(column.name)));
+  if (!level) return ""; // NaN, too
+  return (column.isSigned ? (value > 0 ? "blue" : "orange") : "purple") + level;
 }
 
 function availableColumns(opened) {
@@ -31,7 +36,8 @@ function availableColumns(opened) {
 }
 
 function paintToken(node, opened, column) {
-  node.style.backgroundColor = colourOf(column, column.name === "mask" ? 1 : opened.at(column.name, node.position));
+  const isChosen = opened === shown.opened && node.position === shown.position;
+  node.className = `${node.kind}${isChosen ? " chosen " : " "}${colourOf(column, opened.at(column.name, node.position))}`;
 }
 
 function legend(column) {
@@ -46,7 +52,5 @@ function legend(column) {
 }
 
 function swatch(column, value) {
-  const node = el("span.swatch");
-  node.style.backgroundColor = colourOf(column, value);
-  return node;
+  return el(`span.swatch.${colourOf(column, value)}`);
 }

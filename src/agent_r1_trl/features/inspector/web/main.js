@@ -111,6 +111,7 @@ async function start() {
   drawFilters();
   if (!run.tokenizer) shown.isMessages = true;
   addEventListener("hashchange", route);
+  addEventListener("beforeprint", fillAll);
   addEventListener("resize", () => drawList(false));
   document.addEventListener("keydown", onKey);
   document.getElementById("rows").addEventListener("scroll", () => drawList(false), {passive: true});

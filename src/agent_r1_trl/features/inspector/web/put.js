@@ -130,8 +130,10 @@ function picture(drawing, caption) {
 
 // ---------------------------------------------------------------- numbers
 
+const wholes = new Intl.NumberFormat("en-US", {maximumFractionDigits: 0});
+
 function count(number) {
-  return Math.round(number).toLocaleString("en-US");
+  return wholes.format(Math.round(number));
 }
 
 // A number for people: 4 digits, "4e−5" for small ones, a sign only on request.

@@ -35,11 +35,10 @@ function cellText(cell) {
 }
 
 // One cell that can be clicked and coloured.
-function cellNode(cell, isTemplate) {
+function cellNode(cell) {
   const node = document.createElement("span");
-  node.className = cell.isSpecial ? "token special" : cell.num > 1 ? "token several" : "token";
-  if (cell.text === null) node.classList.add("bytes");
-  put(node, cellText(cell), cell.isSpecial || isTemplate ? "mark" : "break");
+  node.kind = cell.isSpecial ? "token special" : cell.text === null ? "token bytes" : cell.num > 1 ? "token several" : "token";
+  put(node, cellText(cell), cell.isSpecial ? "mark" : "break");
   node.position = cell.start;
   return node;
 }

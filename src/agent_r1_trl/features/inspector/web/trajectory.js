@@ -1,6 +1,7 @@
 // One trajectory: its turns as coloured tokens or as messages, rewards where they sit, new contexts where they began.
 
 const FOLD_PROMPT = 300; // tokens
+const NEAR_TOKENS = 400; // the first tokens are cells at once, the others when they come near the window
 const OPEN_TOKENS = 6000; // a longer trajectory opens with its first turns, its last, and those with problems
 const shown = {
   trajectory: null, opened: null, mate: null, mateOpened: null, column: "advantage", isMessages: false, position: null,
@@ -27,13 +28,14 @@ function currentColumn(opened) {
 function drawTrajectory() {
   const middle = clear(document.getElementById("middle"));
   const {opened} = shown;
+  near.disconnect();
+  middle.scrollTop = 0; // while it is empty: it asks for a layout
   add(middle, heading(opened), switches(opened));
   const body = el("div.body");
   if (shown.mateOpened) add(body, siblingsView(opened, shown.mateOpened));
   else if (showsMessages(opened)) add(body, messagesView(opened, shown.text));
   else add(body, promptView(opened), turnsView(opened, 0));
   add(middle, body);
-  middle.scrollTop = 0;
 }
 
 // Those of a hosted model have no tokens.
@@ -152,10 +154,11 @@ function turnsView(opened, first, from = 0) {
     }
     const isProblem = turn.flags.length > 0 || turn.calls.some((call) => call.error);
     const isOpen = !isLong || policy < OPEN_TOKENS / 2 || isProblem || i === turns.length - 1;
+    const isNear = policy < NEAR_TOKENS;
     policy += next - begin;
     nodes.push(el("div.turn", fold(isOpen, turnTitle(opened, turn, i), (body) => {
       add(body, stateView(turn.rendered, `after turn ${i}`));
-      add(body, el("div.tokens", policyTokens(opened, Math.max(begin, from), end)));
+      add(body, tokensView(opened, Math.max(begin, from), end, isNear));
       if (next > end) add(body, el("div.observation", between(opened, end, next)));
     })));
   }
@@ -184,12 +187,32 @@ function turnTitle(opened, turn, i) {
   return parts.map((part) => el("span.item", part));
 }
 
+const near = new IntersectionObserver((entries) => {
+  for (const {target, isIntersecting} of entries) if (isIntersecting) target.fill?.();
+}, {root: document.getElementById("middle"), rootMargin: "300px"});
+
+// The tokens of a turn: plain text until they come near, of which a search of the browser knows, then cells.
+function tokensView(opened, start, end, isNear) {
+  const node = el("div.tokens");
+  node.fill = () => {
+    node.fill = null;
+    near.unobserve(node);
+    add(clear(node), policyTokens(opened, start, end));
+  };
+  if (isNear) node.fill();
+  else near.observe(put(node, lenient.decode(bytesOf(opened.completion, start, end)), "break"));
+  return node;
+}
+
+function fillAll() {
+  for (const node of document.querySelectorAll("#middle .tokens")) node.fill?.();
+}
+
 function policyTokens(opened, start, end) {
   const nodes = [], column = currentColumn(opened);
   for (const cell of cellsOf(opened.completion, start, end)) {
-    const node = cellNode(cell, false);
+    const node = cellNode(cell);
     paintToken(node, opened, column);
-    if (cell.start === shown.position) node.classList.add("chosen");
     nodes.push(node);
     for (const [at, name, value] of opened.head.badges) {
       if (at >= cell.start && at < cell.start + cell.num) nodes.push(badge(name, value));

@@ -130,6 +130,7 @@ function choosePosition(position) {
 
 // The next or previous token that the policy sampled.
 function stepToken(by) {
+  fillAll();
   const tokens = [...document.querySelectorAll("#middle .turns:not(.mate) .tokens .token")];
   if (!tokens.length) return;
   const at = tokens.findIndex((token) => token.position === shown.position);
