@@ -1,4 +1,4 @@
-"""pass@k, tags, costs and paired comparisons, against sums by hand and other ways to the same number."""
+"""pass@k and pass^k, tags, costs and paired comparisons, against sums by hand and other ways to the same number."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 
 from agent_r1_trl.evaluation import EvaluationResult
 from agent_r1_trl.evaluation.comparison import compare, read_examples, write_examples
-from agent_r1_trl.evaluation.result import attempts_of, example_sums, pass_at_k, token_counts
+from agent_r1_trl.evaluation.result import attempts_of, example_sums, pass_all_k, pass_at_k, token_counts
 from agent_r1_trl.evaluation.table import split_by, tags_of
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
 from tests.test_evaluation import result_of, rolled_out
@@ -14,10 +14,22 @@ from tests.test_evaluation import result_of, rolled_out
 
 @pytest.mark.parametrize("num_solved", range(6))
 @pytest.mark.parametrize("k", range(1, 6))
-def test_pass_at_k_is_the_share_of_draws_with_a_solved_attempt(num_solved, k):
+def test_pass_k_is_the_share_of_draws_with_a_solved_attempt_or_of_solved_ones_alone(num_solved, k):
     attempts = [True] * num_solved + [False] * (5 - num_solved)
     draws = list(itertools.combinations(attempts, k))
     assert pass_at_k(5, num_solved, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_all_k(5, num_solved, k) == pytest.approx(sum(map(all, draws)) / len(draws))
+
+
+def test_all_of_two_attempts_are_solved_at_half_a_question_and_one_of_five_sixths():
+    solved = [[1, 1, 1, 0], [1, 1, 0, 0]]  # C(3, 2) / C(4, 2) = 1/2 and 1/6; a solved one: 1 and 5/6
+    rows = [example_sums([rolled_out(em=float(one)) for one in group]) for group in solved]
+    result = EvaluationResult.from_rows(rows, example_ids=["a", "b"], num_generations=4)
+    assert result.metrics["pass^2"] == pytest.approx((1 / 2 + 1 / 6) / 2)
+    assert result.intervals["pass^2"] == pytest.approx((1 / 6, 1 / 2))
+    assert result.metrics["pass@2"] == pytest.approx((1 + 5 / 6) / 2)
+    assert result.metrics["pass^4"] == 0.0 and result.metrics["pass^1"] == result.metrics["pass@1"] == 0.625
+    assert "pass^2" in compare(result, result)
 
 
 def test_groups_are_counted_over_what_was_rolled_out():
@@ -93,6 +105,32 @@ def test_the_order_of_the_examples_does_not_matter_and_other_examples_are_refuse
         compare(before, other)
 
 
+def panel_of(ids="ab", seeds=(7, 8), attempts=1):
+    rows = [{"f1": (1.0, 1.0)}] * len(ids)
+    return EvaluationResult.from_rows(rows, example_ids=[*ids], reset_seeds=[*seeds], num_generations=attempts)
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (panel_of("ba"), "row 1 is 'a' in the first and 'b' in the second"),
+        (panel_of("abc", (7, 8, 9)), "row 3 is missing in the first and 'c' in the second"),
+        (panel_of(seeds=(7, 9)), "the seed of 'b' is 8 in the first and 9 in the second"),
+        (panel_of(attempts=4), r"attempts at each: 4\) in the second; .* the attempts are not"),
+    ],
+)
+def test_results_of_different_panels_are_not_compared(other, difference):
+    assert compare(panel_of(), panel_of())["f1"].counts == (0, 0, 2)
+    with pytest.raises(ValueError, match=f"{panel_of().panel} .*{other.panel} .*{difference}"):
+        compare(panel_of(), other)
+
+
+def test_a_result_of_an_older_release_is_compared_with_a_warning(caplog):
+    assert compare(panel_of(), panel_of("ba", ()))["f1"].counts == (0, 0, 2)
+    assert "The second evaluation does not say which panel" in caplog.text
+    assert panel_of(seeds=()).panel == "" and "panel" not in panel_of(seeds=()).to_dict()
+
+
 def test_examples_survive_the_file(tmp_path):
     groups = [
         [rolled_out(em=1.0, f1=1.0), rolled_out(em=0.0, f1=0.5)],
@@ -101,12 +139,14 @@ def test_examples_survive_the_file(tmp_path):
     result = EvaluationResult.from_rows(
         list(map(example_sums, groups)),
         example_ids=["a", "b"],
+        reset_seeds=[7, 1 << 62],
         num_generations=2,
         trajectories=[item for group in groups for item in group],
     )
     write_examples(result, tmp_path / "examples.jsonl")
     again = read_examples(tmp_path / "examples.jsonl")
     assert again.rows == result.rows and again.example_ids == ["a", "b"] and again.num_generations == 2
+    assert again.panel == result.panel == result.to_dict()["panel"]
     (tmp_path / "examples.jsonl").write_text('{"example_id": 1}\n')
     with pytest.raises(ValueError, match="line 1"):
         read_examples(tmp_path / "examples.jsonl")

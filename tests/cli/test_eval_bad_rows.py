@@ -172,4 +172,4 @@ def test_one_row_has_an_interval_of_one_point_and_ids_may_repeat_unless_rows_are
     write("test.jsonl", row(1), row(0), row(0, question="And?"))
     assert main([*flags, "--output_dir", "second"]) == 0
     message = refusal("eval", "compare", "first", "second")
-    assert "several examples have one id: 1 ('q0')" in message
+    assert "row 1 is 'q0' in the first and 'q1' in the second" in message

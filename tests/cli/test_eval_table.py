@@ -98,7 +98,7 @@ def test_attempts_and_tags_add_columns_and_lines(recipe, capsys):
     flags = ["--num_generations", "2", "--temperature", "1", "--by", "level"]
     assert main(["eval", "--config", path, "--output_dir", "scores", *flags]) == 0
     result = json.loads(Path("scores/evaluation.json").read_text())
-    assert {"pass@1", "pass@2", "solved_always", "solved_never"} <= set(result)
+    assert {"pass@1", "pass@2", "pass^2", "solved_always", "solved_never"} <= set(result)
     by = result["by"]["level"]
     assert (by["hard"]["num_examples"], by["easy"]["num_examples"]) == (1, 2)
     assert (by["hard"]["pass@2"] + 2 * by["easy"]["pass@2"]) / 3 == pytest.approx(result["pass@2"])
@@ -128,7 +128,10 @@ def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, ref
     assert main(["eval", "compare", *both, "worse"]) == 0 and "0 of 2 examples" in capsys.readouterr().out
     assert "--list: invalid choice: 'most'" in refusal("eval", "compare", *both, "most")
     assert main(["eval", *flags, "--num_examples", "1", "--output_dir", "one"]) == 0
-    assert "1 ('test1') only in the first" in refusal("eval", "compare", "scores", "one")
+    assert "row 2 is 'test1' in the first and missing in the second" in refusal("eval", "compare", "scores", "one")
+    page = ["view", "scores/test/model", "--html", "both.html", "--against"]
+    assert main([*page, "more/test/closed_book"]) == 0
+    assert "the panels differ" in refusal(*page, "one/test/model")
     assert "no row is in both" in refusal("eval", "compare", "scores", "more/test/naive_rag")
     assert "nowhere: holds no evaluation" in refusal("eval", "compare", "scores", "nowhere")
     assert "--metric emm" in refusal("eval", "compare", "scores", "more", "--metric", "emm")

@@ -146,6 +146,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
             return None  # an evaluated model that is not here any more: the page shows messages, and says so
 
     with users_mistakes(OSError):
+        _check_panels(inside, arguments.against)
         inspector = feature("inspector", "agent-r1-trl view without --terminal")
         if not arguments.serve:
             print(inspector.write_page(run, path, tokenizer_of, against=arguments.against))
@@ -161,6 +162,15 @@ def _write_page(arguments: argparse.Namespace) -> int:
         say = f"the page of {arguments.run}, which follows the run; Ctrl-C ends it"
         serve_app(live.app(), "127.0.0.1", arguments.port or 0, lambda url: print(f"{url}  {say}", flush=True))
     return 0
+
+
+def _check_panels(run: Path, against: str | None) -> None:
+    """Refuse two evaluations of different panels."""
+    from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, check_panels, read_examples
+
+    files = [Path(folder) / EXAMPLES_FILE for folder in (run, against or "")]
+    if against is not None and all(file.is_file() for file in files):
+        check_panels(*map(read_examples, files))
 
 
 def _why(record: Record, rolled_out: Sequence[Record], steps: Mapping[int, Any]) -> str:

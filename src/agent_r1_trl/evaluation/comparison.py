@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from agent_r1_trl.evaluation.result import EvaluationResult, difference
+
+logger = logging.getLogger(__name__)
 
 EXAMPLES_FILE = "examples.jsonl"
 
@@ -33,7 +37,7 @@ class MetricChange:
 
 
 def write_examples(result: EvaluationResult, path: str | Path) -> None:
-    """One line for each example: its id, the sums of each metric, and its attempts."""
+    """One line for each example: its id and seed, the sums of each metric, and its attempts."""
     size = result.num_generations
     lines = []
     for index, (example_id, row) in enumerate(zip(result.example_ids, result.rows, strict=True)):
@@ -42,7 +46,8 @@ def write_examples(result: EvaluationResult, path: str | Path) -> None:
             {"reward": item.total_reward, "stop_reason": item.stop_reason.value, "turns": len(item.env_turns)}
             for item in group
         ]
-        lines.append(json.dumps({"example_id": example_id, "sums": row, "attempts": attempts}))
+        seed = {"reset_seed": result.reset_seeds[index]} if result.reset_seeds else {}
+        lines.append(json.dumps({"example_id": example_id, **seed, "sums": row, "attempts": attempts}))
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -52,26 +57,28 @@ def read_examples(path: str | Path) -> EvaluationResult:
     Raises:
         ValueError: a line is broken.
     """
-    ids, rows, sizes = [], [], [1]
+    ids, seeds, rows, sizes = [], [], [], [1]
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             record = json.loads(line)
             ids.append(str(record["example_id"]))
+            seeds += [int(record["reset_seed"])] if "reset_seed" in record else []
             rows.append({name: (float(pair[0]), float(pair[1])) for name, pair in record["sums"].items()})
             sizes.append(len(record["attempts"]))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number}: no example of an evaluation ({error}). Evaluate again."
             ) from error
-    return EvaluationResult.from_rows(rows, example_ids=ids, num_generations=max(sizes))
+    return EvaluationResult.from_rows(rows, example_ids=ids, reset_seeds=seeds, num_generations=max(sizes))
 
 
 def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0) -> dict[str, MetricChange]:
     """Each metric that both have.
 
     Raises:
-        ValueError: they are not about the same examples; names some that differ.
+        ValueError: they are not about the same panel, or, where that is unknown, examples; names what differs.
     """
+    check_panels(before, after)
     after = _in_order_of(before, after)
     return {
         name: MetricChange(
@@ -83,6 +90,43 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
         )
         for name, (_, low, high) in difference(before, after, seed=seed).items()
     }
+
+
+def check_panels(before: EvaluationResult, after: EvaluationResult) -> None:
+    """Refuse to compare results of different panels; warn where a panel is unknown, as in files of older releases.
+
+    Raises:
+        ValueError: the panels differ; says what each is, and where they differ first.
+    """
+    one, two = before.panel, after.panel
+    if not (one and two):
+        logger.warning(
+            "The %s evaluation does not say which panel it is of (seeds and order of the examples, number of "
+            "attempts), so that only the ids of the examples are compared. Evaluate again to be sure.",
+            "second" if one else "first",
+        )
+    elif one != two:
+        raise ValueError(
+            f"the panels differ: {_panel_text(before)} in the first evaluation, {_panel_text(after)} in the second; "
+            f"{_first_difference(before, after)}. Pass two evaluations of the same rows in the same order, with one "
+            "num_generations and seed."
+        )
+
+
+def _panel_text(result: EvaluationResult) -> str:
+    return f"{result.panel} (examples: {result.num_examples}, attempts at each: {result.num_generations})"
+
+
+def _first_difference(before: EvaluationResult, after: EvaluationResult) -> str:
+    both = zip_longest(before.example_ids, after.example_ids)
+    for number, (one, two) in enumerate(both, start=1):
+        if one != two:
+            texts = ("missing" if name is None else repr(name) for name in (one, two))
+            return f"row {number} is {' in the first and '.join(texts)} in the second"
+    for name, one, two in zip(before.example_ids, before.reset_seeds, after.reset_seeds, strict=True):
+        if one != two:
+            return f"the seed of {name!r} is {one} in the first and {two} in the second"
+    return "the examples and their seeds are the same, the attempts are not"
 
 
 def _pairs(before: EvaluationResult, after: EvaluationResult, name: str) -> dict[str, tuple[float, float]]:

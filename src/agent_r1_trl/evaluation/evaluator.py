@@ -115,7 +115,7 @@ def evaluate(
         "seed": seed,
         "limits": asdict(limits),
     }
-    return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
+    return _result(requests, trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
 
 def _open_log(path: Path, header: dict[str, Any], *, resume: bool) -> Any:
@@ -169,7 +169,7 @@ def replay_evaluation(
     replayed = feature("journal", f"journal.replay={str(replay)!r}").JournalReplay(replay)
     trajectories = replayed.replay(requests, limits=wanted)
     settings = {"replay": str(replay), "seed": seed}
-    return _result(trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
+    return _result(requests, trajectories, num_generations, seed, settings, start, may_all_fail=keep_going)
 
 
 def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed: int) -> list[RolloutRequest]:
@@ -182,6 +182,7 @@ def _requests(examples: Iterable[Mapping[str, Any]], num_generations: int, seed:
 
 
 def _result(
+    requests: list[RolloutRequest],
     trajectories: list[Trajectory],
     num_generations: int,
     seed: int,
@@ -203,6 +204,7 @@ def _result(
     return EvaluationResult.from_rows(
         list(map(example_sums, groups)),
         example_ids=[trajectory.example_id for trajectory in trajectories[::num_generations]],
+        reset_seeds=[request.reset_seed for request in requests[::num_generations]],
         seed=seed,
         num_generations=num_generations,
         trajectories=trajectories,

@@ -8,6 +8,7 @@ ended in an infrastructure failure counts in `infrastructure_failure_rate` and n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ class EvaluationResult:
     num_examples: int
     num_generations: int = 1
     example_ids: list[str] = field(default_factory=list)
+    reset_seeds: list[int] = field(default_factory=list)
+    """Per example: the seed of its initial state, from which those of its attempts follow; [] where it is unknown."""
     rows: list[Row] = field(default_factory=list)
     """Per example: what each metric's two sums are made of."""
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -57,6 +60,16 @@ class EvaluationResult:
     """What trajectories failed of, for no fault of the model: the most frequent causes, each with its count and its
     first example.
     """
+
+    @property
+    def panel(self) -> str:
+        """Digest of what was asked: the examples' ids and seeds in their order, and the number of attempts; "" where
+        the seeds are unknown. Results are compared only on the same panel.
+        """
+        if not self.reset_seeds:
+            return ""
+        text = json.dumps([self.num_generations, self.example_ids, self.reset_seeds])
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def is_lost(self) -> bool:
@@ -80,11 +93,12 @@ class EvaluationResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-serialisable, without trajectories and rows: the metrics, `num_examples`, `intervals`, `settings`."""
+        """JSON-serialisable, without trajectories and rows: metrics, `intervals`, `panel`, `settings` and others."""
         return {
             **{name: _finite(value) for name, value in self.metrics.items()},
             "num_examples": self.num_examples,
             "num_generations": self.num_generations,
+            **({"panel": self.panel} if self.panel else {}),
             "intervals": {name: [_finite(low), _finite(high)] for name, (low, high) in self.intervals.items()},
             "duration_s": round(self.duration_s, 3),
             "settings": self.settings,
@@ -142,9 +156,10 @@ def token_counts(trajectory: Trajectory) -> dict[str, int]:
 
 
 def example_sums(trajectories: Sequence[Trajectory]) -> Row:
-    """The attempts at one example, added up, with `pass@k`, `solved_always` and `solved_never` of several.
+    """The attempts at one example, added up, with `pass@k`, `pass^k`, `solved_always` and `solved_never` of several.
 
-    A failure that was not the policy's fault is no attempt; with fewer than k of them left, `pass@k` is not counted.
+    A failure that was not the policy's fault is no attempt; with fewer than k of them left, neither `pass@k` nor
+    `pass^k` is counted.
     """
     pairs = {name: pair.sum(axis=0) for name, pair in _sums(list(map(trajectory_sums, trajectories))).items()}
     sums: Row = {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
@@ -152,6 +167,7 @@ def example_sums(trajectories: Sequence[Trajectory]) -> Row:
     if len(trajectories) > 1 and solved:
         tried = [k for k in attempts_of(len(trajectories)) if k <= len(solved)]
         sums |= {f"pass@{k}": (pass_at_k(len(solved), sum(solved), k), 1.0) for k in tried}
+        sums |= {f"pass^{k}": (pass_all_k(len(solved), sum(solved), k), 1.0) for k in tried}
         sums |= {"solved_always": (float(all(solved)), 1.0), "solved_never": (float(not any(solved)), 1.0)}
     return sums
 
@@ -163,6 +179,16 @@ def pass_at_k(num_attempts: int, num_solved: int, k: int) -> float:
     (0.25, 0.5, 1.0)
     """
     return 1.0 - math.comb(num_attempts - num_solved, k) / math.comb(num_attempts, k)
+
+
+def pass_all_k(num_attempts: int, num_solved: int, k: int) -> float:
+    """Chance that all of k attempts, drawn without replacement, are solved ones: pass^k of tau-bench (Yao et al. 2024,
+    arXiv 2406.12045), without bias.
+
+    >>> pass_all_k(4, 3, 1), pass_all_k(4, 3, 2), pass_all_k(4, 3, 4)
+    (0.75, 0.5, 0.0)
+    """
+    return math.comb(num_solved, k) / math.comb(num_attempts, k)
 
 
 def attempts_of(group_size: int) -> list[int]:

@@ -64,7 +64,7 @@ class EvaluationTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row.result.metrics))
         if not any(row.result.failures for row in self.rows):
             names = [name for name in names if name != FAILED]
-        tries = {name: name for name in names if name.startswith("pass@")}
+        tries = {name: name for name in names if name.startswith(("pass@", "pass^"))}
         known = {name: title for name, title in COLUMNS.items() if name in names}
         ahead = {name: title for name, title in known.items() if name in WITH_INTERVAL}
         return ahead | tries | known
@@ -111,11 +111,13 @@ class EvaluationTable:
         return places
 
     def notes(self) -> list[str]:
-        """Which model answers for each method, and how."""
+        """Which model answers for each method, and how; and the panel of each data set."""
         notes: dict[str, None] = {}
         for row in self.rows:
             sampling = row.result.settings.get("played")
             notes[f"{row.method}: {row.model or 'a loaded model'}{f', {sampling}' if sampling else ''}"] = None
+        panels = [(row.dataset, row.result.panel) for row in self.rows if row.result.panel]
+        notes |= dict.fromkeys(f"{dataset}: panel {panel}" for dataset, panel in panels)
         failed = [
             f"{row.dataset}, {row.method}: {row.result.metrics[FAILED]:.1%} failed for no fault of the model and "
             f"stand in no other figure: {row.result.failures}."
