@@ -29,6 +29,7 @@ TINY = {
         "filter_cost.py": "--model tiny --groups 4 --prompt 4 --median 4 --longest 8 --repeats 1",
         "gpu.py": "--toy",
         "record_cost.py": "--trajectories 2 --turns 1 --tokens 2 --steps 1",
+        "kept_head.py": "--tokens 8 --top-k 3 --vocabulary 64 --hidden 16 --repeats 1",
         "journal_cost.py": "--trajectories 2 --turns 2 --tokens 2 --repeats 1",
         "long_agents.py": "--policies window --algos grpo --max-steps 1 --cold-steps 1 --num-examples 2",
         "long_rollout.py": "--turns 2 --tokens 32 --trajectories 1 --all-turns 2 --repeats 1",

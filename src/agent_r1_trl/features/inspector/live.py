@@ -72,12 +72,13 @@ class LivePage:
             state = record_state(self.runs)  # before the build: what is written meanwhile is news
             if state == self.version or (self.version and time.monotonic() < self._next_build):
                 return
-            began = time.monotonic()
+            began, is_first = time.monotonic(), not self.version
             try:
                 await asyncio.to_thread(self._write, state)
                 self.version = state
             finally:
-                self._next_build = time.monotonic() + PAUSE * (time.monotonic() - began)
+                now = time.monotonic()
+                self._next_build = now + (0.0 if is_first else PAUSE * (now - began))  # the first one loads torch
 
 
 def record_state(runs: Sequence[Path]) -> str:
