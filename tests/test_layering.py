@@ -327,8 +327,8 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1184, 9),
     "rollout": (2970, 16),
     "tools": (2573, 15),
-    "trainers": (6557, 17),
-    "update": (2067, 9),
+    "trainers": (6559, 17),
+    "update": (2065, 9),
 }
 
 

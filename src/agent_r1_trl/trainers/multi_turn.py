@@ -86,7 +86,7 @@ from agent_r1_trl.update.batching import (
     whole_rows,
 )
 from agent_r1_trl.update.importance import weigh_mismatch
-from agent_r1_trl.update.kept_head import in_chunks
+from agent_r1_trl.update.kept_head import with_kept_ids
 from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
 from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
@@ -576,7 +576,9 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             result: tuple = (*both, None)
         else:
             compute = functools.partial(super()._get_per_token_logps_and_entropies, model)
-            result = in_chunks(compute, input_ids, attention_mask, logits_to_keep, *args, kept_ids=kept_ids, **kwargs)
+            if kept_ids is not None:
+                compute = functools.partial(with_kept_ids, compute, kept_ids)
+            result = compute(input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         if loss_pass is not None:
             if self.env_factory is not None:
                 result = (*loss_pass.masked(*result[:2]), *result[2:])

@@ -44,19 +44,17 @@ def kept_head(kept_ids: torch.Tensor, is_scored: torch.Tensor) -> Iterator[None]
         trl_utils._ChunkedLogProbFunction = original
 
 
-def in_chunks(
+def with_kept_ids(
     compute: Callable[..., tuple],
+    kept_ids: torch.Tensor,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     logits_to_keep: int,
     *args: Any,
-    kept_ids: torch.Tensor | None,
     batch_size: int | None = None,
     **kwargs: Any,
 ) -> tuple:
-    """TRL's `_get_per_token_logps_and_entropies` of a padded batch, with (B, T, K) kept ids or without."""
-    if kept_ids is None:
-        return compute(input_ids, attention_mask, logits_to_keep, *args, batch_size=batch_size, **kwargs)
+    """TRL's `_get_per_token_logps_and_entropies` of a padded batch whose completions have (B, T, K) kept ids."""
     parts = []
     missing = input_ids.shape[1] - 1 - logits_to_keep
     for rows in torch.arange(len(input_ids)).split(batch_size or len(input_ids)):
