@@ -98,6 +98,23 @@ def test_every_name_that_a_page_sends_the_reader_to_is_in_that_file(page):
     assert len(named) > 20 or page.name != "one-training-step.md"
 
 
+def test_the_readme_counts_the_lines_of_each_package():
+    """To the hundred, within a twentieth, so that a change need not touch the page."""
+    text, source = (ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "src" / "agent_r1_trl"
+
+    def num_lines(path: Path) -> int:
+        files = [path] if path.is_file() else path.rglob("*.py")
+        return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+    counted = {folders: int(num.replace(",", "")) for num, folders in re.findall(r"([\d,]+) lines \((`[^)]+)\)", text)}
+    for folders, stated in counted.items():
+        assert stated == pytest.approx(sum(num_lines(source / name) for name in re.findall(r"\w+", folders)), rel=0.05)
+    packages = {path.parent.name for path in source.glob("*/__init__.py")}
+    assert set(re.findall(r"\w+", " ".join(counted))) == packages
+    (one_file,) = re.findall(r"The one file is (\d+) lines", text)
+    assert int(one_file) == pytest.approx(num_lines(ROOT / "recipes" / "one_file" / "grpo.py"), rel=0.05)
+
+
 def test_the_settings_a_page_explains_are_settings():
     from agent_r1_trl import MultiTurnGRPOConfig, Tool
 
