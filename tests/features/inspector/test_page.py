@@ -115,14 +115,19 @@ def test_the_sums_of_a_token_lead_to_its_advantage(explained_run, tmp_path):
         head = items[meta["index"]["slot"][place]]
         policy = sum(record.trajectory.action_mask)
 
-        def column(kind, value, policy=policy, numbers=numbers):
+        def column(kind, value, last=None, policy=policy, numbers=numbers, head=head):
+            if kind == 1:
+                return np.append(value * column(*head["columns"]["value"])[1:], last)
             return np.full(policy, value) if kind == 0 else numbers[f"f{kind}"][value : value + policy]
 
-        sums = {label: column(*packed) for label, *packed in head["why"]["tokens"]}
+        sums = {label: column(*packed) for label, *packed in head["why"]["tokens"] if packed}
         if policy and sums:
-            mean, std = sums["- mean of all tokens of the step"], sums["/ std of all tokens of the step"]
-            assert np.allclose((sums["= raw advantage"] - mean) / std, sums["= advantage"], atol=1e-3)
-            assert np.allclose(sums["= advantage"], column(*head["columns"]["advantage"]), atol=0.02)
+            left_out = [label for label, *packed in head["why"]["tokens"] if not packed]
+            assert left_out == ["+ 0.97 * 0.8 * raw advantage of the next token", "= raw advantage", "= advantage"]
+            reward, following, value, mean, std = sums.values()
+            raw = column(*head["columns"]["advantage"]) * std + mean
+            added = raw - (reward + following - value)
+            assert np.allclose(added[:-1], 0.97 * 0.8 * raw[1:], atol=0.02) and abs(added[-1]) < 0.02
             num += 1
         assert not meta["index"]["flags"][place] & gap
     assert num > 8

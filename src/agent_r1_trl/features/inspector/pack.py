@@ -6,7 +6,8 @@ A block holds whole groups, about 65,536 tokens, deflated:
 
 A plane holds one byte of each number, which deflates better than the numbers side by side. Ids are indices into the
 vocabulary of the page, which holds each used token once. A column has a number for each token that the policy sampled,
-in the order of time: `[kind, offset]` with the bytes of a number as kind, 2 or 4; `[0, value]` where all are equal.
+in the order of time: `[kind, offset]` with the bytes of a number as kind, 2 or 4; `[0, value]` where all are equal,
+`[1, factor, last]` where each is the critic's value of the next token times a factor.
 Texts of messages stand in blocks of their own, for the search; heads hold the lengths of parts, in UTF-16 units.
 """
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 BLOCK_TOKENS = 65_536
 TEXT_CHARS = 4_000_000
 AUTHORS = list(Author)
+SIGNS = ("+ ", "- ", "* ", "/ ", "= ")
 EXACT = ("advantage", "return", "value", "sum")
 """Columns of 16 bits of mantissa: parts of sums."""
 _FLAGS = "infrastructure tool_error invalid truncated failed untrained same masked rows gap"
@@ -236,7 +238,9 @@ class Packer:
         item, block = record.trajectory, self._block
         packed: dict[bytes, list[Any]] = {}
 
-        def column(name: str, values: np.ndarray) -> list[Any]:
+        def column(name: str, values: np.ndarray | None) -> list[Any]:
+            if values is None or (name == "sum" and (shifted := shifted_column(values, columns.get("value")))):
+                return [] if values is None else shifted
             key = values.tobytes()
             packed[key] = packed.get(key) or block.add_column(name, values)
             return packed[key]
@@ -265,7 +269,7 @@ class Packer:
             "why": found
             and {
                 "lines": [[label, rounded(value)] for label, value in found.lines],
-                "tokens": [[label, *column("sum", values)] for label, values in token_sums(item, found)],
+                "tokens": [[label, *column("sum", x)] for label, x in token_sums(item, found)],
                 "gap": rounded(found.max_gap),
             },
         }
@@ -305,12 +309,29 @@ def explained(group: list[Record], facts: dict[str, Any]) -> list[Explanation | 
     return explain_group(group, facts)
 
 
-def token_sums(item: Trajectory, found: Explanation) -> Iterator[tuple[str, np.ndarray]]:
-    """Label and (num policy tokens,) float32 of the parts of the tokens' own sums; NaN for tokens without one."""
+def token_sums(item: Trajectory, found: Explanation) -> Iterator[tuple[str, np.ndarray | None]]:
+    """Label and (num policy tokens,) float32 of the parts of the tokens' own sums; NaN for tokens without one.
+
+    None for what the page works out: results, and what is added last in the last sum, since that is the advantage.
+    """
     has_sum, is_policy = np.array(found.mask, bool), np.array(item.action_mask, bool)
-    for label, value in found.of_tokens:
+    added, is_known = -1, found.max_gap <= found.tolerance
+    for index, (label, value) in enumerate(found.of_tokens):
+        added = index if label[:2] == "+ " else added if label[:2] in SIGNS else -1  # there another sum begins
+        is_known &= bool(np.isfinite(np.asarray(value)).all())
+    for index, (label, value) in enumerate(found.of_tokens):
         values = np.broadcast_to(np.asarray(value, np.float32), has_sum.shape)
-        yield label, np.where(has_sum, values, np.float32(np.nan))[is_policy]
+        is_open = label[:2] == "= " or (is_known and index == added)
+        yield label, None if is_open else np.where(has_sum, values, np.float32(np.nan))[is_policy]
+
+
+def shifted_column(values: np.ndarray, others: np.ndarray | None) -> list[Any] | None:
+    """`[1, factor, last]` where each but the last is the number after it in another column times a factor."""
+    if others is None or len(values) < 2 or not others[1]:
+        return None
+    factor = rounded(values[0] / others[1])
+    is_shifted = factor is not None and np.allclose(values[:-1], factor * others[1:], rtol=1e-5)
+    return [1, factor, rounded(values[-1])] if is_shifted else None
 
 
 def flags_of(record: Record, is_same: bool, found: Explanation | None) -> int:

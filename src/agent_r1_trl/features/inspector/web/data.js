@@ -101,11 +101,13 @@ async function open(trajectory) {
   const nth = new Int32Array(completion.length).fill(-1); // position -> number of the policy token
   let policy = 0;
   for (let i = 0; i < authors.length; i++) if (authors[i] === 0) nth[i] = policy++;
-  const column = ([kind, place]) =>
-    kind === 0 ? new Float32Array(policy).fill(place ?? NaN) : unpacked.floats[kind].subarray(place, place + policy);
+  const column = ([kind, place, last]) => {
+    if (kind === 1) return Float32Array.from([...columns.value.subarray(1).map((value) => place * value), last ?? NaN]);
+    return kind === 0 ? new Float32Array(policy).fill(place ?? NaN) : unpacked.floats[kind].subarray(place, place + policy);
+  };
   const columns = Object.fromEntries(Object.entries(head.columns).map(([name, packed]) => [name, column(packed)]));
   const found = head.why || {lines: [], tokens: [], gap: null};
-  const why = {...found, tokens: found.tokens.map(([label, ...packed]) => [label, column(packed)])};
+  const why = {...found, tokens: found.tokens.map(([label, ...packed]) => [label, packed.length ? column(packed) : null])};
   return {
     number: trajectory, head, completion, authors, nth, columns, why, policy,
     prompt: slice(head.prompt),

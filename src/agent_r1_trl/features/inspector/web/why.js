@@ -33,7 +33,29 @@ function shortSum(lines) {
   return text;
 }
 
-const tokenSum = (opened, position) => opened.why.tokens.map(([label, values]) => [label, values[opened.nth[position]]]);
+// The sums of a token. Left out of the file are results, and one part of the last sum, whose result is the advantage.
+function tokenSum(opened, position) {
+  const lines = opened.why.tokens.map(([label, values]) => [label, values ? values[opened.nth[position]] : 0]);
+  const open = opened.why.tokens.findIndex(([label, values]) => !values && !label.startsWith("= "));
+  if (open >= 0) {
+    const resultOf = (value) => ((lines[open][1] = value), workOut(lines)), base = resultOf(0);
+    lines[open][1] = (opened.at("advantage", position) - base) / (resultOf(1) - base);
+  }
+  workOut(lines);
+  return lines;
+}
+
+// Fill in the results of sums; returns the last.
+function workOut(lines) {
+  let sum = 0;
+  for (const line of lines) {
+    const [[mark, space], value] = line;
+    if (mark === "=") line[1] = sum;
+    else if (space !== " ") sum = value;
+    else sum = {"+": sum + value, "-": sum - value, "*": sum * value, "/": sum / value}[mark] ?? value;
+  }
+  return sum;
+}
 
 // Lines of sums as rows: signs for people, results in bold, a gap where another sum begins.
 function sumRows(lines) {
