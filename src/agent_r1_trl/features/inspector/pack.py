@@ -239,8 +239,10 @@ class Packer:
         packed: dict[bytes, list[Any]] = {}
 
         def column(name: str, values: np.ndarray | None) -> list[Any]:
-            if values is None or (name == "sum" and (shifted := shifted_column(values, columns.get("value")))):
-                return [] if values is None else shifted
+            if values is None:
+                return []
+            if name == "sum" and (shifted := shifted_column(values, columns.get("value"))):
+                return shifted
             key = values.tobytes()
             packed[key] = packed.get(key) or block.add_column(name, values)
             return packed[key]
