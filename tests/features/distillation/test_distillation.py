@@ -97,7 +97,11 @@ def again(view):
     return [*view.prompt_messages, {"role": "user", "content": "again"}]
 
 
-@pytest.mark.parametrize("options", [{}, {"context.policy": again}, {"sampling.filter_groups": second}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"context.policy": again}, {"sampling.filter_groups": second}],
+    ids=["one row", "several rows", "filter"],
+)
 def test_layouts_agree_with_several_iterations_rows_and_a_filter(tmp_path, options):
     def gradients(layout):
         trainer = make(
