@@ -327,7 +327,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1184, 9),
     "rollout": (2970, 16),
     "tools": (2573, 15),
-    "trainers": (6559, 17),
+    "trainers": (6558, 17),
     "update": (2065, 9),
 }
 

@@ -216,6 +216,12 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, callback, message):
         scored_batch(trainer)
 
 
+def test_two_terms_of_one_name_are_refused(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[Wrong(None), Wrong(None)])
+    with pytest.raises(ValueError, match="two have a loss term of the name 'Wrong'"):
+        scored_batch(trainer)
+
+
 def test_a_subclass_that_names_tokens_is_served_without_an_environment(tmp_path):
     trainer = make_trainer(tmp_path, trainer=OddTrainer, env=None, reward_funcs=lambda completions, **rest: [0.0] * 8)
     assert trainer.env_factory is SingleTurnEnv

@@ -608,9 +608,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """
         lengths = torch.tensor([len(ids) for ids in completions], device=self.accelerator.device).view(-1, 1)
         most = max(gather_object([len(prompts)]))
-        rows = [row_of(*ids) for ids in zip(prompts, completions, strict=True)] + [row_of([], [])] * (
-            most - len(prompts)
-        )
+        rows = [row_of(*ids) for ids in zip(prompts, completions, strict=True)]
+        rows += [row_of([], [])] * (most - len(rows))
         if not rows:
             return torch.zeros(0, 1, device=lengths.device)
         given: Any = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}

@@ -258,11 +258,8 @@ class LossPass:
 
     def take(self, log_probs: torch.Tensor, entropies: torch.Tensor | None) -> None:
         """Keep the log-probs, (B, T), and scale the gradient that will come back to the entropies, (B, T)."""
-        self.log_probs, self.plan, self.kept_ids = (
-            log_probs,
-            None,
-            None,
-        )  # a second pass inside the loss may be one of other rows
+        self.log_probs = log_probs
+        self.plan = self.kept_ids = None  # a second pass inside the loss may be one of other rows
         if self.entropy_scale != 1.0 and entropies is not None and entropies.requires_grad:
             entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
 
@@ -349,6 +346,9 @@ def loss_terms(trainer: Any) -> list[LossTerm]:
             raise ValueError(f"{type(owner).__name__}.extra_tokens names tokens that no loss reads. Write extra_loss.")
     if own := trainer.args.loss_term:
         terms.append(LossTerm("loss_term", own, getattr(own.target, "extra_tokens", None)))
+    names = [term.name for term in terms]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"callbacks: two have a loss term of the name {twice[0]!r}. Give one of them another name.")
     return terms
 
 
