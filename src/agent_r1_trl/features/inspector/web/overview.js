@@ -28,7 +28,9 @@ function sentence() {
   if (rewards && first(rewards) !== null) {
     const logs = rewards.filter((value) => value !== null).length;
     const from = show(first(rewards), true, 2), to = show(last(rewards), true, 2);
-    parts.push(logs > 1 ? `Reward went from ${from} to ${to} in ${plural(logs, "log")}.` : `Reward is ${to}.`);
+    const [step, best] = points(run, "reward").reduce((a, b) => (b[1] > a[1] ? b : a));
+    const fell = best > Math.max(first(rewards), last(rewards)) ? `; at step ${step} it was ${show(best, true, 2)}` : "";
+    parts.push(logs > 1 ? `Reward went from ${from} to ${to} in ${plural(logs, "log")}${fell}.` : `Reward is ${to}.`);
   } else {
     const known = Object.keys(table.run).filter((i) => table.run[i] === 0 && table.reward[i] !== null);
     const solved = known.filter((i) => !has(i, "failed")).length;
