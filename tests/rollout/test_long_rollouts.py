@@ -10,7 +10,7 @@ from agent_r1_trl.features.journal import recorders
 from agent_r1_trl.features.journal.recorders import JournaledGenerator, TrajectoryLog
 from agent_r1_trl.features.journal.records import checksum_ids
 from agent_r1_trl.generation import Generation, Generator
-from agent_r1_trl.generation.base import GenerationError
+from agent_r1_trl.generation.base import GenerationError, SamplingParams
 from agent_r1_trl.generation.vllm.server import _as_generation
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
@@ -125,4 +125,4 @@ def test_the_journal_adds_up_what_is_new_of_a_context_and_starts_again_where_it_
 def test_a_server_that_writes_tokens_as_text_is_refused():
     choice = {"finish_reason": "stop", "logprobs": {"tokens": ["Oslo"], "token_logprobs": [-1.0]}}
     with pytest.raises(GenerationError, match="as text, not as ids"):
-        _as_generation(choice)
+        _as_generation(choice, SamplingParams())

@@ -189,8 +189,8 @@ def check_num_processes(environment: Mapping[str, str], running: int, expected: 
         if number not in (None, running):
             raise UsageError(
                 f"{flag}={number}: {running} process(es) train together, so a step would train on another number "
-                f"of trajectories. Launch with accelerate launch --num_processes {number} (and --cpu where there is no "
-                f"GPU), or change {flag}."
+                f"of trajectories. Launch with accelerate launch --num_processes {number} (without a GPU: --cpu), or "
+                f"change {flag}."
             )
 
 
