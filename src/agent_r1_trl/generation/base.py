@@ -6,7 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.errors import RunError
@@ -45,7 +45,7 @@ class Generation:
     """(N,) log-probability of each sampled id after temperature and filters (greedy: under temperature 1)."""
     stop: Literal["stop", "length"]
     """`stop`: a stop token was sampled (it is the last id). `length`: `max_tokens` ran out."""
-    kept_ids: KeptIds | None = None
+    kept_ids: KeptIds | None = field(default=None, repr=False)
     """The ids that each of the N was drawn from; None: the whole vocabulary, or the back end cannot tell."""
 
     def cut(self, num_tokens: int) -> None:
