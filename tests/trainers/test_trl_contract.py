@@ -70,10 +70,10 @@ def test_a_body_that_ours_builds_on_was_read(name):
 
 
 def test_few_classes_stand_above_trls():
-    """A step is read in one class, saving in another, evaluation in a third."""
+    """A step is read in one class, saving in another, evaluation in a third; a fourth has the hooks alone."""
     for kind in (MultiTurnGRPOTrainer, MultiTurnPPOTrainer):
         own = [item.__name__ for item in kind.__mro__ if item.__module__.startswith("agent_r1_trl.")]
-        assert len(own) <= 4, own
+        assert len(own) <= 5, own
 
 
 def test_old_log_probs_are_the_first_of_three_results():
