@@ -62,6 +62,20 @@ def test_grpo_trains_with_vllm_in_process(tmp_path, peft_config):
     assert torch.isfinite(torch.tensor(trainer.state.log_history[0]["loss"]))
 
 
+MASKS = [{"top_k": 12, "top_p": 0.8, "min_p": 0.1}, {"top_k": 12}]
+
+
+@pytest.mark.parametrize("filters", MASKS, ids=["all filters", "top_k"])
+def test_ratios_are_one_under_a_sampling_mask(tmp_path, filters):
+    """The engine says what each token was drawn from, and the trainer's log-probs are those of it."""
+    trainer = make_vllm_trainer(tmp_path, update_layout="shared", **filters)
+    try:
+        check_two_steps(trainer)
+        assert all(turn.kept_ids for item in trainer.last_trajectories for turn in item.turns)
+    finally:
+        trainer.rollouts.close()
+
+
 def test_a_sampler_left_behind_stops_the_run(tmp_path, monkeypatch):
     trainer = make_vllm_trainer(tmp_path)
     monkeypatch.setattr(VLLMGenerator, "update_weights", only_at_the_start(VLLMGenerator.update_weights))
@@ -103,6 +117,12 @@ def lora_server(tmp_path_factory):
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "merged lora"])
 def test_grpo_trains_with_a_server(tmp_path, server, peft_config):
     trainer = make_vllm_trainer(tmp_path, peft_config=peft_config, **on(server))
+    check_two_steps(trainer)
+    trainer.rollouts.close()
+
+
+def test_ratios_are_one_under_the_sampling_mask_of_a_server(tmp_path, server):
+    trainer = make_vllm_trainer(tmp_path, **MASKS[0], **on(server))
     check_two_steps(trainer)
     trainer.rollouts.close()
 
