@@ -310,7 +310,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "environments": (1319, 8),
     "evaluation": (1240, 8),
     "features/__init__.py": (132, 1),
-    "features/distillation": (180, 1),
+    "features/distillation": (195, 1),
     "features/doctor": (2244, 10),
     "features/doors": (2724, 21),
     "features/echo_trap": (1952, 12),

@@ -14,8 +14,9 @@ from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import KEPT_IDS, _warn_of_lost_masks, whole_rows
-from agent_r1_trl.update.kept_head import KeptLogProbs
+from agent_r1_trl.update.kept_head import KeptLogProbs, kept_head
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES
+from agent_r1_trl.update.packing import pack
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, scored_batch, step_gradients
@@ -60,6 +61,35 @@ def test_values_and_gradients_are_those_of_masked_logits(softcap, has_bias, monk
     ]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_computes_the_scored_positions_alone_gives_the_same():
+    """As TRL's does on a GPU; some of the positions could be any id."""
+    from trl.trainer import utils
+
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(6, 8), torch.randn(30, 8), torch.tensor([1, 2, 3, 4, 5, 6])
+    kept = torch.tensor([[1, 7], [2, -1], [3, 9], [-1, -1], [5, 8], [-1, -1]], dtype=torch.int32)
+    is_scored = torch.tensor([True, False, True, True, True, False])
+    rest = (1.0, 16, None, 1.0, ("log_probs", "entropy"))
+    with kept_head(kept, is_scored):
+        whole = utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, *rest)
+        part = utils._ChunkedLogProbFunction.apply(hidden[is_scored], weight, None, targets[is_scored], *rest)
+    logits = hidden @ weight.t()
+    want = [logits[0, 1] - logits[0, [1, 7]].logsumexp(0), logits[2, 3] - logits[2, [3, 9]].logsumexp(0)]
+    want += [logits[3, 4] - logits[3].logsumexp(0), logits[4, 5] - logits[4, [5, 8]].logsumexp(0)]
+    for one, other in zip(whole[:2], part[:2], strict=True):
+        torch.testing.assert_close(one[is_scored], other)
+        assert not one[~is_scored].any()
+    torch.testing.assert_close(part[0], torch.stack(want))
+
+
+def test_what_rows_share_is_not_shared_where_they_were_drawn_from_other_ids():
+    ids = torch.tensor([[1, 2, 10, 11]] * 3)
+    kept = torch.tensor([[[10, 12], [11, 13]], [[10, 12], [11, 14]], [[10, 12], [11, 13]]], dtype=torch.int32)
+    batch = pack(ids, torch.ones_like(ids), torch.ones(3, 2), kept, share_prefixes=True)
+    assert batch.labels.tolist() == [[10, 11, 11]] and batch.kept_ids.tolist() == [[10, 12], [11, 13], [11, 14]]
+    assert batch.layout.copies.tolist() == [0, 1, 0, 2, 0, 1]
 
 
 def by_hand(trainer, inputs):

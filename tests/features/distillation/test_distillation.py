@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import Qwen2ForCausalLM
 
 from agent_r1_trl.features.distillation import SelfDistillation
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.learning.tasks import LockedKeyDoorEnv, Progress, _config, tiny_tokenizer
 from tests.toys import AddEnv, call, say
@@ -68,6 +68,7 @@ def test_the_teacher_reads_the_hint_and_the_term_is_the_one_of_the_docstring(tmp
         terms, num = terms - 0.5 * (factor * student[mask]).sum().item(), num + int(mask.sum())
     assert trainer._metrics["train"]["distillation"] == [pytest.approx(terms / num, rel=1e-3, abs=1e-6)]
     assert trainer._metrics["train"]["distillation/gap"][0] != 0
+    assert trainer._metrics["train"]["distillation/hinted_share"] == [0.5]
 
 
 def test_siblings_learn_from_the_best_of_their_group(tmp_path):
@@ -149,6 +150,11 @@ def test_the_weight_of_what_has_become_likely_is_capped(tmp_path):
 def test_settings_that_mean_nothing_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         SelfDistillation(**given)
+
+
+def test_siblings_need_a_group(tmp_path):
+    with pytest.raises(ValueError, match="num_generations=1: a trajectory has no siblings"):
+        make(tmp_path, SelfDistillation(), trainer=MultiTurnPPOTrainer, critic="head", num_generations=1)
 
 
 def test_a_column_that_is_not_there_is_refused_by_name(tmp_path):

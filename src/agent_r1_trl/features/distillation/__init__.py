@@ -75,6 +75,19 @@ class SelfDistillation(RolloutCallback):
         self.context, self.weight, self.gate, self.text = context, weight, gate, text
         self.clip, self.ratio_cap = clip, ratio_cap
 
+    def attach(self, trainer: Any) -> None:
+        """The trainer is made.
+
+        Raises:
+            ValueError: hints are to come from siblings, and there are none.
+        """
+        super().attach(trainer)
+        if self.context == SIBLING and trainer.num_generations < 2:
+            raise ValueError(
+                "SelfDistillation(context='sibling') with num_generations=1: a trajectory has no siblings. Set "
+                "num_generations to 2 or more, or pass a column of the data set or a function."
+            )
+
     # ---------------------------------------------------------------- hints
 
     def hints(self, trajectories: Sequence[Trajectory]) -> list[str | None]:
@@ -141,6 +154,8 @@ class SelfDistillation(RolloutCallback):
         teacher[places.to(device), : log_probs.shape[1]] = log_probs.float()
         has_teacher = torch.zeros(len(is_first), dtype=torch.bool, device=device)
         has_teacher[places.to(device)] = True
+        share = self.trainer.accelerator.reduce(has_teacher.float().mean(), reduction="mean")
+        self.trainer.add_metrics({"distillation/hinted_share": share.item()})
         return {"teacher": teacher, "has_teacher": has_teacher}
 
     def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
