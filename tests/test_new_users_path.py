@@ -99,6 +99,15 @@ def test_a_chat_says_what_the_evaluation_said(agent, rolled_out, monkeypatch, ca
 
 
 @pytest.mark.vllm
+def test_an_evaluation_with_vllm_samples_the_same(agent, rolled_out, tmp_path):
+    command = ["eval", "--config", str(agent / "recipe.yaml"), "--model", str(agent), "--output_dir", str(tmp_path)]
+    flags = ["--use_vllm", "true", "--num_examples", str(NUM_EXAMPLES)]
+    subprocess.run([sys.executable, "-m", "agent_r1_trl.cli", *command, *flags], cwd=ROOT, check=True)
+    (same,) = (item for item in read_trajectories(tmp_path) if item.prompt_ids == rolled_out.prompt_ids)
+    assert same.completion_ids == rolled_out.completion_ids
+
+
+@pytest.mark.vllm
 def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(agent, rolled_out, tmp_path):
     openai = pytest.importorskip("openai")
     env = SearchQAEnv(**yaml.safe_load((agent / "recipe.yaml").read_text())["env_kwargs"])

@@ -318,7 +318,7 @@ def _evaluate_row(
     if row.is_hosted:
         filters, identity = _NO_FILTERS, identity | rules().mask_all(settings)
     else:
-        filters = {name: getattr(arguments, name) or 0.0 for name in _NO_FILTERS}
+        filters = {name: getattr(arguments, name) or neutral for name, neutral in _NO_FILTERS.items()}
         identity |= {"weights": _fingerprint(row.model), **settings}
     with trajectory_progress(console, title, len(row.rows) * arguments.num_generations_eval) as on_trajectory:
         result = evaluate(
