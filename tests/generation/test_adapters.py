@@ -7,8 +7,7 @@ from transformers import LlamaConfig
 from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.generation.adapters import check_adapters, served_adapter, warn_of_dropout
-from agent_r1_trl.generation.weights import policy_weights
+from agent_r1_trl.generation.weights import check_adapters, policy_weights, served_adapter, warn_of_dropout
 from tests.generation.helpers import PROMPTS, make_generator, run, tiny_model
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_policy, make_trainer

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from agent_r1_trl.environments import StepResult
-from agent_r1_trl.generation.vllm.http_client import HTTPClient
-from agent_r1_trl.generation.vllm.server_routes import UnfitServerError, rpc
+from agent_r1_trl.generation.vllm.server_routes import HTTPClient, UnfitServerError, rpc
 from agent_r1_trl.trajectory import StopReason
 from tests.servers import RealServer
 from tests.tokenizers import make_tokenizer

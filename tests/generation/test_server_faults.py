@@ -14,7 +14,7 @@ from torch import nn
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
-from agent_r1_trl.generation.vllm import http_client
+from agent_r1_trl.generation.vllm import server_routes
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
@@ -181,7 +181,7 @@ def test_a_slow_server_is_waited_for():
 
 
 def test_a_machine_that_answers_nothing_is_not_said_to_have_been_waited_for_as_an_answer(monkeypatch):
-    monkeypatch.setattr(http_client, "_CONNECT_S", 0.2)
+    monkeypatch.setattr(server_routes, "_CONNECT_S", 0.2)
     with socket.socket() as full, contextlib.ExitStack() as callers:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -189,9 +189,9 @@ def test_a_machine_that_answers_nothing_is_not_said_to_have_been_waited_for_as_a
             caller = callers.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())
-        client = http_client.HTTPClient(timeout_s=600)
+        client = server_routes.HTTPClient(timeout_s=600)
         callers.callback(client.close)
-        with pytest.raises(http_client.HTTPError, match=r"no connection within 0\.2 s"):
+        with pytest.raises(server_routes.HTTPError, match=r"no connection within 0\.2 s"):
             client.run(client.request("GET", f"http://127.0.0.1:{full.getsockname()[1]}/health"))
 
 

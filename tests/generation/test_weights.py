@@ -12,8 +12,13 @@ from torch import nn
 from transformers import MixtralConfig
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
-from agent_r1_trl.generation.adapters import adapter_tensors, served_adapter, write_adapter
-from agent_r1_trl.generation.weights import check_tied_embeddings, policy_weights
+from agent_r1_trl.generation.weights import (
+    adapter_tensors,
+    check_tied_embeddings,
+    policy_weights,
+    served_adapter,
+    write_adapter,
+)
 from tests.generation.helpers import tiny_model
 
 ADAPTERS = {

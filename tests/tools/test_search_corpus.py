@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from agent_r1_trl.tools import Passage, SearchIndex
-from agent_r1_trl.tools.search_corpus import join_contents, split_contents
+from agent_r1_trl.tools.search import join_contents, split_contents
 
 ROWS = [
     {"id": "no", "title": "Norway", "text": "The capital is Oslo."},

@@ -18,9 +18,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from agent_r1_trl.chat.calls import GRAMMAR_NAMES
 from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
-from agent_r1_trl.chat.grammars import GRAMMAR_NAMES
 from agent_r1_trl.chat.jinja import ChatTemplate
 from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.parsing import TurnParser

@@ -14,9 +14,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.chat.calls import READERS
+from agent_r1_trl.chat.calls import GRAMMAR_NAMES, READERS, find_grammar, named_grammar
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
-from agent_r1_trl.chat.grammars import GRAMMAR_NAMES, find_grammar, named_grammar
 from agent_r1_trl.chat.jinja import (
     PROBE_TOOL,
     ChatTemplate,

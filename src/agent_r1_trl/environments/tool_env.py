@@ -36,7 +36,7 @@ from agent_r1_trl.tools import InfrastructureError, Tool, ToolExecutor, as_tool,
 from agent_r1_trl.tools.base import takes_self
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.foreign import read_foreign
-from agent_r1_trl.tools.threads import run_on_own_thread
+from agent_r1_trl.tools.pool import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
 SecondsOrNoLimit = Annotated[float, Number(above=0, may_be_infinite=True)]

@@ -21,7 +21,7 @@ from typing import Any
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
-from agent_r1_trl.tools.threads import run_on_own_thread
+from agent_r1_trl.tools.pool import run_on_own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
 

@@ -18,7 +18,7 @@ from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import InfrastructureError, Tool, as_tool, shared_pool
-from agent_r1_trl.tools.threads import run_on_own_thread
+from agent_r1_trl.tools.pool import run_on_own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult
 
 NAIVE_RAG = "naive_rag"

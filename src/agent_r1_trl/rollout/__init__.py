@@ -11,8 +11,7 @@ from agent_r1_trl.rollout.limits import RolloutLimits, context_length, describe_
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, example_key, rollout_requests
 from agent_r1_trl.rollout.runner import RolloutRunner
-from agent_r1_trl.rollout.status import RolloutStatus, rollout_status
-from agent_r1_trl.rollout.watchdog import LoopLostError
+from agent_r1_trl.rollout.watchdog import LoopLostError, RolloutStatus, rollout_status
 
 __all__ = [
     "Draft",

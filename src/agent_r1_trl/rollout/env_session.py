@@ -20,7 +20,7 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.executor import check_names
 from agent_r1_trl.tools.faults import is_infrastructure_error
-from agent_r1_trl.tools.threads import OwnThread, own_thread, run_on_own_thread
+from agent_r1_trl.tools.pool import OwnThread, own_thread, run_on_own_thread
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)

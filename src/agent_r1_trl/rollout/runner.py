@@ -28,9 +28,8 @@ from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of, 
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.rollout.status import publish
 from agent_r1_trl.rollout.summaries import check_room
-from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog
+from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog, publish
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory
 

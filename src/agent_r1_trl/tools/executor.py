@@ -30,9 +30,8 @@ from agent_r1_trl.tools.faults import (
     is_thread_error,
 )
 from agent_r1_trl.tools.foreign import text_of_mcp
-from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, shared_pool
+from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, run_on_own_thread, shared_pool
 from agent_r1_trl.tools.signature import ToolSchemaError
-from agent_r1_trl.tools.threads import run_on_own_thread
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 MAX_DETAIL_CHARS = 500

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import unicodedata
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -30,7 +30,6 @@ from agent_r1_trl.features import feature
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.tools.base import Tool
-from agent_r1_trl.tools.search_corpus import Row, read_jsonl, read_rows
 
 FORMAT_VERSION = 3
 TOKENIZER = "porter unicode61 remove_diacritics 2"
@@ -337,3 +336,67 @@ def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> st
             text = text[:max_passage_chars].rstrip() + " [truncated]"
         lines.append(f"[{number}] {passage.title}: {text}" if passage.title else f"[{number}] {text}")
     return "\n".join(lines)
+
+
+# -------------------------------------------------------------------- passages as corpora hold them
+
+Row = tuple[str, str, str]
+"""id, title, text"""
+
+
+def split_contents(contents: str) -> tuple[str, str]:
+    r"""Title and text of a passage in one string: the title is the first line, often in quotes.
+
+    >>> split_contents('"Oslo"\nThe capital of Norway.')
+    ('Oslo', 'The capital of Norway.')
+    >>> split_contents("No title here.")
+    ('', 'No title here.')
+    """
+    title, _, text = contents.partition("\n")
+    if not text.strip():
+        return "", contents
+    title = title.strip()
+    if len(title) > 1 and title[0] == title[-1] == '"':
+        title = title[1:-1]
+    return title, text
+
+
+def join_contents(title: str, text: str) -> str:
+    """A passage in one string; the inverse of `split_contents`."""
+    return f'"{title}"\n{text}' if title else text
+
+
+def read_jsonl(path: Path) -> Iterator[Any]:
+    """The records of a JSONL file, one at a time."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except ValueError as error:  # UnicodeDecodeError is one
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}). Pass a JSONL file.") from error
+
+
+def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
+    """Id, title and text of each record; the number of the record where it has no id."""
+    number = -1
+    for number, record in enumerate(records):
+        columns = record if isinstance(record, dict) else {}
+        text, title, identifier = columns.get("text"), columns.get("title"), columns.get("id")
+        if text is None and isinstance(columns.get("contents"), str):
+            title, text = split_contents(columns["contents"])
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"{source}, row {number}: must be a dict whose 'text' is a non-empty string, not {record!r:.200}. "
+                "Rename the column that holds the passage to 'text', or to 'contents' if its first line is the title."
+            )
+        title, identifier = "" if title is None else str(title), str(number if identifier is None else identifier)
+        yield _clean(identifier), _clean(title), _clean(text)
+    if number < 0:
+        raise ValueError(f"{source}: contains no passages.")
+
+
+def _clean(text: str) -> str:
+    """The text without what no database stores."""
+    return text.encode("utf-8", errors="replace").decode("utf-8").replace("\x00", " ")

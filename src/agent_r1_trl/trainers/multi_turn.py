@@ -24,7 +24,7 @@ from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.advantages.masked import carry_forward
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.generation.adapters import check_adapters, warn_of_dropout
+from agent_r1_trl.generation.weights import check_adapters, warn_of_dropout
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig

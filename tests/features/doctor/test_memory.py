@@ -25,7 +25,7 @@ from agent_r1_trl.features.doctor.memory import (
     read_shape,
     token_bytes,
 )
-from agent_r1_trl.generation.local.kv_cache import RowCache
+from agent_r1_trl.generation.local.decoding import RowCache
 from agent_r1_trl.update.micro_batches import plan_micro_batches
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import pack

@@ -13,7 +13,7 @@ from agent_r1_trl import InfrastructureError, SearchQAEnv
 from agent_r1_trl.features.search import HttpRetriever
 from agent_r1_trl.features.search.http import read_answer, read_hit
 from agent_r1_trl.tools import Passage, make_search_tool, open_retriever
-from agent_r1_trl.tools.search_corpus import join_contents
+from agent_r1_trl.tools.search import join_contents
 from tests.environments.helpers import message
 from tests.features.search.retrieval_server import documents, scored, serving, usual
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.chat.grammars import GRAMMARS
+from agent_r1_trl.chat.calls import GRAMMARS
 from agent_r1_trl.cli import main
 from agent_r1_trl.evaluation import evaluate
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError

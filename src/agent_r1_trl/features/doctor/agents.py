@@ -20,7 +20,7 @@ from agent_r1_trl.features.doctor.report import Report
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedRequest
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import shared_pool
-from agent_r1_trl.tools.threads import OwnThread
+from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 MAX_CALLS = 16

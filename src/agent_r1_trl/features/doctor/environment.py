@@ -33,7 +33,7 @@ from agent_r1_trl.features.doctor.episodes import (
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool
-from agent_r1_trl.tools.threads import OwnThread
+from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Message, StopReason
 
 NUM_EPISODES, TIMEOUT_S = 3, 10.0

@@ -23,7 +23,7 @@ from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout import Draft, EnvironmentFailure, EnvSession, RolloutRequest
 from agent_r1_trl.rollout.runner import end_when_free
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
-from agent_r1_trl.tools.threads import OwnThread
+from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory
 
 DESCRIBE = (

@@ -342,7 +342,7 @@ def _rollout(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     if setup.zero_stage == 3 and setup.num_processes > 1:
         yield Line("ZeRO-3: the whole model, to generate", shape.num_parameters * setup.weight_bytes, "rollout")
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
-    # `generation/local/kv_cache.py` keeps spare columns, so that it seldom moves.
+    # `generation/local/decoding.py` keeps spare columns, so that it seldom moves.
     columns = setup.row_tokens + max(64, setup.row_tokens // 4)
     rows = setup.generation_batch_rows
     yield Line(f"KV cache of {rows} x {columns:,} tokens", rows * columns * per_token, "rollout")

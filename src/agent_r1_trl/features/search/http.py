@@ -19,8 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools.faults import OVERLOADED_OR_GONE, InfrastructureError
-from agent_r1_trl.tools.search import Passage, check_search
-from agent_r1_trl.tools.search_corpus import join_contents, split_contents
+from agent_r1_trl.tools.search import Passage, check_search, join_contents, split_contents
 
 if TYPE_CHECKING:
     import httpx

@@ -13,11 +13,10 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.adapters import check_adapters
 from agent_r1_trl.generation.base import Generation, GenerationError
-from agent_r1_trl.generation.local.decoding import ModelRunner, evaluation_mode
-from agent_r1_trl.generation.local.kv_cache import PrefixCache
+from agent_r1_trl.generation.local.decoding import ModelRunner, PrefixCache, evaluation_mode
 from agent_r1_trl.generation.local.sampling import UniformStream, draw, kept_in, policy_logprobs
+from agent_r1_trl.generation.weights import check_adapters
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 from agent_r1_trl.kept_ids import KeptIds
 

@@ -22,8 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot
-from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
-from agent_r1_trl.generation.vllm.server_routes import UnfitServerError, hello, identity_of, refusal_of
+from agent_r1_trl.generation.vllm.server_routes import (
+    HTTPClient,
+    HTTPError,
+    UnfitServerError,
+    hello,
+    identity_of,
+    refusal_of,
+)
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 
 logger = logging.getLogger(__name__)

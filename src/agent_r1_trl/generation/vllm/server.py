@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.adapters import adapter_tensors, served_adapter, write_adapter
 from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
@@ -41,11 +40,12 @@ from agent_r1_trl.generation.base import (
     current_slot,
 )
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
-from agent_r1_trl.generation.vllm.http_client import HTTPClient, HTTPError
 from agent_r1_trl.generation.vllm.kept import MORE, num_logprobs, read_kept_ids
 from agent_r1_trl.generation.vllm.nccl_group import GroupError, describe_gpu, reason_against
 from agent_r1_trl.generation.vllm.server_routes import (
     NO_NCCL,
+    HTTPClient,
+    HTTPError,
     NoAdaptersError,
     UnfitServerError,
     ask_each,
@@ -58,7 +58,14 @@ from agent_r1_trl.generation.vllm.server_routes import (
 )
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.generation.vllm.weight_transfer import Named, WeightTransfer
-from agent_r1_trl.generation.weights import gather_for, gather_nothing, policy_weights
+from agent_r1_trl.generation.weights import (
+    adapter_tensors,
+    gather_for,
+    gather_nothing,
+    policy_weights,
+    served_adapter,
+    write_adapter,
+)
 
 _POLL_S = 1.0
 

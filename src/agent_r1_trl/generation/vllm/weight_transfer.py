@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from agent_r1_trl.generation.vllm.http_client import HTTPClient
 from agent_r1_trl.generation.vllm.nccl_group import NCCLGroup
-from agent_r1_trl.generation.vllm.server_routes import ask_each, rpc
+from agent_r1_trl.generation.vllm.server_routes import HTTPClient, ask_each, rpc
 
 CHUNK_BYTES = 256 * 2**20
 """How many bytes travel at a time, unless one weight has more."""
