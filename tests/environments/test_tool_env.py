@@ -412,17 +412,6 @@ def test_tools_can_be_given_to_the_constructor_or_set_on_the_instance():
     assert roll_out(env, message(("shout", {"text": "a"})))[0].observations[0]["content"] == "A"
 
 
-def test_the_exact_token_limit_of_the_rollout_reaches_the_tools():
-    limited = tool(max_result_tokens=2)(echo.fn)
-    env = ToolEnv(tools=[limited])
-    _ = env.executor
-    env.truncate_text = lambda text, max_tokens: text[:max_tokens]
-    env.reset({"prompt": "go"})
-    assert (
-        roll_out(env, message(("echo", {"text": "abcdef"})))[0].observations[0]["content"].startswith("ab\n[truncated")
-    )
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

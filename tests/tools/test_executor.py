@@ -333,17 +333,6 @@ def test_a_long_result_is_cut_and_says_so():
     assert not whole.is_truncated and whole.content == "0123456789abcdef"
 
 
-def test_a_token_limit_uses_the_tokenizer_it_is_given_and_four_characters_without():
-    limited = Tool(echo.fn, max_result_tokens=3)
-    (exact,) = run([limited], ("echo", {"text": "a b c d e"}), truncate=lambda text, n: " ".join(text.split(" ")[:n]))
-    assert exact.content.startswith("a b c\n[truncated") and exact.is_truncated
-    (guessed,) = run([limited], ("echo", {"text": "x" * 13}))
-    assert guessed.content.startswith("x" * 12 + "\n[truncated")
-    seen = []  # no more of a huge result is tokenized than can be shown
-    run([limited], ("echo", {"text": "x" * 1_000_000}), truncate=lambda text, n: seen.append(len(text)) or text[:n])
-    assert max(seen) <= 64 * 3
-
-
 def test_a_result_that_cannot_be_encoded_or_shown_becomes_text():
     class Unshown:
         def __str__(self):

@@ -28,12 +28,12 @@ def test_a_decorated_function_is_still_called_as_a_function():
 
 
 def test_the_decorator_takes_settings():
-    @tool(timeout_s=5, max_result_tokens=7, name="whisper")
+    @tool(timeout_s=5, max_result_chars=7, name="whisper")
     def speak() -> str:
         """Speak."""
         return "x"
 
-    assert (speak.name, speak.timeout_s, speak.max_result_tokens) == ("whisper", 5.0, 7)
+    assert (speak.name, speak.timeout_s, speak.max_result_chars) == ("whisper", 5.0, 7)
 
 
 def test_as_tool_passes_tools_through_and_wraps_functions():
@@ -54,7 +54,6 @@ def test_limits_out_of_range_are_refused():
     limits = {
         "timeout_s": (0, -1, math.nan, math.inf, True, "3"),
         "max_result_chars": (0, -1, 2.5, True),
-        "max_result_tokens": (0, -1, 2.5, True),
     }
     for name, values in limits.items():
         for value in values:

@@ -116,8 +116,6 @@ class ToolEnv:
     has_reward = True
     on_resume: str | None = None
     """How the environment of a killed run comes back: "replay" or "restart"; None: as suits its tools."""
-    truncate_text: Callable[[str, int], str] | None = None
-    """`(text, max_tokens) -> text`, counted in the model's tokens; the rollout, which has the tokenizer, sets it."""
 
     example: dict[str, Any]
     """The row of the data set that `reset` received."""
@@ -210,7 +208,6 @@ class ToolEnv:
         of role `user`: what `next_user_message` says, or how to go on if no call could be read.
         """
         executor = self.executor
-        executor.truncate = self.truncate_text
         self._num_turns += 1
         calls = read_calls(message, id_prefix=f"call_{self._num_turns}")
         made, surplus = calls[: self.max_calls_per_turn], calls[self.max_calls_per_turn :]

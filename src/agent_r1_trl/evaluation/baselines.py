@@ -83,7 +83,6 @@ class OneAnswerEnv:
 
     async def reset(self, example: Mapping[str, Any]) -> list[Message]:
         """The environment's prompt, with passages where it searches."""
-        self.env.truncate_text = self.truncate_text
         messages = await _call(self.env.reset, example)
         messages = [dict(message) for message in messages]
         defaults = (SearchQAEnv.system_prompt, SearchQAEnv.plain_system_prompt)
@@ -105,9 +104,7 @@ class OneAnswerEnv:
         (found,) = [item for item in map(as_tool, self.env.tools) if item.name == SEARCH]
         parameters = found.schema["function"]["parameters"]
         names = [*parameters.get("required", ()), *parameters.get("properties", {}), "query"]
-        executor = self.env.executor
-        executor.truncate = self.truncate_text
-        (result,) = self._found = await executor.execute(
+        (result,) = self._found = await self.env.executor.execute(
             [ToolCall(name=SEARCH, arguments={names[0]: question}, id="naive_rag")]
         )
         if result.is_error:

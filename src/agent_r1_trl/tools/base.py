@@ -46,7 +46,6 @@ class Tool:
         description: description of the tool, by default the first part of the docstring.
         timeout_s: maximum seconds per call; None for the executor's limit.
         max_result_chars: maximum length of a result in characters; a note replaces the rest.
-        max_result_tokens: maximum length in tokens (exact if the executor can count them, else 4 characters each).
         sequential: True if the calls of one turn to this and to the other sequential tools run one after another, in
             their order. None for the default: True for methods of an environment or of any other object, whose state
             they may change.
@@ -75,7 +74,6 @@ class Tool:
         description: str | None = None,
         timeout_s: float | None = None,
         max_result_chars: int | None = DEFAULT_MAX_RESULT_CHARS,
-        max_result_tokens: int | None = None,
         sequential: bool | None = None,
         schema: Schema | None = None,
         render: Callable[[Any], str] | None = None,
@@ -103,7 +101,6 @@ class Tool:
         errors: Any = (user_errors,) if isinstance(user_errors, type) else tuple(user_errors)
         for setting, value, rule in (
             ("max_result_chars", max_result_chars, Count | None),
-            ("max_result_tokens", max_result_tokens, Count | None),
             ("attempts", attempts, Count | None),
             ("timeout_s", timeout_s, Seconds | None),
             ("retry_wait_s", retry_wait_s, NotNegative),
@@ -115,7 +112,6 @@ class Tool:
         self.name = check_name(name or function_name(fn))
         self.timeout_s = timeout_s
         self.max_result_chars = max_result_chars
-        self.max_result_tokens = max_result_tokens
         self.sequential = True if sequential is None and self.owner is not None else sequential
         self.render = render or render_result
         self.backend = backend or _declares_backend(fn)
@@ -196,7 +192,7 @@ class Tool:
 
 
 def tool(fn: Any = None, **settings: Any) -> Any:
-    """Make a function a tool: `@tool`, or `@tool(timeout_s=5, max_result_tokens=300)`; settings as in `Tool`.
+    """Make a function a tool: `@tool`, or `@tool(timeout_s=5, max_result_chars=1000)`; settings as in `Tool`.
 
     A tool of another library takes settings as well: `tool(backend=True)(their_tool)`.
     """

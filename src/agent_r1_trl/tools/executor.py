@@ -14,7 +14,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 MAX_DETAIL_CHARS = 500
 THREAD_HINT = " (tools do not run in the main thread; see docs/tools.md, How calls run)"
 MAX_SCHEMA_CHARS = 1500
-CHARS_PER_TOKEN = 4
 MAX_RETRY_WAIT_S = 30.0
 DEFAULT_QUEUE_TIMEOUT_S = 600.0
 
@@ -61,7 +60,6 @@ class ToolExecutor:
         max_workers: maximum number of plain (not async) tools that run at once; the whole process shares the threads.
         queue_timeout_s: maximum seconds that a plain tool waits for a free thread, before it runs; None for no limit.
             The wait is not the tool's time, and a call that waited in vain is an infrastructure failure.
-        truncate: `(text, max_tokens) -> text`, counted in the model's tokens; by default 4 characters are one token.
 
     Raises:
         ToolSchemaError: two tools have the same name.
@@ -75,13 +73,11 @@ class ToolExecutor:
         timeout_s: float | None = 30.0,
         max_workers: int = 32,
         queue_timeout_s: float | None = DEFAULT_QUEUE_TIMEOUT_S,
-        truncate: Callable[[str, int], str] | None = None,
     ) -> None:
         self.tools = check_names(map(as_tool, tools))
         check_value("timeout_s", timeout_s, Seconds | None)
         check_value("queue_timeout_s", queue_timeout_s, Seconds | None)
         self.timeout_s, self.queue_timeout_s = timeout_s, queue_timeout_s
-        self.truncate = truncate
         self._pool = shared_pool(max_workers)
 
     async def execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
@@ -132,7 +128,7 @@ class ToolExecutor:
         try:
             found, arguments = self._check(call)
             text = await self._invoke(found, arguments, result)
-            result.content, result.is_truncated = self._limit(found, _clean(text))
+            result.content, result.is_truncated = _limit(found, _clean(text))
         except _CallError as failure:
             result.content, result.is_truncated = self._describe(failure)
             result.error, result.is_models_mistake = failure.kind, failure.is_models_mistake
@@ -224,7 +220,7 @@ class ToolExecutor:
     def _describe(self, failure: _CallError) -> tuple[str, bool]:
         """What the model reads about a failure, and whether it was cut to the tool's limits."""
         if failure.is_reported and failure.tool is not None:
-            return self._limit(failure.tool, _clean(failure.detail))
+            return _limit(failure.tool, _clean(failure.detail))
         return _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}"), False
 
     def _advise(self, failure: _CallError) -> str:
@@ -246,17 +242,6 @@ class ToolExecutor:
             except ValueError:  # its schema is broken; the name still helps
                 listed.append(candidate.name)
         return _cut(f"Call a tool by its name, with a JSON object of arguments. Tools: {'; '.join(listed)}", 2000)
-
-    def _limit(self, found: Tool, text: str) -> tuple[str, bool]:
-        cut, limit = text[: found.max_result_chars], found.max_result_tokens
-        if limit is not None and self.truncate is not None:
-            # No token is as long as 64 characters in practice; the bound keeps a tokenizer from reading megabytes.
-            cut = self.truncate(cut[: 64 * limit], limit)
-        elif limit is not None:
-            cut = cut[: CHARS_PER_TOKEN * limit]
-        if len(cut) >= len(text):
-            return text, False
-        return f"{cut}\n[truncated: the first {len(cut)} of {len(text)} characters are shown]", True
 
 
 @dataclass(eq=False)
@@ -341,6 +326,13 @@ def _dump(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, default=repr)
     except Exception:  # nested too deeply, numbers too long to print, keys that are not strings
         return f"({type(value).__name__})"
+
+
+def _limit(found: Tool, text: str) -> tuple[str, bool]:
+    cut = text[: found.max_result_chars]
+    if len(cut) >= len(text):
+        return text, False
+    return f"{cut}\n[truncated: the first {len(cut)} of {len(text)} characters are shown]", True
 
 
 def _cut(text: str, limit: int) -> str:

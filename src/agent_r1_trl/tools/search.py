@@ -307,7 +307,7 @@ def make_search_tool(
         top_k: passages per search, at least 1.
         max_passage_chars: maximum length of a passage's text; the rest is replaced by "[truncated]".
         name: name of the tool.
-        **settings: further arguments of `Tool` (`timeout_s`, `max_result_tokens`, ...).
+        **settings: further arguments of `Tool` (`timeout_s`, `max_result_chars`, ...).
     """
     check_value("top_k", top_k, Count)
     check_value("max_passage_chars", max_passage_chars, Count)

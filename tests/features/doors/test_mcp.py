@@ -141,8 +141,8 @@ def test_a_cancelled_call_leaves_the_session_as_it_was():
 
 
 def test_tools_are_chosen_by_name_or_pattern_and_have_a_prefix():
-    toolset = MCPToolset(SERVER, include=["add", "office/*"], exclude=["add"], prefix="my_", max_result_tokens=2)
-    assert [item.name for item in toolset] == ["my_office_note"] and toolset[0].max_result_tokens == 2
+    toolset = MCPToolset(SERVER, include=["add", "office/*"], exclude=["add"], prefix="my_", max_result_chars=2)
+    assert [item.name for item in toolset] == ["my_office_note"] and toolset[0].max_result_chars == 2
     assert execute(toolset, ("my_office_note", {"text": "a"}))[0].error is None
 
 

@@ -85,7 +85,7 @@ class SandboxTool(Tool):
             one. By default sandlock where this system has it, else limits with a warning.
         limits: what one sandbox may use; by default `SandboxLimits()`.
         name: name of the tool.
-        **settings: further arguments of `Tool` (`description`, `max_result_tokens`, ...).
+        **settings: further arguments of `Tool` (`description`, `max_result_chars`, ...).
 
     Raises:
         ValueError: the sandbox is unknown, not installed or cannot run here, or a setting is out of range.

@@ -37,7 +37,7 @@ class MCPToolset(Sequence[Tool]):
             process, from its first call to its end.
         timeout_s: maximum seconds of a call, once the session is open.
         connect_timeout_s: maximum seconds until a session is open.
-        **settings: of `Tool`, such as `max_result_tokens`, `attempts` or `backend`.
+        **settings: of `Tool`, such as `max_result_chars`, `attempts` or `backend`.
 
     Raises:
         ImportError: the package `mcp` is missing.

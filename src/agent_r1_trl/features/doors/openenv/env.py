@@ -109,7 +109,6 @@ class OpenEnv(ToolEnv):
         """With `text_field`, the observation that follows the message as an action."""
         if self.text_field is None:
             return None
-        self._text_executor.truncate = self.truncate_text
         action = ToolCall(name="step", arguments={self.text_field: message.get("content") or ""})
         (result,) = await self._text_executor.execute([action])
         if result.is_infrastructure_failure:
