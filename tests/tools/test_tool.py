@@ -102,11 +102,6 @@ def test_arguments_are_checked_against_the_schema_and_never_coerced_silently():
         assert "JSON object" in shout.check_arguments(no_object)[1][0]
 
 
-def test_a_whole_float_is_an_integer_and_arrives_as_one():
-    checked, problems = shout.check_arguments({"text": "a", "times": 2.0})
-    assert problems == [] and checked["times"] == 2 and isinstance(checked["times"], int)
-
-
 def test_async_functions_are_recognised_through_partials_and_objects():
     async def fetch():
         """Fetch."""
