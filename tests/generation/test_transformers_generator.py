@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig
 
 from agent_r1_trl.generation import GenerationError, Generator, SamplingParams
+from agent_r1_trl.generation.local import generator as local
 from agent_r1_trl.generation.local.sampling import policy_logprobs
 from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
 
@@ -170,14 +171,16 @@ def test_filters_and_penalties_reach_the_sampler(model):
         assert generation.token_ids == expected[0, len(prompt) :].tolist()
 
 
-def test_the_batch_never_exceeds_its_limits(model):
+def test_the_batch_never_exceeds_its_limits(monkeypatch):
     model = tiny_model()
+    expected = [g.token_ids for g in run(make_generator(model), PROMPTS, max_tokens=5)]
+    monkeypatch.setattr(local, "MAX_PREFILL_TOKENS", 30)
     shapes = []
     model.model.layers[0].register_forward_hook(lambda _, args, __: shapes.append(args[0].shape[:2]))
-    limited = run(make_generator(model, max_batch_size=3, max_prefill_tokens=30), PROMPTS, max_tokens=5)
+    limited = run(make_generator(model, max_batch_size=3), PROMPTS, max_tokens=5)
     assert max(rows for rows, _ in shapes) <= 3
     assert max(rows * columns for rows, columns in shapes if columns > 1) <= 30
-    assert [g.token_ids for g in limited] == [g.token_ids for g in run(make_generator(model), PROMPTS, max_tokens=5)]
+    assert [g.token_ids for g in limited] == expected
 
 
 def test_a_failing_forward_fails_its_requests_with_the_cause_and_nothing_else():
@@ -308,23 +311,14 @@ time.sleep(0.2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["idle", "running"])
-def test_a_program_that_never_closes_its_generator_ends_at_once(state):
-    """Idle: the worker waits for more. Running: the main thread died in the middle of an endless request."""
-    program = f"""
-import asyncio, time
+def test_a_program_that_never_closes_its_generator_ends_at_once():
+    """The main thread ends in the middle of an endless request."""
+    program = """
+import time
+from agent_r1_trl.generation.worker import WorkerRequest
 from tests.generation.helpers import SAMPLED, make_generator, tiny_model
-generator = make_generator(tiny_model())
-async def main():
-    endless = asyncio.ensure_future(generator.generate([5], max_tokens=10**9, seed=0, params=SAMPLED))
-    await asyncio.sleep(0.1)
-    raise SystemExit
-if {state!r} == "idle":
-    asyncio.run(generator.generate([5], max_tokens=3, seed=0, params=SAMPLED))
-else:
-    generator._submit(__import__("agent_r1_trl.generation.worker", fromlist=["WorkerRequest"]).WorkerRequest(
-        prompt_ids=[5], max_tokens=10**9, seed=0, params=SAMPLED))
-    time.sleep(0.3)
+make_generator(tiny_model())._submit(WorkerRequest(prompt_ids=[5], max_tokens=10**9, seed=0, params=SAMPLED))
+time.sleep(0.3)
 print(time.time())
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import MixtralConfig
 
 from agent_r1_trl.critic import attach_critic, critic_parameters
+from agent_r1_trl.generation import weights
 from agent_r1_trl.generation.weights import (
     adapter_tensors,
     check_tied_embeddings,
@@ -133,7 +134,7 @@ def test_a_mixture_of_experts_has_the_names_of_its_checkpoint(tmp_path):
     assert all(torch.equal(weights[key], value) for key, value in stored.items())
 
 
-def test_every_weight_is_read_inside_its_gather_context():
+def test_every_weight_is_read_inside_its_gather_context(monkeypatch):
     model = adapted_model("saved module")
     gathered: set[int] = set()
     seen: set[int] = set()
@@ -145,7 +146,8 @@ def test_every_weight_is_read_inside_its_gather_context():
         yield
         gathered.clear()
 
-    for _ in policy_weights(model, gather=gather):
+    monkeypatch.setattr(weights, "gather_for", lambda model: gather)
+    for _ in policy_weights(model):
         assert gathered
     replaced = {id(p) for n, p in model.named_parameters() if "original_module" in n}
     assert seen == {id(parameter) for parameter in model.parameters()} - replaced

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.safe_text import whole
 from agent_r1_trl.trajectory import Message
 
 # Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
@@ -162,7 +163,7 @@ class TextEncoder:
         """A prefix of plain text, as long as possible, that encodes to at most `max_tokens` ids."""
         if max_tokens <= 0:
             return ""
-        text = _encodable(text)
+        text = whole(text)
         # Plain text throughout: offsets then count characters of `text` itself.
         offsets = self._tokenize(text).offsets
         if len(offsets) <= max_tokens:
@@ -219,7 +220,7 @@ class TextEncoder:
 
     def _privately(self, text: str) -> str:
         live = self._control_re.sub(lambda match: self.mark(str(self._spellings.index(match[0]))), text)
-        return _encodable(self.restore(live))
+        return str(whole(self.restore(live)))
 
     def _copy_backend(self) -> Any:
         from tokenizers import Tokenizer
@@ -270,11 +271,6 @@ def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[s
             return [(delta, True)]
         segments += [(heard, True), (piece, False)]
     return [*segments, (rest, True), (glue, False)]
-
-
-def _encodable(text: str) -> str:
-    """The text with lone surrogates, which UTF-8 cannot hold, as question marks."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _any_of(spellings: list[str]) -> re.Pattern[str]:

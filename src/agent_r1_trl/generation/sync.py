@@ -119,14 +119,9 @@ def probe_sync(
     max_gap: float | None = None,
     is_autocast: bool = False,
 ) -> float | None:
-    """Compare the log-probabilities of sampler and trainer, right after a sync.
+    """Compare the log-probabilities that sampler and trainer give (N,) likely ids, N >= 2, right after a sync.
 
-    Args:
-        generator: the sampler.
-        model: the policy, unwrapped.
-        token_ids: (N,), N >= 2; likely text.
-        max_gap: of the mean absolute difference; None for `default_max_gap`.
-        is_autocast: see there.
+    `max_gap` is that of the mean absolute difference; None for `default_max_gap`.
 
     Returns:
         The largest mean absolute difference of all engines behind the generator; None if it cannot score.

@@ -69,16 +69,14 @@ def check_tied_embeddings(model: Any) -> None:
         )
 
 
-def policy_weights(
-    model: nn.Module, *, only_trainable: bool = False, gather: Gather | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that the model computes with, active adapters included.
+
+    Where parameters are sharded (DeepSpeed ZeRO-3) this is a collective call, and every rank must iterate.
 
     Args:
         model: a transformers model or a `PeftModel` around one.
         only_trainable: leave out what training cannot change: frozen weights without an adapter.
-        gather: context in which sharded parameters are whole; None for `gather_for`. Where parameters are sharded
-            (DeepSpeed ZeRO-3) this is a collective call, and every rank must iterate.
 
     Yields:
         Checkpoint name and weight, each shared weight once. Adapted weights are copies, the others are the live ones.
@@ -87,7 +85,7 @@ def policy_weights(
         ValueError: an adapter sits on a quantised weight.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    named = _in_memory_weights(base, only_trainable=only_trainable, gather=gather or gather_for(model))
+    named = _in_memory_weights(base, only_trainable=only_trainable, gather=gather_for(model))
     if not _is_stored_differently(base):
         yield from named
         return

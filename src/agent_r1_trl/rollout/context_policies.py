@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agent_r1_trl.objects import OwnObject, own_object
 from agent_r1_trl.settings import Count, SettingsGroup, Words, setting
@@ -77,14 +77,12 @@ class ContextView:
     """What a context can hold, turn included, as the model or the engine says; None if neither does."""
 
 
-class ContextPolicy(Protocol):
-    """Decides what the policy gets to read. It depends on the view alone, so that a killed run can be resumed."""
+ContextPolicy = Callable[[ContextView], Sequence[Message]]
+"""Decides what the policy gets to read: the messages of the next context; `view.messages` leaves it as it is.
 
-    def __call__(self, view: ContextView) -> Sequence[Message]:
-        """The messages of the next context; `view.messages` leaves it as it is.
-
-        Messages that are taken over should be the view's own objects: their ids are then those that were sampled.
-        """
+It depends on the view alone, so that a killed run can be resumed. Messages that are taken over should be the view's
+own objects: their ids are then those that were sampled.
+"""
 
 
 def window(view: ContextView, num_turns: int) -> Sequence[Message]:

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.safe_text import whole
 from agent_r1_trl.settings import Seconds, check_value
 from agent_r1_trl.tools.base import Tool, as_tool
 from agent_r1_trl.tools.calls import read_arguments, read_call
@@ -105,13 +106,13 @@ class ToolExecutor:
 
     def explain_malformed(self, reason: str) -> str:
         """Text that tells the model about a call that could not be read."""
-        return _clean(
+        return whole(
             f"Error: the tool call could not be read: {_cut(reason, MAX_DETAIL_CHARS)}\n{self._how_to_call()}"
         )
 
     def explain_no_call(self, cut_off: Any = None) -> str:
         """Text that tells the model to go on after a turn without a call, and why the turn ended if it was cut off."""
-        reason = f" ({_clean(str(cut_off))})" if cut_off else ""
+        reason = f" ({whole(str(cut_off))})" if cut_off else ""
         return f"The task is not finished{reason}. {self._how_to_call()}"
 
     # ---------------------------------------------------------------- one call
@@ -128,7 +129,7 @@ class ToolExecutor:
         try:
             found, arguments = self._check(call)
             text = await self._invoke(found, arguments, result)
-            result.content, result.is_truncated = _limit(found, _clean(text))
+            result.content, result.is_truncated = _limit(found, whole(text))
         except _CallError as failure:
             result.content, result.is_truncated = self._describe(failure)
             result.error, result.is_models_mistake = failure.kind, failure.is_models_mistake
@@ -220,8 +221,8 @@ class ToolExecutor:
     def _describe(self, failure: _CallError) -> tuple[str, bool]:
         """What the model reads about a failure, and whether it was cut to the tool's limits."""
         if failure.is_reported and failure.tool is not None:
-            return _limit(failure.tool, _clean(failure.detail))
-        return _clean(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}"), False
+            return _limit(failure.tool, whole(failure.detail))
+        return whole(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}"), False
 
     def _advise(self, failure: _CallError) -> str:
         if failure.tool is None:
@@ -337,8 +338,3 @@ def _limit(found: Tool, text: str) -> tuple[str, bool]:
 
 def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... [truncated]"
-
-
-def _clean(text: str) -> str:
-    """Replace lone surrogates, which no tokenizer can encode."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")

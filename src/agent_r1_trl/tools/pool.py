@@ -224,8 +224,7 @@ def _forget_pools() -> None:
     _pools.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pools)
+os.register_at_fork(after_in_child=_forget_pools)
 
 
 # -------------------------------------------------------------------- one thread for one environment

@@ -28,6 +28,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from agent_r1_trl.features import feature
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.safe_text import whole
 from agent_r1_trl.settings import Count, check_value
 from agent_r1_trl.tools.base import Tool
 
@@ -214,7 +215,7 @@ def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
     if named:
         raise ValueError(f"cache_dir={str(named)!r}: cannot be written to; choose a folder that can.")
     # Some containers have no writable home; building the index again is better than stopping the run.
-    folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid() if hasattr(os, 'getuid') else 0}" / "search"
+    folder = Path(tempfile.gettempdir()) / f"agent_r1_trl-{os.getuid()}" / "search"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -399,4 +400,4 @@ def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
 
 def _clean(text: str) -> str:
     """The text without what no database stores."""
-    return text.encode("utf-8", errors="replace").decode("utf-8").replace("\x00", " ")
+    return str(whole(text)).replace("\x00", " ")

@@ -22,6 +22,10 @@ from agent_r1_trl.kept_ids import KeptIds
 
 logger = logging.getLogger(__name__)
 
+MAX_PREFILL_TOKENS = 32768
+"""Prompt tokens, padding included, of a forward pass; a single request may have more."""
+PREFIX_CACHE_BYTES = 2**30
+
 
 class _ActiveRow:
     """A request in the batch and what it has sampled so far."""
@@ -82,11 +86,6 @@ class TransformersGenerator(ThreadedGenerator):
         pad_token_id: any valid id; padding is masked.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
         max_batch_size: maximum number of rows per forward pass. Halved permanently when the device runs out of memory.
-        max_prefill_tokens: maximum number of prompt tokens (padding included) per forward pass; a single request may
-            have more.
-        prefix_cache_bytes: memory for keys and values that are kept between the turns of a trajectory, so that a turn
-            reads only what is new; 0 keeps none. None is 1 GiB on a CPU and 0 on a GPU, where training needs the
-            memory.
     """
 
     def __init__(
@@ -96,8 +95,6 @@ class TransformersGenerator(ThreadedGenerator):
         pad_token_id: int,
         stop_token_ids: Collection[int],
         max_batch_size: int = 64,
-        max_prefill_tokens: int = 32768,
-        prefix_cache_bytes: int | None = None,
     ) -> None:
         super().__init__("transformers-generator")
         if max_batch_size < 1:
@@ -109,11 +106,10 @@ class TransformersGenerator(ThreadedGenerator):
         self._model: nn.Module = extract_model_from_parallel(model)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._max_batch_size = max_batch_size
-        self._max_prefill_tokens = max_prefill_tokens
         self._runner = ModelRunner(self._model, pad_token_id)
-        if prefix_cache_bytes is None:
-            prefix_cache_bytes = 2**30 if self._runner.device.type == "cpu" else 0
-        self._prefixes = PrefixCache(prefix_cache_bytes if self._runner.can_move_rows else 0)
+        # Keys and values kept between the turns of a trajectory. On a GPU training needs the memory.
+        keeps_rows = self._runner.can_move_rows and self._runner.device.type == "cpu"
+        self._prefixes = PrefixCache(PREFIX_CACHE_BYTES if keeps_rows else 0)
         self._versions: list[tuple[int, int]] = []
         self._rows: list[_ActiveRow] = []  # same order as the runner's rows
         self._resuming: list[_ActiveRow] = []  # put back when memory ran out; they go first
@@ -177,7 +173,7 @@ class TransformersGenerator(ThreadedGenerator):
                 longest = max(longest, len(row.ids))
                 running = self._rows or new
                 is_alike = not running or row.request.params == running[0].request.params
-                if not is_alike or (new and longest * (len(new) + 1) > self._max_prefill_tokens):
+                if not is_alike or (new and longest * (len(new) + 1) > MAX_PREFILL_TOKENS):
                     self._resuming.insert(0, row)
                     break
                 new.append(row)

@@ -18,25 +18,24 @@ from typing import Any
 import torch
 
 
-def build_engine(model: Any, *, cpu_kv_cache_gib: int, **options: Any) -> Any:
+def build_engine(model: Any, **options: Any) -> Any:
     """A `vllm.LLMEngine` in this process whose weights can be replaced.
 
     Args:
         model: checkpoint path or Hub name; or a transformers or PEFT model, of which only the configuration is taken
             (the weights are random until the first sync).
-        cpu_kv_cache_gib: memory for the cache on a CPU, in GiB; on a GPU see `gpu_memory_utilization`.
         options: of `vllm.EngineArgs`; they win over the defaults chosen here.
     """
     is_cpu = not torch.cuda.is_available()
     if is_cpu:
         # vLLM's own default asks for most of the machine's memory; binding threads to cores would slow the trainer.
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_cache_gib))
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with _single_process_group(), tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_initialized():
             _keep_process_group()
         if is_cpu:
             keep_weights_loadable()

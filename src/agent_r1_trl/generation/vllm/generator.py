@@ -73,7 +73,6 @@ class VLLMGenerator(ThreadedGenerator):
             if they are among them.
         max_model_len: maximum number of tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: maximum number of requests that run at the same time.
-        cpu_kv_cache_gib: memory for the cache on a CPU, in GiB.
         step_timeout_s: seconds after which a step of the engine counts as hanging, and its requests fail.
         **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
@@ -85,7 +84,6 @@ class VLLMGenerator(ThreadedGenerator):
         stop_token_ids: Collection[int],
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        cpu_kv_cache_gib: int = 1,
         step_timeout_s: float = 600.0,
         **engine_options: Any,
     ) -> None:
@@ -95,14 +93,14 @@ class VLLMGenerator(ThreadedGenerator):
         self._running: dict[str, WorkerRequest] = {}
         self._names = itertools.count()
         self._has_all_weights = isinstance(model, str)
-        self._had_process_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._had_process_group = torch.distributed.is_initialized()
         self._engine: Any = getattr(model, "llm_engine", model)
         self._is_owner = isinstance(model, (str, nn.Module))
         if self._is_owner:
             from agent_r1_trl.generation.vllm.engine import build_engine
 
             engine_options |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-            self._engine = build_engine(model, cpu_kv_cache_gib=cpu_kv_cache_gib, **engine_options)
+            self._engine = build_engine(model, **engine_options)
         if isinstance(model, nn.Module):
             self.sync(model)
 

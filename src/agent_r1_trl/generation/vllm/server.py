@@ -389,13 +389,12 @@ def _as_generation(choice: dict[str, Any], params: SamplingParams) -> Generation
 
 def own_rank() -> int:
     """Number of this process; 0 where there is only one."""
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if is_distributed else 0
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def agreed(value: Any) -> Any:
     """The first rank's value, on every rank; all of them have to call."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not torch.distributed.is_initialized():
         return value
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)
