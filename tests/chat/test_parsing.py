@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.chat.format import ChatFormat
-from tests.effort import examples
+from tests.effort import examples, short
 from tests.families import FAMILIES as FAMILIES_OF_MODELS
+from tests.tokenizers import FAMILIES as OF_TRL
 from tests.tokenizers import make_tokenizer
 
 REVISIONS = [pytest.param(family, marks=pytest.mark.matrix) for family in ("llama3_2", "gemma4_v5")]
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "gemma4", "gptoss", *REVISIONS)
+OTHERS = [family for family in FAMILIES_OF_MODELS if family not in OF_TRL]
 TOOLS = [
     {
         "type": "function",
@@ -36,7 +38,7 @@ TOOLS = [
 
 @functools.lru_cache
 def chat_of(family: str) -> ChatFormat:
-    return ChatFormat(make_tokenizer(family))
+    return ChatFormat(FAMILIES_OF_MODELS[family]() if family in OTHERS else make_tokenizer(family))
 
 
 def read(family: str, text: str) -> dict:
@@ -327,7 +329,7 @@ def test_tool_text_in_the_prompt_is_never_read_as_part_of_the_turn():
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *short(OTHERS, "mistral_small_3_2", "deepseek_v3_1")])
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_no_sequence_of_ids_makes_parsing_raise(family, data):
@@ -428,17 +430,12 @@ FLOODS = {  # what is written again and again, per family
 }  # fmt: skip
 
 
-@functools.lru_cache
-def family_chat(family: str) -> ChatFormat:
-    return ChatFormat(FAMILIES_OF_MODELS[family]() if family in FAMILIES_OF_MODELS else make_tokenizer(family))
-
-
 @pytest.mark.parametrize(
     ("family", "flood"), [(family, flood) for family, floods in FLOODS.items() for flood in floods]
 )
 def test_reading_a_turn_takes_time_in_proportion_to_its_length(family, flood):
     """Five times the text may take at most twelve times as long; a quadratic reader needs 25 times."""
-    chat = family_chat(family)
+    chat = chat_of(family)
     opened, closed = ("<tool_call>", "</tool_call>") if family == "qwen3_5" else ("", "")
 
     def seconds(length):

@@ -73,6 +73,15 @@ def forward_logprobs(model, prompt, generation, temperature) -> list[float]:
     return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).tolist()
 
 
+def check_greedy(engine, policy, stop_id):
+    """An engine samples the ids that transformers does, and says their log-probabilities."""
+    ours = run(engine, PROMPTS, params=GREEDY, max_tokens=20)
+    theirs = run(make_generator(policy, [stop_id]), PROMPTS, params=GREEDY, max_tokens=20)
+    for prompt, left, right in zip(PROMPTS, ours, theirs, strict=True):
+        assert (left.token_ids, left.stop) == (right.token_ids, right.stop)
+        assert left.logprobs == pytest.approx(forward_logprobs(policy, prompt, left, 1.0), abs=1e-4)
+
+
 def check_masks(engine, policy, params):
     """Log-probabilities of an engine are those of the policy's logits, normalised over the ids that it kept."""
     counts = []

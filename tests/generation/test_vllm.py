@@ -17,9 +17,9 @@ from tests.generation.helpers import (
     GREEDY,
     PROMPTS,
     SAMPLED,
+    check_greedy,
     check_masks,
     forward_logprobs,
-    make_generator,
     run,
     tiny_model,
 )
@@ -81,11 +81,7 @@ def policy(engine):
 
 def test_greedy_ids_equal_those_of_transformers(engine, policy):
     assert isinstance(engine, Generator)
-    ours = run(engine, PROMPTS, params=GREEDY, max_tokens=20)
-    theirs = run(make_generator(policy, [STOP_ID]), PROMPTS, params=GREEDY, max_tokens=20)
-    for prompt, left, right in zip(PROMPTS, ours, theirs, strict=True):
-        assert (left.token_ids, left.stop) == (right.token_ids, right.stop)
-        assert left.logprobs == pytest.approx(forward_logprobs(policy, prompt, left, 1.0), abs=1e-4)
+    check_greedy(engine, policy, STOP_ID)
 
 
 def test_logprobs_are_those_of_the_sampler_under_the_temperature(engine, policy):

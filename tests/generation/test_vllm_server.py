@@ -4,7 +4,7 @@ import pytest
 
 from agent_r1_trl.generation import Generator, SamplingParams, VLLMServerGenerator
 from agent_r1_trl.generation.base import RefusedRequestError, RequestTooLongError
-from tests.generation.helpers import GREEDY, PROMPTS, check_masks, forward_logprobs, make_generator, run
+from tests.generation.helpers import PROMPTS, check_greedy, check_masks, run
 from tests.generation.test_vllm import STOP_ID, random_policy
 from tests.servers import vllm_server
 
@@ -49,11 +49,7 @@ def test_the_server_tells_its_context_and_says_that_a_request_is_too_long(engine
 
 def test_greedy_ids_equal_those_of_transformers(engine, policy):
     assert isinstance(engine, Generator)
-    ours = run(engine, PROMPTS, params=GREEDY, max_tokens=20)
-    theirs = run(make_generator(policy, [STOP_ID]), PROMPTS, params=GREEDY, max_tokens=20)
-    for prompt, left, right in zip(PROMPTS, ours, theirs, strict=True):
-        assert (left.token_ids, left.stop) == (right.token_ids, right.stop)
-        assert left.logprobs == pytest.approx(forward_logprobs(policy, prompt, left, 1.0), abs=1e-4)
+    check_greedy(engine, policy, STOP_ID)
 
 
 def test_what_a_token_was_drawn_from_is_told(engine, policy):

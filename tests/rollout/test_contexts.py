@@ -2,7 +2,6 @@
 
 import pytest
 
-from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import StopReason
 from tests.rollout.helpers import chat_of, roll_out_recorded
 from tests.toys import AddEchoEnv, call, say
@@ -56,19 +55,6 @@ def test_old_observations_become_notes_of_their_length():
     assert all(f'"text": "word{number},' in last for number in range(5)), "what the policy said stays"
     assert last.rindex("word4") > last.rindex("left out]"), "and what answered it last"
     assert len(trajectory.rows) == 5
-
-
-@pytest.mark.parametrize("policy", ("window", "drop_observations"))
-def test_a_context_is_rewritten_only_where_it_would_be_longer_than_context_tokens(policy):
-    turns = [*ECHOES, say("done")]
-    _, whole = roll_out(turns)
-    lengths = [len(context) for context, _ in whole]
-    options = {"context.policy": policy, "context.turns": 1}
-    trajectory, log = roll_out(turns, context={"tokens": lengths[3]}, **options)
-    assert [context for context, _ in log[:4]] == [context for context, _ in whole[:4]]
-    assert len(log[4][0]) < lengths[4] and len(trajectory.rows) >= 2
-    trajectory, log = roll_out(turns, context={"tokens": lengths[-1]}, **options)
-    assert len(trajectory.rows) == 1 and log == whole
 
 
 def test_the_models_limit_counts_in_a_context_and_the_completions_in_a_trajectory():
@@ -187,28 +173,3 @@ def test_a_policy_that_fails_ends_its_trajectory_alone(name, said):
 def test_what_makes_no_policy_is_refused(name, options):
     with pytest.raises(ValueError, match=name):
         roll_out([*ECHOES[:1], say("done")], **options)
-
-
-class Reminder:
-    """Made without arguments where its class is given."""
-
-    def __call__(self, view):
-        return reminder(view)
-
-
-@pytest.mark.parametrize(
-    "given", [reminder, Reminder(), Reminder, f"{__name__}:Reminder"], ids=["function", "object", "class", "path"]
-)
-def test_an_object_a_class_and_a_path_roll_out_alike(given):
-    expected, _ = roll_out([*ECHOES[:2], say("done")], context={"policy": f"{__name__}.reminder"})
-    trajectory, _ = roll_out([*ECHOES[:2], say("done")], context={"policy": given})
-    assert [row.completion_ids for row in trajectory.rows] == [row.completion_ids for row in expected.rows]
-
-
-def test_a_policy_with_other_arguments_is_refused_before_anything_is_rolled_out():
-    with pytest.raises(ValueError, match=r"context.policy='.*:two' takes \(view, more\): missing .*ContextView"):
-        RolloutLimits(context={"policy": f"{__name__}:two"})
-
-
-def two(view, more):
-    return view.messages

@@ -7,7 +7,6 @@ they are sampled alone. What an environment's author or a reward function got wr
 import asyncio
 import contextlib
 import functools
-import json
 import math
 import re
 import threading
@@ -15,16 +14,13 @@ import time
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session
 from agent_r1_trl.tools import tool
-from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
-from tests.effort import examples
+from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
-from tests.toys import AddEchoEnv, call, echo, say
+from tests.toys import AddEchoEnv, call, say
 
 GOOD, BAD = "good", "bad"
 ERRORS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), ValueError("bad"),
@@ -116,42 +112,11 @@ def returning(value):
 
 # -------------------------------------------------------------------- what a model may write
 
-MARKERS = (
-    "<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_call>", "<|eot_id|>", "<|python_tag|>", "<turn|>",
-    "<|tool_call>", "<tool_call|>", '<|"|>', "<|call|>", "<|channel|>", "<|message|>", "<|return|>", "<eos>",
-)  # fmt: skip
-WILD_TEXT = st.one_of(
-    st.text(st.characters(), max_size=20),  # surrogates and control characters included
-    st.sampled_from([*MARKERS, "\ud800", "\udfff\ud800", "\x00\x1b[2J", "\u202e\u2028", "🙂" * 50, "é" * 300]),
-)
-KEYS = st.sampled_from(["text", "", "name", "\ud800"])
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(st.characters(exclude_characters="<"), max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=2),
-    max_leaves=6,
-)
-fuzz = settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
 
 def in_words(chat, text):
     """The ids of a text as a model would sample it: markers as their tokens, then the end of the turn."""
     text = text.encode("utf-8", "replace").decode()
     return [*chat.tokenizer(text, add_special_tokens=False)["input_ids"], chat.turn_end_ids[0]]
-
-
-@fuzz
-@given(arguments=JSON)
-def test_no_json_in_a_call_does_harm(arguments):
-    turn = in_words(chat_of(), f"<tool_call>\n{json.dumps({'name': 'echo', 'arguments': arguments})}\n</tool_call>")
-    trajectory = bad_among_good(BadEnv, [turn, say("ok")])
-    (result,) = trajectory.tool_results
-    runs = isinstance(arguments, dict) and arguments.keys() == {"text"} and isinstance(arguments["text"], str)
-    assert result.is_error != runs
-    assert trajectory.stop_reason is StopReason.DONE
 
 
 @pytest.mark.parametrize(
@@ -167,24 +132,7 @@ def test_a_huge_call_does_no_harm(text):
     assert len(trajectory.turns[0].observations) == 1
 
 
-# -------------------------------------------------------------------- what an environment or a tool may say
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gptoss"])
-@fuzz
-@given(text=st.lists(WILD_TEXT, max_size=4).map("".join), role=st.sampled_from(["tool", "user"]))
-def test_no_text_that_an_environment_says_does_harm(family, text, role):
-    chat = chat_of(family)
-
-    def step(self, message):
-        self.turn = getattr(self, "turn", 0) + 1
-        return [{"role": role, "content": text}], 0.0, self.turn == 2, {}
-
-    trajectory = bad_among_good(bad_env(step=step), [call("echo", text="x"), say("ok")], family=family)
-    assert trajectory.stop_reason is StopReason.DONE
-    control = set(chat.encoder.control_ids.values())
-    told = [t for t, a in zip(trajectory.completion_ids, trajectory.authors, strict=True) if a is Author.ENVIRONMENT]
-    assert not control.intersection(told), "what is told opens no turn and ends none"
+# -------------------------------------------------------------------- what a tool or an environment may say
 
 
 def test_a_megabyte_is_cut_whoever_says_it():
@@ -215,55 +163,7 @@ def test_a_megabyte_is_cut_whoever_says_it():
     assert chat_of().count(observation["content"]) <= 100
 
 
-# -------------------------------------------------------------------- tools
-
-
-class Unprintable:
-    def __repr__(self):
-        raise RuntimeError("no words")
-
-
-RESULTS = [None, 5, math.nan, b"\xff", {"a": {1, 2}}, object(), Unprintable(), [1, [2, {}]], "\ud800", 10**5000]
-
-
-def env_with(fn, **settings_of_tool):
-    fn.__name__ = "echo"
-    fn.__annotations__ = {"text": str}
-    fn.__doc__ = echo.fn.__doc__
-    return type("Bad", (BadEnv,), {"tools": (tool(**settings_of_tool)(fn),)})
-
-
-def plain_or_async(fn, is_async):
-    if not is_async:
-        return lambda text: fn()
-
-    async def asynchronous(text):
-        return fn()
-
-    return asynchronous
-
-
-@plain_and_async
-@pytest.mark.parametrize("value", RESULTS, ids=[str(i) for i in range(len(RESULTS))])
-def test_whatever_a_tool_returns_is_text_or_a_failed_call(value, is_async):
-    env = env_with(plain_or_async(lambda: value, is_async))
-    trajectory = bad_among_good(env, [call("echo", text="x"), say("ok")])
-    assert trajectory.stop_reason is StopReason.DONE
-    (result,) = trajectory.tool_results
-    assert isinstance(result.content, str)
-    result.content.encode()
-
-
-@plain_and_async
-@any_error
-def test_whatever_a_tool_raises_is_a_failed_call(error, is_async):
-    def fail():
-        raise error
-
-    trajectory = bad_among_good(env_with(plain_or_async(fail, is_async)), [call("echo", text="x"), say("ok")])
-    assert trajectory.stop_reason is StopReason.DONE
-    assert [result.error for result in trajectory.tool_results] == [ToolErrorKind.EXCEPTION]
-    assert trajectory.turns[0].reward == pytest.approx(-0.1)
+# -------------------------------------------------------------------- environments
 
 
 async def never():
@@ -281,20 +181,6 @@ def blocked():
 
 
 any_hang = pytest.mark.parametrize("hang", [never, stubborn, blocked], ids=lambda fn: fn.__name__)
-
-
-@any_hang
-def test_a_tool_that_hangs_is_a_failed_call_after_its_timeout(hang):
-    env = env_with(lambda text: hang(), timeout_s=0.1)
-    good_alone()  # loads the tokenizer
-    began = time.monotonic()
-    trajectory = bad_among_good(env, [call("echo", text="x"), say("ok")])
-    assert time.monotonic() - began < 3
-    assert trajectory.stop_reason is StopReason.DONE
-    assert [result.error for result in trajectory.tool_results] == [ToolErrorKind.TIMEOUT]
-
-
-# -------------------------------------------------------------------- environments
 
 
 @plain_and_async

@@ -3,32 +3,11 @@
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from agent_r1_trl.environments import StepResult, ToolEnv
-from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.effort import examples
 from tests.rollout.helpers import Script, chat_of, roll_out, sampled_ids, scene
 from tests.toys import AddEchoEnv, call, calls, say
-
-# -------------------------------------------------------------------- arithmetic
-
-
-@settings(max_examples=examples(200), deadline=None)
-@given(
-    completion=st.integers(1, 50), turn=st.none() | st.integers(1, 50), model=st.none() | st.integers(2, 100),
-    num_prompt=st.integers(0, 60), num_completion=st.integers(0, 60),
-)  # fmt: skip
-def test_the_budget_is_the_least_of_what_is_left(completion, turn, model, num_prompt, num_completion):
-    limits = RolloutLimits(max_completion_length=completion, max_tokens_per_turn=turn, max_model_length=model)
-    left = [completion - num_completion]
-    if model is not None:
-        left.append(model - num_prompt - num_completion)
-    assert limits.room(num_prompt, num_completion) == min(left)
-    assert limits.turn_budget(num_prompt, num_completion) == min([*left, *([turn] if turn is not None else [])])
-
 
 # -------------------------------------------------------------------- sampled tokens
 

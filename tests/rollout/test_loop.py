@@ -6,10 +6,9 @@ import re
 import pytest
 
 from agent_r1_trl.environments import RewardError, ToolEnv
-from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.base import RequestTooLongError
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import PROMPT, Script, chat_of, roll_out, sampled_ids
+from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
 from tests.toys import AddEchoEnv, call, calls, say
 
 
@@ -173,30 +172,3 @@ def test_a_bug_in_the_outcome_reward_ends_its_trajectory_alone_where_that_is_ask
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.outcome_reward == 0.0
     assert re.search(r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)", trajectory.error)
     assert env.log[-1] == "close" and trajectory.completion_ids
-
-
-def test_seeds_reach_an_environment_that_wants_them():
-    seen = []
-
-    class Seeded(AddEchoEnv):
-        def seed(self, reset_seed, dynamics_seed):
-            seen.append((reset_seed, dynamics_seed))
-
-    roll_out([say()], env=Seeded, examples=3)
-    assert sorted(seen) == [(0, 0), (0, 1), (0, 2)]
-
-
-# -------------------------------------------------------------------- generation and time
-
-
-def test_a_failing_sampler_keeps_what_was_sampled():
-    chat = chat_of()
-    script = Script(chat, [call()])
-    script.generator = ScriptedGenerator(
-        [script.turns[0], RuntimeError("engine gone")], stop_token_ids=chat.stop_token_ids
-    )
-    trajectory, _ = roll_out(script, chat=chat)
-    assert trajectory.stop_reason is StopReason.GENERATION_ERROR
-    assert "engine gone" in trajectory.error
-    assert sampled_ids(trajectory) == script.turns[0]
-    assert trajectory.outcome_reward == 0.0

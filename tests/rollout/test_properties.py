@@ -29,7 +29,6 @@ from tests.trainers.helpers import make_trainer, scored_batch
 pytestmark = pytest.mark.fuzz
 FAMILIES = ("qwen3", "llama3", "gemma4", "gptoss")
 PARALLEL_CALLS = ("qwen3", "gemma4")
-WORD = "qzxv"  # in no template
 LONG = 100_000
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 TIMEOUT_S = 0.4
@@ -49,7 +48,7 @@ def prompt_length(family):
 
 def usable_turns(family):
     """Calls that run."""
-    texts = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</tool_call>", "<turn|>", f"{WORD} é🙂"])
+    texts = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</tool_call>", "<turn|>", "qzxv é🙂"])
     number = st.integers(-9, 9)
     messages = st.builds(lambda a, b: call("add", a=a, b=b), number, number)
     messages |= st.builds(lambda text: call("echo", text=text), texts)
@@ -73,9 +72,20 @@ def odd_turns(family):
     return st.builds(lambda ids, end: ids + end, st.lists(inner, max_size=8), ending)
 
 
+def mutated_turns(family):
+    """Calls of which a piece was dropped, or replaced by control tokens."""
+    chat = chat_of(family)
+    control = sorted({*chat.encoder.control_ids.values()} - {*chat.stop_token_ids})
+    new = st.lists(st.sampled_from(control), max_size=3)
+    return st.builds(
+        lambda ids, start, length, new: [*ids[:-1][:start], *new, *ids[:-1][start + length :], ids[-1]],
+        usable_turns(family), st.integers(0, 40), st.integers(0, 20), new,
+    )  # fmt: skip
+
+
 def any_turns(family):
     texts = st.builds(say, st.text(max_size=12)).map(chat_of(family).encode_reply)
-    return usable_turns(family) | unusable_turns(family) | odd_turns(family) | texts
+    return usable_turns(family) | unusable_turns(family) | odd_turns(family) | mutated_turns(family) | texts
 
 
 class Conversation(NamedTuple):
@@ -216,21 +226,6 @@ def test_tokens_rewards_authors_and_json_of_every_trajectory(family, reason):
         assert back.token_rewards() == trajectory.token_rewards()
 
     law()
-
-
-@every_family
-def test_the_environments_words_are_the_environments_tokens(family):
-    chat = chat_of(family)
-    text = f"{WORD} Zürich {WORD} 42"
-    turns = [chat.encode_reply(call("echo", text=text)), chat.encode_reply(say("ok"))]
-    trajectory, _ = roll_out(family, Conversation(turns, scene(ends_at=1), {}))
-
-    def words_of(author):
-        ids = [t for t, a in zip(trajectory.completion_ids, trajectory.authors, strict=True) if a is author]
-        return chat.tokenizer.decode(ids)
-
-    assert text in words_of(Author.ENVIRONMENT)
-    assert WORD not in words_of(Author.TEMPLATE)
 
 
 # -------------------------------------------------------------------- the loss

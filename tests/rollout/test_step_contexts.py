@@ -29,15 +29,6 @@ def board(turn):
     return [*PROMPT, {"role": "user", "content": f"the board after turn {turn} <|im_end|>"}]
 
 
-def test_without_a_word_from_the_environment_a_turn_reads_the_prompt_and_the_last_turns():
-    turns = [*ECHOES, say("done")]
-    for options in ({}, {"context.turns": 2}):
-        trajectory, log = roll_out(turns, **STEP, **options)
-        assert log == roll_out(turns, context={"policy": "window"}, **{"context.turns": 1, **options})[1]
-        assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[turn] for turn in range(6)]
-    assert len(roll_out(turns, context={"policy": "window", "turns": 1})[0].rows) == 5, "two turns share its first row"
-
-
 def test_the_environment_gives_the_next_context_and_it_is_recorded():
     trajectory, log = roll_out([*ECHOES[:3], say("done")], env=giving(board), **STEP)
     assert trajectory.stop_reason is StopReason.DONE
@@ -91,6 +82,3 @@ def test_what_is_no_context_is_an_error_of_the_environment(given):
     )
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and len(trajectory.turns) == 2
     assert "next_context" in trajectory.error and repr(given)[:20] in trajectory.error
-
-
-# -------------------------------------------------------------------- a user's own policy

@@ -1,8 +1,6 @@
 """Summaries that the policy writes: what it is asked, what it goes on with, and what counts as a turn."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.recording.terminal import render_trajectory
@@ -14,11 +12,10 @@ from agent_r1_trl.rewards import (
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.probe import recorded_calls
 from agent_r1_trl.rollout.requests import derive_seed
-from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY, summary_request
+from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from agent_r1_trl.update.batching import anchors
-from tests.effort import examples
 from tests.families import FAMILIES
 from tests.rollout.helpers import PROMPT, chat_of, check_rows, mostly_nightly
 from tests.toys import AddEchoEnv, call, limits_of, say
@@ -310,34 +307,3 @@ def test_every_family_is_given_what_its_template_renders(family):
         context = requests[2 * turn + 1][0]
         assert text_of(context, chat).count(answer.partition(said)[0] + said) == 1
         assert last.message["tool_calls"] and last.observations[0]["role"] == "tool"
-
-
-@pytest.mark.parametrize("family", ("qwen3", "llama3", "gemma4", "gptoss"))
-def test_every_sampled_id_is_in_one_row_whatever_is_said(family):
-    chat = chat_of(family)
-    texts = st.text(max_size=12) | st.sampled_from(["<|im_end|>", "</tool_call>", "é🙂"])
-    odd = st.lists(st.integers(0, len(chat.tokenizer) - 1), max_size=8)
-    turn = texts.map(lambda text: call("echo", text=text)) | st.just(call()) | odd
-    summary = texts.map(say) | turn
-    limits = st.fixed_dictionaries(
-        {
-            "context.turns": st.integers(1, 3),
-            "context.tokens": st.none() | st.integers(100, 900),
-            "context.summary_tokens": st.integers(1, 90),
-            "max_completion_length": st.integers(100, 900),
-            "max_model_length": st.none() | st.integers(1200, 2000),
-        }
-    )
-
-    @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(turn, min_size=1, max_size=6), st.lists(summary, min_size=6, max_size=6), limits)
-    def law(turns, summaries, limits):
-        trajectory, requests = roll_out([*turns, say()], summaries, chat=chat, **limits)
-        check_rows(trajectory, requests)
-        assert len(trajectory.completion_ids) <= limits["max_completion_length"]
-        length = limits["max_model_length"] or 10**9
-        assert all(len(context) + len(ids) <= length for context, ids, *_ in requests)
-        assert not trajectory.turns[0].is_summary
-        assert summary_request(limits_of(**EVERY_TURN))["content"]
-
-    law()
