@@ -117,7 +117,7 @@ class Script(Generator):
 def roll_out(engine: Engine, tokenizer: Any, options: dict[str, Any], args: argparse.Namespace) -> dict[str, float]:
     """Figures of one trajectory under these options."""
     strips = options.get("policy") == "strip_thinking"
-    chat = ChatFormat(tokenizer, thinking="strip" if strips else "keep")
+    chat = ChatFormat(tokenizer, strips_reasoning=strips)
     thought = chat.truncate(WORDS * args.tokens, args.tokens // 4)
     sight = chat.truncate(WORDS * args.tokens, args.tokens // 2)
 

@@ -103,7 +103,7 @@ def chat_format(family: str) -> ChatFormat:
     if family.startswith("llama"):
         tokenizer.add_special_tokens({"additional_special_tokens": LLAMA_TOKENS})
         tokenizer.bos_token, tokenizer.eos_token = LLAMA_TOKENS[:2]
-    return ChatFormat(tokenizer, thinking="strip" if family in THINKING else "keep")
+    return ChatFormat(tokenizer, strips_reasoning=family in THINKING)
 
 
 class Script(Generator):

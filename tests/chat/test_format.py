@@ -350,7 +350,7 @@ def test_stop_tokens_are_the_template_s_ends_and_the_tokenizer_s_eos():
 
 
 def test_thinking_off_forces_empty_reasoning_that_is_glue():
-    chat = ChatFormat(make_tokenizer("qwen3"), thinking="off")
+    chat = ChatFormat(make_tokenizer("qwen3"), chat_template_kwargs={"enable_thinking": False})
     forced = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     prompt = chat.encode_prompt(QUESTION, [SEARCH])
     assert chat.tokenizer.decode(prompt).endswith(forced)
@@ -373,9 +373,7 @@ def test_forced_reasoning_opener_is_read_as_the_begin_of_the_reasoning():
 @pytest.mark.parametrize(
     ("family", "options", "flag"),
     [
-        ("qwen2_5", {"thinking": "strip"}, "thinking='strip'"),
-        ("qwen3", {"thinking": "maybe"}, "thinking='maybe'"),
-        ("qwen2_5", {"thinking": "off"}, "thinking='off'"),
+        ("qwen2_5", {"strips_reasoning": True}, "context='strip_thinking'"),
         ("llama3", {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking=False"),
         ("qwen3", {"chat_template_kwargs": {"tokenize": True}}, r"chat_template_kwargs .*'tokenize'"),
     ],

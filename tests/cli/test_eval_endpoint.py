@@ -86,9 +86,7 @@ def test_neither_recipe_nor_files_are_needed_and_the_key_may_be_named_or_missing
 
 
 def test_settings_of_the_recipe_that_a_hosted_model_does_not_know_stay_with_the_trained_one(recipe):
-    path = recipe(
-        context={"policy": "window", "turns": 1}, top_k=7, repetition_penalty=1.1, thinking="keep", dtype="float32"
-    )
+    path = recipe(context={"policy": "window", "turns": 1}, top_k=7, repetition_penalty=1.1, dtype="float32")
     with hosted() as (url, seen, _):
         assert main(["eval", "--config", path, "--endpoint", url, "--model", "gpt", "--output_dir", "scores"]) == 0
     assert set(seen.bodies[0]) == {"model", "messages", "max_tokens", "temperature", "tools"}

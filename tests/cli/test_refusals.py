@@ -100,7 +100,6 @@ def test_what_yaml_takes_for_text_or_for_a_switch_is_read_as_the_field_has_it():
         (dict[str, int] | str | None, "{a: 1}", "{a: 1}"),
     ]:
         assert read_value("recipe.yaml", "some_setting", value, hint) == expected, (hint, value)
-    assert read_value("recipe.yaml", "thinking", False, str) == "off", "YAML reads it so without quotation marks"
 
 
 # ---------------------------------------------------------------- settings and flags

@@ -39,13 +39,13 @@ STRIP = ("qwen3", "deepseek_v3_1", "gpt_oss", "trl")
 
 
 @functools.cache
-def chat_of(family, thinking="keep"):
-    kwargs = {"preserve_thinking": False} if (family, thinking) == ("trl", "strip") else None
-    return ChatFormat(TEMPLATES[family](), thinking=thinking, chat_template_kwargs=kwargs)
+def chat_of(family, strips=False):
+    kwargs = {"preserve_thinking": False} if strips and family == "trl" else None
+    return ChatFormat(TEMPLATES[family](), strips_reasoning=strips, chat_template_kwargs=kwargs)
 
 
 def chat_for(family, limits):
-    return chat_of(family, "strip" if limits["context.policy"] == "strip_thinking" else "keep")
+    return chat_of(family, limits["context.policy"] == "strip_thinking")
 
 
 @functools.cache

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
-from agent_r1_trl.rollout.context_policies import format_options
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import StopReason
 from tests.chat.test_family_calls import TOOLS
@@ -51,7 +50,7 @@ PROMPT = [{"role": "user", "content": "Which time is it?"}]
 
 @functools.cache
 def chat_of(family: str) -> ChatFormat:
-    return ChatFormat(MAKERS[family](), thinking="strip")
+    return ChatFormat(MAKERS[family](), strips_reasoning=True)
 
 
 class Talk:
@@ -166,7 +165,7 @@ def texts_of(chat, log):
 
 
 def test_a_template_that_forces_reasoning_drops_it_all():
-    chat = ChatFormat(MAKERS["deepseek_v3_1"](), thinking="strip", chat_template_kwargs={"thinking": True})
+    chat = ChatFormat(MAKERS["deepseek_v3_1"](), strips_reasoning=True, chat_template_kwargs={"thinking": True})
     end = "<｜end▁of▁sentence｜>"
     trajectory, log = roll_out(
         chat, spoken(chat, f"one</think>A.{end}", f"two</think>B.{end}", f"three</think>C.{end}")
@@ -232,7 +231,7 @@ def test_a_tag_in_an_observation_stays_text(family):
 def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
     refusing = "{%- if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}"
     template = refusing + MAKERS["qwen3"]().chat_template
-    chat = ChatFormat(make_tokenizer("qwen3", chat_template=template), thinking="strip")
+    chat = ChatFormat(make_tokenizer("qwen3", chat_template=template), strips_reasoning=True)
     trajectory, log = roll_out(chat, CONVERSATION)
     check_rows(trajectory, log)
     assert len(trajectory.rows) == 1 and trajectory.stop_reason is StopReason.MAX_TURNS
@@ -244,19 +243,19 @@ def test_a_conversation_that_the_template_refuses_goes_on_as_it_was_sampled():
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(STRIPPING)))
 def test_a_template_that_drops_no_reasoning_is_refused_and_the_fix_works(family):
-    with pytest.raises(ValueError, match=r"thinking='strip' has no effect.*Use thinking='keep'"):
-        ChatFormat(MAKERS[family](), thinking="strip")
-    ChatFormat(MAKERS[family](), thinking="keep")
+    with pytest.raises(ValueError, match=r"context='strip_thinking' has no effect.*Set context='keep'"):
+        ChatFormat(MAKERS[family](), strips_reasoning=True)
+    ChatFormat(MAKERS[family]())
 
 
-@pytest.mark.parametrize("options, policy", [({}, "strip_thinking"), ({"thinking": "strip"}, "keep")])
+@pytest.mark.parametrize("options, policy", [({}, "strip_thinking"), ({"strips_reasoning": True}, "keep")])
 def test_a_format_and_a_policy_that_do_not_belong_together_are_refused(options, policy):
     with pytest.raises(ValueError, match=r"context\.policy"):
         roll_out(ChatFormat(make_tokenizer("qwen3"), **options), CONVERSATION, context={"policy": policy})
 
 
 def test_without_thinking_the_forced_empty_reasoning_is_dropped():
-    chat = ChatFormat(make_tokenizer("qwen3"), **format_options("off", "strip_thinking", None))
+    chat = ChatFormat(make_tokenizer("qwen3"), strips_reasoning=True, chat_template_kwargs={"enable_thinking": False})
     turns = [{"role": "assistant", "content": "A."}, {"role": "assistant", "content": "B."}]
     trajectory, log = roll_out(chat, turns)
     check_contexts("qwen3", trajectory, log, chat)
@@ -326,7 +325,7 @@ def test_a_turn_of_a_long_conversation_renders_and_encodes_as_much_as_one_of_a_s
 def test_a_rule_that_the_end_of_a_conversation_does_not_show_is_noticed():
     """A template that drops the reasoning of the first half."""
     source = FOREIGN.replace("loop.index0 < ns.last", "loop.index0 < ns.last / 2")
-    chat = ChatFormat(make_tokenizer("qwen3", chat_template=source), thinking="strip")
+    chat = ChatFormat(make_tokenizer("qwen3", chat_template=source), strips_reasoning=True)
     assert not chat.reasoning_rule.is_local and chat_of("foreign").reasoning_rule.is_local
     turns = [thinks("", f"<think>\nthought {number}\n</think>\n\nIt is.") for number in range(8)]
     _, log = roll_out(chat, turns)

@@ -141,7 +141,6 @@ TABLE = {
     "scoring_timeout": Acts(effects.limits, 1.5),
     "watchdog_interval": Acts(effects.limits, 1.5),
     "stall_timeout": Acts(effects.limits, 1.5),
-    "thinking": (Acts(effects.chat, "off"), Refused("strip", {"thinking": "keep", "context": "strip_thinking"})),
     "eval_temperature": Acts(effects.evaluation, 0.5),
     "generation_batch_rows": Acts(effects.local_generator, 3),
     "servers": Refused(3, {"servers": {"urls": ["http://a:1"]}}, **SERVERS),

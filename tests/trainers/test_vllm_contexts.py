@@ -12,7 +12,7 @@ POLICIES = {
     "window": {"context.policy": "window", "context.turns": 1},
     "drop_observations": {"context.policy": "drop_observations", "context.turns": 1, "context.tokens": 90},
     # The template forces empty reasoning, and shows none in earlier turns.
-    "strip_thinking": {"context.policy": "strip_thinking", "thinking": "off"},
+    "strip_thinking": {"context.policy": "strip_thinking", "chat_template_kwargs": {"enable_thinking": False}},
     "summarise": {"context.policy": "summarise", "context.turns": 2, "context.summary_tokens": 6},
 }
 

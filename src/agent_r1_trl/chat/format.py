@@ -6,7 +6,7 @@ the text after the stand-in's end-of-turn token, so it starts with the separator
 generation prompt, forced `<think>` prefixes included. Nothing sampled is ever rendered.
 
 Thinking: a stream that only grows keeps all reasoning that the policy sampled. Published templates of thinking models
-drop earlier reasoning; TRL's training templates keep it, and those are used. With `thinking='strip'` the published
+drop earlier reasoning; TRL's training templates keep it, and those are used. With `strips_reasoning` the published
 template is used, and every context is rendered anew (`reasoning.py`).
 """
 
@@ -53,10 +53,10 @@ class ChatFormat:
         chat_template: source, file or TRL name of a template to use in place of the tokenizer's.
         response_template: the grammar that reads calls, in place of the one that belongs to the template: a
             transformers `response_template` as a dict or a JSON file, or the name of a family (`hermes`, `mistral`).
-        chat_template_kwargs: passed to the template in every rendering.
-        thinking: `keep` leaves the template's default; `off` sets `enable_thinking=False`, whose forced empty
-            reasoning is template glue; `strip` takes the template as it is, whatever it drops of earlier turns, for
-            contexts that `history` renders.
+        chat_template_kwargs: passed to the template in every rendering. The empty reasoning that many templates write
+            for `enable_thinking=False` is template glue.
+        strips_reasoning: take the template as it is, whatever it drops of earlier turns, for contexts that `history`
+            renders.
         extra_stop_token_ids: more ids that end a turn, from the model's generation config.
 
     Raises:
@@ -70,7 +70,7 @@ class ChatFormat:
         chat_template: str | None = None,
         response_template: dict[str, Any] | str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        thinking: str = "keep",
+        strips_reasoning: bool = False,
         extra_stop_token_ids: Iterable[int] = (),
     ) -> None:
         # Imported here: an environment server must not wait for torch.
@@ -87,10 +87,10 @@ class ChatFormat:
                 "Load it with PreTrainedTokenizerFast.from_pretrained(...), which reads the model's tokenizer.json.",
             )
         self.chat_template, self.supports_tools = choose_chat_template(
-            tokenizer, chat_template, trl, is_rendered_anew=thinking == "strip"
+            tokenizer, chat_template, trl, is_rendered_anew=strips_reasoning
         )
         """Source of the template in use: save it with the model."""
-        self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs, thinking)
+        self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs)
         self.encoder = TextEncoder(tokenizer, self.chat_template)
         self.plain_template = None if chat_template else without_tools(tokenizer, self.chat_template)
         """Source of the template of conversations without tools, where the tokenizer has one of its own for them."""
@@ -103,8 +103,8 @@ class ChatFormat:
             if chat_template is not None or error.fix is not GENERAL_FIX:
                 raise
             raise ChatFormatError(error.problem, suggestion(tokenizer, self.chat_template)) from error
-        self.reasoning_rule = find_rule(self.template) if thinking == "strip" else None
-        """Which reasoning the template drops, with `thinking='strip'`."""
+        self.reasoning_rule = find_rule(self.template) if strips_reasoning else None
+        """Which reasoning the template drops, with `strips_reasoning`."""
         if self.reasoning_rule is not None:
             check_drops(self.reasoning_rule, thinks=self.thinks, kwargs=self.chat_template_kwargs)
         self._ends = (self._renderer.text_end, self._renderer.call_end)
@@ -200,7 +200,7 @@ class ChatFormat:
         return ids[1:], authors[1:]
 
     def history(self, tools: Sequence[Schema] | None = None) -> History | None:
-        """What renders a conversation anew before every turn, with `thinking='strip'`; else None."""
+        """What renders a conversation anew before every turn, with `strips_reasoning`; else None."""
         if self.reasoning_rule is None:
             return None
         return History(self.template, self.encoder, self.reasoning_rule, tools)

@@ -84,15 +84,16 @@ def _probes(template: ChatTemplate, reasoning: Message) -> Iterator[str]:
 
 
 def check_drops(rule: ReasoningRule, *, thinks: bool, kwargs: dict[str, Any]) -> None:
-    """Refuse `thinking='strip'` where it would do nothing: the template knows no reasoning, or it keeps all of it."""
+    """Refuse `strips_reasoning` where it would do nothing: the template knows no reasoning, or it keeps all of it."""
     if thinks and rule.drops:
         return
     reason = "knows no reasoning"
     if thinks:
         reason = "keeps the reasoning of earlier turns" + (f" with chat_template_kwargs={kwargs}" if kwargs else "")
     raise ChatFormatError(
-        f"thinking='strip' has no effect: the chat template {reason}, so a server shows them as they were sampled.",
-        "Use thinking='keep', in a recipe context: keep.",
+        f"context='strip_thinking' has no effect: the chat template {reason}, so a server shows them as they were "
+        "sampled.",
+        "Set context='keep' (of a ChatFormat, strips_reasoning=False).",
     )
 
 

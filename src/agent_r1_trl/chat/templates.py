@@ -29,9 +29,6 @@ from agent_r1_trl.trajectory import Message
 
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
-THINKING = ("keep", "off", "strip")
-"""Values of `thinking`."""
-
 _NUM_CANDIDATES = 4
 _VARIANTS: dict[tuple[str, str], str | None] = {}
 """Templates and special tokens -> training template: finding one takes longer than all else that a chat format is."""
@@ -137,23 +134,19 @@ def text_grammar(template: str, turn_start: str, turn_end: str) -> dict[str, Any
     return {"defaults": {"role": "assistant"}, "start_anchor": turn_start or None, "fields": fields}
 
 
-def check_template_kwargs(template: str, kwargs: dict[str, Any] | None, thinking: str) -> dict[str, Any]:
+def check_template_kwargs(template: str, kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """The keyword arguments for every rendering.
 
     Raises:
-        ChatFormatError: if `thinking` is impossible or unknown, or an argument belongs to the rollout.
+        ChatFormatError: if one belongs to the rollout, or is to turn off a thinking that has no switch.
     """
     kwargs = dict(kwargs or {})
-    if thinking not in THINKING:
-        raise ChatFormatError(f"thinking={thinking!r} is unknown:", f"it must be one of {', '.join(THINKING)}.")
-    if thinking == "off":
-        kwargs["enable_thinking"] = False
     if taken := _RESERVED & kwargs.keys():
         raise ChatFormatError(f"chat_template_kwargs has {sorted(taken)}: the rollout sets these.", "Remove them.")
     if kwargs.get("enable_thinking") is False and "enable_thinking" not in template:
         raise ChatFormatError(
-            "thinking='off' (enable_thinking=False) has no effect: the chat template has no such switch.",
-            "Remove the option; this model's thinking, if it has any, cannot be turned off by its template.",
+            "chat_template_kwargs: enable_thinking=False has no effect, as the chat template has no such switch.",
+            "Remove it; this model's thinking, if it has any, cannot be turned off by its template.",
         )
     return kwargs
 

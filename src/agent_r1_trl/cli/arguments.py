@@ -149,11 +149,10 @@ class TemplateArguments(CommandArguments):
         None, "Grammar that reads tool calls: a family's name, or a JSON file."
     )
     chat_template_kwargs: dict[str, Any] | str | None = setting(None, "Arguments of the chat template.")
-    thinking: str = setting("keep", "Reasoning of earlier turns; 'off': none.", choices=["keep", "off"])
 
     def chat_options(self) -> dict[str, Any]:
         """What `open_agent` and the doctor take of these."""
-        names = ("trust_remote_code", "chat_template", "response_template", "thinking", "chat_template_kwargs")
+        names = ("trust_remote_code", "chat_template", "response_template", "chat_template_kwargs")
         return {name: getattr(self, name) or None if "kwargs" in name else getattr(self, name) for name in names}
 
 

@@ -55,7 +55,7 @@ MODEL = "model"
 MARK = "unfinished"
 _NO_FILTERS: dict[str, Any] = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """OpenAI's protocol has no such settings."""
-_OF_LOADED = ("dtype", "use_vllm", "thinking", "chat_template_kwargs", "chat_template", "response_template")
+_OF_LOADED = ("dtype", "use_vllm", "chat_template_kwargs", "chat_template", "response_template")
 """Settings of models that are loaded here, on which trajectories depend."""
 
 

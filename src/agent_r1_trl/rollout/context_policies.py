@@ -165,23 +165,6 @@ def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
     return policy
 
 
-# -------------------------------------------------------------------- thinking
-
-
-def format_options(thinking: str, policy: str, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """The arguments `thinking` and `chat_template_kwargs` of the `ChatFormat` that these settings need.
-
-    `thinking='off'` beside the policy: the empty reasoning that the template forces is then what it drops.
-
-    >>> format_options("off", "strip_thinking", None)
-    {'thinking': 'strip', 'chat_template_kwargs': {'enable_thinking': False}}
-    """
-    if policy != STRIP_POLICY:
-        return {"thinking": thinking, "chat_template_kwargs": kwargs}
-    forced = {**(kwargs or {}), "enable_thinking": False}
-    return {"thinking": "strip", "chat_template_kwargs": forced if thinking == "off" else kwargs}
-
-
 def check_thinking(chat: Any, policy: str) -> None:
     """Refuse a `ChatFormat` and a policy that were not made for each other.
 
@@ -191,7 +174,7 @@ def check_thinking(chat: Any, policy: str) -> None:
     strips = chat.reasoning_rule is not None
     if strips != (policy == STRIP_POLICY):
         raise ValueError(
-            f"context.policy={policy!r} with a chat format {'' if strips else 'not '}made by thinking='strip': "
+            f"context.policy={policy!r} with a chat format {'' if strips else 'not '}made by strips_reasoning=True: "
             f"the policy {STRIP_POLICY!r} needs that format, and no other one does. Set "
-            f"context={STRIP_POLICY!r} and ChatFormat(tokenizer, thinking='strip'), or neither."
+            f"context={STRIP_POLICY!r} and ChatFormat(tokenizer, strips_reasoning=True), or neither."
         )

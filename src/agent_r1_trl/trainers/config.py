@@ -97,11 +97,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     max_completion_length: Count | None = setting(  # the default is TRL's
         512, RolloutSettings.__dataclass_fields__["max_completion_length"].metadata["help"]
     )
-    thinking: Annotated[str, OneOf("keep", "off")] = setting(
-        "keep",
-        "'keep': the model reasons, and what it reasoned in earlier turns stays in the token stream (unless "
-        "`context: strip_thinking`). 'off': render the chat template with enable_thinking=False.",
-    )
     chat_template: str | None = setting(
         None,
         "Chat template in place of the tokenizer's, saved with the model: its source, a .jinja file, or the name of "

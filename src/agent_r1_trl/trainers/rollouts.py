@@ -30,7 +30,7 @@ from agent_r1_trl.rollout import (
     derive_seed,
     rollout_requests,
 )
-from agent_r1_trl.rollout.context_policies import format_options
+from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -181,7 +181,8 @@ class Rollouts:
             tokenizer,
             chat_template=args.chat_template,
             response_template=args.response_template,
-            **format_options(args.thinking, args.context.policy, args.chat_template_kwargs),
+            chat_template_kwargs=args.chat_template_kwargs,
+            strips_reasoning=args.context.policy == STRIP_POLICY,
             extra_stop_token_ids=eos_token_ids,
         )
         self._context_length = context_length(policy.config)

@@ -95,10 +95,10 @@ def test_a_good_environment_has_no_findings(family):
     ("family", "options"),
     [
         *(("qwen3", {"chat_template": name}) for name in ("qwen3_training", "qwen3_5_think", "qwen3_instruct_2507")),
-        ("qwen3", {"thinking": "off"}),
-        ("qwen3", {"thinking": "strip"}),
-        ("gemma4", {"thinking": "strip"}),
-        ("gptoss", {"thinking": "strip"}),
+        ("qwen3", {"chat_template_kwargs": {"enable_thinking": False}}),
+        ("qwen3", {"strips_reasoning": True}),
+        ("gemma4", {"strips_reasoning": True}),
+        ("gptoss", {"strips_reasoning": True}),
         ("qwen2_5", {"chat_template": PLAIN, "tools": []}),
     ],
 )
@@ -211,7 +211,7 @@ def test_empty_reasoning_of_the_prompt_that_earlier_turns_lack_is_a_warning_with
     (found,) = flagged(examine(qwq, tools=[search]))
     assert found.level == "warning" and "leaves the empty reasoning" in found.message
     assert "context='strip_thinking'" in found.fix
-    assert flagged(examine(qwq, tools=[search], thinking="strip")) == []
+    assert flagged(examine(qwq, tools=[search], strips_reasoning=True)) == []
 
 
 def test_control_tokens_that_the_tokenizer_does_not_know_are_flagged():
@@ -220,12 +220,9 @@ def test_control_tokens_that_the_tokenizer_does_not_know_are_flagged():
     assert "<|im_start|>, no token of the tokenizer" in errors_of(checks, "chat template")[0].message
 
 
-@pytest.mark.parametrize(
-    ("thinking", "message"), [("off", "no such switch"), ("strip", "thinking='strip' has no effect")]
-)
-def test_an_impossible_thinking_option_is_flagged(thinking, message):
-    found = errors_of(examine(make_tokenizer("llama3"), thinking=thinking), "chat template")
-    assert message in found[0].message
+def test_a_context_policy_without_effect_is_flagged():
+    found = errors_of(examine(make_tokenizer("llama3"), strips_reasoning=True), "chat template")
+    assert "context='strip_thinking' has no effect" in found[0].message
 
 
 # ---------------------------------------------------------------- broken tokenizers and models

@@ -130,7 +130,6 @@ MISTAKES = {
     "an unknown setting": ({"max_turn": 3}, "recipe.yaml: 'max_turn'.* mean 'max_turns'"),
     "a word for a number": ({"max_turns": "many"}, "recipe.yaml: max_turns='many'"),
     "a word for a rate": ({"learning_rate": "fast"}, "recipe.yaml: learning_rate='fast'"),
-    "a choice that is none": ({"thinking": "loud"}, "recipe.yaml: thinking='loud'"),
     "no room at all": ({"max_completion_length": 0}, "max_completion_length=0"),
     "two sources of tools": ({"tools": ["broken.py:typed"]}, r"env=.*tools=\['broken.py:typed'\]"),
     "a class without reset": ({"env": "broken.py:NoReset"}, "env='broken.py:NoReset'.*reset"),

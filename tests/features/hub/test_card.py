@@ -148,7 +148,7 @@ def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path):
 
 def test_settings_that_the_model_was_trained_with_are_those_of_the_chat():
     recipe = {
-        "thinking": "off", "chat_template_kwargs": {"a": 1e-05}, "max_tokens_per_turn": 48, "max_turns": 5,
+        "chat_template_kwargs": {"a": 1e-05}, "max_tokens_per_turn": 48, "max_turns": 5,
         "max_observation_tokens": 64, "context": {"policy": "summarise", "turns": 2, "summary_tokens": 20,
         "summary_prompt": "Sum\nup: ``` it's"}, "max_completion_length": 320,
     }  # fmt: skip

@@ -219,7 +219,7 @@ def test_a_chat_asks_for_summaries_where_training_does_and_goes_on_after_them(se
     "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("qwen3_5", "glm_4_5", "gpt_oss"))]
 )
 def test_a_chat_drops_the_reasoning_that_training_drops(family):
-    chat = ChatFormat(FAMILIES[family](), thinking="strip")
+    chat = ChatFormat(FAMILIES[family](), strips_reasoning=True)
     said = [message | {"reasoning_content": f"Thought {index}."} for index, message in enumerate(TURNS)]
     expected, trajectory = both(chat, said, context={"policy": "strip_thinking"})
     assert expected.stop_reason is StopReason.DONE and len(expected.rows) > 1

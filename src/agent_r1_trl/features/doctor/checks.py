@@ -97,7 +97,7 @@ def run_doctor(
         max_completion_length: as in the trainer's config; with `examples`, checked against the model's positions.
         trust_remote_code: run code that comes with the model.
         num_conversations: number of scripted conversations to run.
-        **chat_options: chat_template, response_template, chat_template_kwargs, thinking, as in the trainer's config.
+        **chat_options: arguments of `ChatFormat`.
 
     Returns:
         Findings in the order of the checks; a check that found nothing says so in one line.

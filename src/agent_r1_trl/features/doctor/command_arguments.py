@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.cli.arguments import ENV_OR_TOOLS, CommandArguments, TaskArguments, TemplateArguments
-from agent_r1_trl.rollout.context_policies import format_options
+from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 from agent_r1_trl.rollout.limits import ContextMapping
 from agent_r1_trl.settings import Count, setting
 
@@ -27,8 +27,7 @@ class DoctorArguments(TaskArguments, TemplateArguments):
 
     def chat_options(self) -> dict[str, Any]:
         """See `TemplateArguments`; the context policy has a say as well."""
-        options = super().chat_options()
-        return options | format_options(self.thinking, self.context.policy, options["chat_template_kwargs"])
+        return super().chat_options() | {"strips_reasoning": self.context.policy == STRIP_POLICY}
 
 
 @dataclass

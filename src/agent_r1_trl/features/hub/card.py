@@ -40,14 +40,14 @@ SETTINGS = (
 )  # fmt: skip
 """Settings that every card lists; those that the estimator reads come with its row."""
 READ_SETTINGS = (
-    "thinking", "chat_template_kwargs", "response_template", "context",
+    "chat_template_kwargs", "response_template", "context",
     "max_tokens_per_turn", "max_observation_tokens", "max_invalid_calls",
 )  # fmt: skip
 """Settings that decide what the model reads and writes in a turn, in training and in a chat."""
 NOT_METRICS = ("num_examples", "num_generations", "duration_s")
 """Numbers of an evaluation that are no results."""
 
-_DEFAULTS = {"thinking": "keep", **{item.name: item.default for item in dataclasses.fields(RolloutSettings)}}
+_DEFAULTS = {item.name: item.default for item in dataclasses.fields(RolloutSettings)}
 _HEADER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _SECTION = re.compile(r"^## (.+?)[ \t]*\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]\n]+)\]\(https://huggingface\.co/datasets/\1\)")
