@@ -162,7 +162,7 @@ def _variants(folder):
         # PPO
         "ppo_adapter": {**ppo, "critic": "adapter", **lora},
         "ppo_model": {**ppo, "critic": "model", "num_iterations": 2, "max_steps": 4},
-        "ppo_filter": {**ppo, **filtered, "critic": "head", "num_generations": 4, "critic_uses_filtered": True},
+        "ppo_filter": {**ppo, **filtered, "critic": "head", "num_generations": 4},
         "ppo_bootstrap": {**ppo, "critic": "head", "bootstrap_truncated": True, "max_completion_length": 60},
         "ppo_bilevel": {**ppo, "critic": "head", "advantage_estimator": "bilevel_gae", "gamma_turn": 0.9},
         "ppo_steps": {**ppo, "critic": "head", "advantage_estimator": "step_gae", "gamma_turn": 0.9},

@@ -38,7 +38,7 @@ CASES = {
     "turns": {"loss_type": "grpo", "update_layout": "shared", "loss_unit": "turn", **BY_TOKENS, **TWO_UPDATES},
     "adapter": {**PPO, "critic": "adapter", "beta": 0.05, "update_layout": "shared", **BY_TOKENS},
     "head": {**PPO, "critic": "head", "bootstrap_truncated": False, **HALF, **CUT_OFF},
-    "head by tokens": {**PPO, "critic": "head", "update_layout": "packed", **HALF, "critic_uses_filtered": True},
+    "head by tokens": {**PPO, "critic": "head", "update_layout": "packed", **HALF},
     "model": {**PPO, "critic": "model", "advantage_estimator": "bilevel_gae", "update_layout": "packed", **BY_TOKENS},
 }
 """Rows of the tokens that stand in one row of the `whole` run."""

@@ -259,7 +259,6 @@ TABLE = {
     "sampling.filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
     "sampling.filter_when": (Acts(effects.filtered, 50.0, **TOP_P), Refused(0.5, TOP_P)),
     "sampling.filter_loss_scaling": Refused(True, TOP_P),
-    "critic_uses_filtered": Refused(True, {"sampling.filter_groups": "top_p"}, config_class=PPO, num_generations=4),
     # ---- ours: the critic
     "lam": Acts(effects.batch, 0.5, PPO),
     "lam_turn": (

@@ -135,7 +135,7 @@ def test_a_micro_batch_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp
 
 def test_a_rollout_counts_by_its_micro_steps_however_many_micro_batches_they_became():
     accelerator = SimpleNamespace(distributed_type="NO", sync_gradients=True)
-    kept, model = KeptRows(SimpleNamespace(), accelerator), torch.nn.Linear(1, 1)
+    kept, model = KeptRows(accelerator), torch.nn.Linear(1, 1)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     # Two micro-steps each: of the first rollout four micro-batches with rows that are kept, of the second one without.

@@ -495,11 +495,6 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     cliprange_value: Annotated[float, Number(above=0, may_be_infinite=True)] = setting(
         0.2, "Clip range of the value loss: a value that moves further from the old one gains nothing more."
     )
-    critic_uses_filtered: Flag = setting(
-        False,
-        "Train the critic on the rows that `filter_groups` takes out of the policy's loss, too. They then cost "
-        "a forward and backward pass like the others. False: the critic trains on what the policy trains on.",
-    )
 
 
 # -------------------------------------------------------------------- TRL's arguments of a training script

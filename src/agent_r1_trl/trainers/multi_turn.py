@@ -198,7 +198,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.credit = CreditEstimator(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
         self.recorder = None if self.store is None else Recorder(self.store)
-        self.kept_rows = KeptRows(self.args, self.accelerator)
+        self.kept_rows = KeptRows(self.accelerator)
         self.add_callback(LearningReport(self.args.output_dir, records=self.store is not None))
         if self.recorder is not None:
             self.add_callback(self.recorder)

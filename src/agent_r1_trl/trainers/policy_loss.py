@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 class KeptRows:
     """Skips the optimizer steps that are left without any row, and makes the others a mean over rollouts with rows."""
 
-    def __init__(self, args: Any, accelerator: Any) -> None:
-        self._args, self._accelerator = args, accelerator
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
         self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.begin_run()
 
@@ -59,12 +59,11 @@ class KeptRows:
     def rescale(self, model: torch.nn.Module) -> None:
         """Make the gradients of an optimizer step over several rollouts a mean over those that have rows.
 
-        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already, and not with
-        `critic_uses_filtered`, whose critic has learnt from all of them.
+        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already.
         """
         num_live = sum(number for has_signal, number in self._signals if has_signal)
         num = sum(number for _, number in self._signals)
-        if self._is_engine or getattr(self._args, "critic_uses_filtered", False) or num_live in (0, num):
+        if self._is_engine or num_live in (0, num):
             return
         for parameter in model.parameters():
             if parameter.grad is not None:

@@ -73,9 +73,9 @@ def deal(
         rows["in_baseline"] = rows["in_baseline"] & is_kept
         extra = [rows[name].any(dim=1) for name in rows if name.startswith(EXTRA_TOKENS)]
         kept = is_dealt * functools.reduce(torch.maximum, [item.int() for item in extra], 2 * is_kept.int()).cpu()
-        if "value_mask" not in rows or not args.critic_uses_filtered:
-            is_dealt = kept > 0
-            rows |= {name: rows[name] & is_kept.unsqueeze(1) for name in ("value_mask",) if name in rows}
+        is_dealt = kept > 0
+        if "value_mask" in rows:
+            rows["value_mask"] = rows["value_mask"] & is_kept.unsqueeze(1)
     place = torch.where(is_dealt, order.argsort()[trajectories], -1)
     everywhere = gather_object([(place.tolist(), kept.tolist(), len(order))])
     plan, has_signal = plan_deal(

@@ -162,22 +162,13 @@ def test_micro_batches_that_no_row_is_left_for_have_a_dummy_without_loss(tmp_pat
     assert_same_gradients(gradients, reference_gradients(plain, loss_type, parts))
 
 
-@pytest.mark.parametrize("on_all", [False, True])
-def test_policy_and_critic_train_on_the_kept_rows_and_the_critic_on_all_if_asked(tmp_path, on_all):
+def test_policy_and_critic_train_on_the_kept_rows(tmp_path):
     options = {"trainer": MultiTurnPPOTrainer, "num_generations": 4, "critic": "head", "whiten_advantages": False}
     plain = trainer_of(tmp_path, **options)
     _, everything = step_gradients(plain)
-    part = kept_part(everything)
-    if on_all:
-        rows = [row for row in range(16) if ROWS[row] != LOST]
-        wide = kept_part(everything, rows)
-        is_kept = torch.tensor([row in KEPT for row in rows])
-        wide["tool_mask"] = wide["tool_mask"] * is_kept.unsqueeze(1)
-        part = wide | {"num_items_in_batch": part["num_items_in_batch"]}
-    filtered = trainer_of(tmp_path, critic_uses_filtered=on_all, **options, **HALF)
-    gradients, buffer = step_gradients(filtered)
-    assert sum(len(inputs["in_baseline"]) for inputs in buffer) == (16 if on_all else 7)
-    assert_same_gradients(gradients, reference_gradients(plain, "dapo", [part]))
+    gradients, buffer = step_gradients(trainer_of(tmp_path, **options, **HALF))
+    assert sum(len(inputs["in_baseline"]) for inputs in buffer) == 7
+    assert_same_gradients(gradients, reference_gradients(plain, "dapo", [kept_part(everything)]))
 
 
 def test_the_loss_is_multiplied_by_the_kept_share_if_asked(tmp_path):
@@ -280,10 +271,10 @@ def words(rng, turn):
             HALF | {"trainer": MultiTurnPPOTrainer, "peft_config": LoraConfig(r=2), "critic": "adapter"},
             marks=pytest.mark.matrix,
         ),
-        HALF | {"trainer": MultiTurnPPOTrainer, "critic": "model", "critic_uses_filtered": True},
+        HALF | {"trainer": MultiTurnPPOTrainer, "critic": "model"},
         HALF | {"update_layout": "packed", "max_tokens_per_micro_batch": 300, "gradient_accumulation_steps": 2},
     ],
-    ids=["grpo", "gate", "ppo", "critic on all", "by tokens"],
+    ids=["grpo", "gate", "ppo", "ppo model", "by tokens"],
 )
 def test_a_step_without_signal_changes_nothing_and_is_counted_and_said_once(tmp_path, caplog, options):
     trainer = paid_trainer(tmp_path, (1, 2), max_steps=4, num_generations=4, **options)
@@ -353,29 +344,6 @@ def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over
     mask = inputs["completion_mask"] * inputs["tool_mask"]
     # On policy all ratios are 1: the loss is minus the mean advantage over tokens, of which both steps have as many.
     assert loss.item() == pytest.approx(-(inputs["token_advantages"] * mask).sum().item() / mask.sum().item(), rel=0.2)
-
-
-def test_a_critic_on_all_rows_learns_nothing_in_a_step_that_is_skipped(tmp_path):
-    """Two kept rows and six others, four optimizer steps of two rows."""
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
-    options |= {"trainer": MultiTurnPPOTrainer, "critic": "model", "critic_uses_filtered": True, "num_iterations": 1}
-    rows = ["xx", "x", "xx", "xx", "x", "x", "xx", "xx"]
-    trainer = trainer_of(tmp_path, rows, num_generations=2, max_steps=4, **options, **QUARTER)
-    seen, prepare_inputs = [], trainer._prepare_inputs
-
-    def note(batch):
-        seen.append(prepare_inputs(batch))
-        return seen[-1]
-
-    trainer._prepare_inputs = note
-    states = watched(trainer)
-    assert [not same(a, b) for a, b in itertools.pairwise(states)] == [True, True, False, False]
-    assert trainer.kept_rows.num_skipped == 2
-    trained = [int((inputs["tool_mask"].sum(dim=1) > 0).sum()) for inputs in seen]
-    assert trained == [1, 1, 0, 0] and [len(inputs["tool_mask"]) for inputs in seen] == [2] * 4
-    # A step's sum is divided by the mean over the steps that are made; TRL divides this number by that of all steps.
-    for name, mask in (("num_items_in_batch", "tool_mask"), ("num_value_items", "value_mask")):
-        assert float(seen[0][name]) == 4 / 2 * float(seen[0][mask].sum() + seen[1][mask].sum())
 
 
 def test_a_resumed_run_trains_on_the_filtered_rollout(tmp_path):
@@ -453,7 +421,6 @@ def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
 
 GRPO, PPO = MultiTurnGRPOConfig, MultiTurnPPOConfig
 GROUPS, VALUE, WHEN = "sampling.filter_groups", "sampling.filter_value", "sampling.filter_when"
-BOTH = {"critic_uses_filtered": True}
 REFUSED = [
     (GRPO, {GROUPS: "best"}, GROUPS, {GROUPS: "top_p"}),
     (GRPO, {GROUPS: "min_p"}, VALUE, {VALUE: 0.5}),
@@ -461,14 +428,6 @@ REFUSED = [
     (GRPO, HALF | {WHEN: -1.0}, WHEN, {WHEN: 0.5}),
     (GRPO, HALF | {"fp16": True}, "fp16", {"fp16": False}),
     (PPO, HALF, "num_generations", {"num_generations": 2}),
-    (PPO, BOTH, "critic_uses_filtered", HALF | {"num_generations": 2}),
-    (PPO, BOTH | {"echo.actions": ["all"]}, "critic_uses_filtered", {"num_generations": 2}),
-    (
-        PPO,
-        BOTH | {"echo.actions": ["stop"], "num_generations": 2},
-        "critic_uses_filtered",
-        {"echo.actions": ["filter", "stop"]},
-    ),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from agent_r1_trl.features import feature
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, RULES
 from agent_r1_trl.objects import own_object
 from agent_r1_trl.settings import Clash, Need
@@ -20,18 +19,6 @@ NEEDS = (
         {"sampling.resample_rounds": None, "sampling.curriculum": (True,), "echo.actions": _FILTERING},
     ),
 )
-
-
-def _filters(c: Any) -> bool:
-    names = (c.echo and c.echo.actions) or []
-    return c.sampling.filter_groups is not None or "filter" in names or ("all" in names and _may_filter(c))
-
-
-def _may_filter(c: Any) -> bool:
-    checks = feature("echo_trap", f"echo={c.echo!r}").checks
-    return checks.refusal("filter", c) is None
-
-
 CLASHES = (
     Clash(
         "sampling.filter_value sampling.filter_groups",
@@ -55,12 +42,6 @@ CLASHES = (
         lambda c: c.sampling.resample_rounds and c.num_generations < 2,
         "a group of one has no spread, so every group would be replaced. Set num_generations to 2 or more, or remove "
         "sampling.resample_rounds.",
-    ),
-    Clash(
-        "critic_uses_filtered sampling.filter_groups",
-        lambda c: c.has_critic and c.critic_uses_filtered and not _filters(c),
-        "this has no effect, because no row is filtered. Set sampling.filter_groups to one of "
-        f"{', '.join(map(repr, RULES))} and num_generations to 2 or more, or remove critic_uses_filtered.",
     ),
 )
 
