@@ -82,10 +82,6 @@ CASES = {
     "gae, not whitened": {**PPO, "whiten_advantages": False, "bootstrap_truncated": True},
     "gae, kl": {**PPO, **KL},
     "gae, rows, filter": {**PPO, **WINDOW, "sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5},
-    "bilevel_gae": {**PPO, "gamma_turn": 0.9, "lam_turn": 0.7, "bootstrap_truncated": True},
-    "bilevel_gae, kl, rows": {**PPO, **KL, **WINDOW, "gamma_turn": 0.9},
-    "step_gae": {**PPO, "gamma_turn": 0.9, "lam_turn": 0.7, "bootstrap_truncated": True},
-    "step_gae, not whitened, rows": {**PPO, **WINDOW, "whiten_advantages": False, "process_reward_weight": 0.5},
 }  # fmt: skip
 
 
@@ -110,8 +106,8 @@ def recorded(folder, name):
 SHORT = (
     "grpo, parts, scale batch", "grpo, weights and scales", "grpo, group filter", "grpo, resampling",
     "grpo, no loss mask", "dr_grpo", "rloo", "reinforce_pp, parts, kl, rows", "reinforce_pp, two rollouts in a step",
-    "reinforce_pp_baseline, kl", "turn_grpo, weights", "gigpo, rows", "gae, not whitened", "gae, rows, filter",
-    "bilevel_gae, kl, rows", "step_gae",
+    "reinforce_pp_baseline, kl", "turn_grpo, weights", "gigpo, rows", "gae, not whitened",
+    "gae, kl", "gae, rows, filter",
 )  # fmt: skip
 
 
@@ -135,7 +131,7 @@ def test_every_explained_advantage_is_the_recorded_one(tmp_path, name, monkeypat
     assert (len(records) > len(trained)) == ("resampling" in name)
 
 
-@pytest.mark.parametrize("name", ["bilevel_gae, kl, rows", *nightly("gae, kl", "step_gae", "reinforce_pp, kl")])
+@pytest.mark.parametrize("name", ["gae, kl", *nightly("reinforce_pp, kl")])
 def test_rounded_columns_stay_within_the_tolerance(tmp_path, name):
     records, steps = recorded(tmp_path, name)
     found = [explain(record, records, steps[record.step]) for record in records]
@@ -158,6 +154,6 @@ def worked_out(found, record):
     return results
 
 
-def test_all_estimators_are_among_the_runs():
+def test_all_estimators_with_an_explanation_are_among_the_runs():
     for names in (CASES, SHORT):
-        assert {name.partition(",")[0] for name in names} == set(ESTIMATORS)
+        assert {name.partition(",")[0] for name in names} == {row.name for row in ESTIMATORS.values() if row.explain}

@@ -422,7 +422,6 @@ _ROWS = (
         "lam",
         "lam_turn",
         credit="per turn, then per token",
-        explain=explanations.explain_bilevel_gae,
         papers=(_PPO, _VAGEN),
     ),
     _critic_row(
@@ -431,7 +430,6 @@ _ROWS = (
         "gamma_turn",
         "lam_turn",
         credit="one number per turn",
-        explain=explanations.explain_step_gae,
         papers=(_PPO, _STEPPO),
         weighs_turns=True,
     ),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, extend_turn_ids, turn_starts
+from agent_r1_trl.advantages.gae import compute_gae, extend_turn_ids
 from agent_r1_trl.advantages.group import (
     STD_EPS,
     GroupStatistics,
@@ -26,7 +26,7 @@ from agent_r1_trl.advantages.group import (
     turn_returns,
     turns_to_tokens,
 )
-from agent_r1_trl.advantages.masked import carry_forward, masked_values, take_next
+from agent_r1_trl.advantages.masked import masked_values, take_next
 
 if TYPE_CHECKING:
     from agent_r1_trl.advantages.estimators import CreditInputs
@@ -69,7 +69,7 @@ def explain_reinforce_pp_baseline(inputs: CreditInputs, row: int) -> Parts:
     if inputs.kl_rewards is not None:
         parts += [("= R - mean", None), ("R - mean", parts_total(parts))]
         parts += [("+ KL penalties from the token on", _to_go(inputs, inputs.kl_rewards, row))]
-    return [*parts, *_whitened(inputs, "tokens")]
+    return [*parts, *_whitened(inputs)]
 
 
 def _earned(inputs: CreditInputs, row: int) -> Parts:
@@ -164,7 +164,7 @@ def explain_reinforce_pp(inputs: CreditInputs, row: int) -> Parts:
     parts: Parts = [(label, _to_go(inputs, rewards, row))]
     if inputs.kl_rewards is not None:
         parts.append(("+ KL penalties from there on", _to_go(inputs, inputs.kl_rewards, row)))
-    return [*parts, *_whitened(inputs, "tokens")]
+    return [*parts, *_whitened(inputs)]
 
 
 def _to_go(inputs: CreditInputs, rewards: torch.Tensor, row: int) -> torch.Tensor:
@@ -172,12 +172,12 @@ def _to_go(inputs: CreditInputs, rewards: torch.Tensor, row: int) -> torch.Tenso
     return compute_returns_to_go(rewards[own].double(), inputs.mask[own], gamma=inputs.settings.gamma)[0]
 
 
-def _whitened(inputs: CreditInputs, what: str) -> Parts:
+def _whitened(inputs: CreditInputs) -> Parts:
     if inputs.whitening is None:
         return []
     mean, std = inputs.whitening
-    divisor = (f"/ std of all {what} of the step", std) if std != float("inf") else ("* 0, as there is but one", 0.0)
-    return [("= raw advantage", None), (f"- mean of all {what} of the step", mean), divisor]
+    divisor = ("/ std of all tokens of the step", std) if std != float("inf") else ("* 0, as there is but one", 0.0)
+    return [("= raw advantage", None), ("- mean of all tokens of the step", mean), divisor]
 
 
 # -------------------------------------------------------------------- with a critic
@@ -185,97 +185,23 @@ def _whitened(inputs: CreditInputs, what: str) -> Parts:
 
 def explain_gae(inputs: CreditInputs, row: int) -> Parts:
     """The temporal difference of each token, and what follows."""
-    own, settings = slice(row, row + 1), inputs.settings
-    factors = settings.gamma, settings.lam
-    parts = _gae(inputs, row, inputs.token_rewards[own], inputs.mask[own], factors, "token")
-    if inputs.kl_rewards is not None:
-        penalty = masked_values(inputs.kl_rewards[own], inputs.mask[own])[0]
-        parts[:1] = [("reward of the token", parts[0][1] - penalty), ("+ its KL penalty", penalty)]
-    return [*parts, *_whitened(inputs, "tokens")]
-
-
-def explain_bilevel_gae(inputs: CreditInputs, row: int) -> Parts:
-    """GAE over turns, and inside a turn over its tokens."""
-    own, settings = slice(row, row + 1), inputs.settings
-    mask, value = inputs.mask[own], masked_values(_values(inputs)[own], inputs.mask[own])  # (1, T)
-    turns = extend_turn_ids(inputs.turn_ids[own], mask)
-    is_end = mask & (take_next(turns, mask, turns.new_full((1,), -2)) != turns)
-    number = is_end.long().cumsum(dim=1) - is_end.long()  # (1, T) of the turn
-
-    def sum_of_turn(x: torch.Tensor) -> torch.Tensor:  # (1, T), the same for all tokens of a turn
-        return torch.zeros_like(x).scatter_add(1, number, x).gather(1, number)
-
-    earned = sum_of_turn(masked_values(inputs.token_rewards[own], mask))
-    factors = settings.gamma_turn, settings.lam_turn
-    over_turns: Parts = [
-        (label, sum_of_turn(masked_values(x.unsqueeze(0), is_end))[0])
-        for label, x in _gae(inputs, row, earned, is_end, factors, "turn", "at its end")
-    ]
-    over_turns += [("= advantage of the turn", None), ("+ value at its end", sum_of_turn(value * is_end)[0])]
-    raw, _ = compute_bilevel_gae(
-        inputs.token_rewards[own].double(),
-        _values(inputs)[own].double(),
-        mask,
-        inputs.turn_ids[own],
-        gamma=settings.gamma,
-        lam=settings.lam,
-        gamma_turn=settings.gamma_turn,
-        lam_turn=settings.lam_turn,
-        bootstrap_values=_behind(inputs, row),
-    )
-    target = torch.where(is_end[0], parts_total(over_turns), settings.gamma * take_next(value, mask)[0])
-    later = torch.where(is_end, 0.0, settings.gamma * settings.lam * take_next(raw, mask))[0]
-    return [
-        *over_turns,
-        ("= G, the target of the turn's last token", None),
-        (f"G at the turn's last token, before it {settings.gamma:g} * value of the next token", target),
-        ("- value", value[0]),
-        (f"+ {settings.gamma:g} * {settings.lam:g} * raw advantage of the turn's next token", later),
-        *_whitened(inputs, "tokens"),
-    ]
-
-
-def explain_step_gae(inputs: CreditInputs, row: int) -> Parts:
-    """The temporal difference of each turn, and what follows."""
-    own, settings = slice(row, row + 1), inputs.settings
-    mask, factors = inputs.mask[own], (settings.gamma_turn, settings.lam_turn)
-    is_first = turn_starts(inputs.turn_ids[own], mask)
-    number = (is_first.long().cumsum(dim=1) - 1).clamp(min=0)
-    reward = masked_values(inputs.token_rewards[own], mask)
-    earned = torch.zeros_like(reward).scatter_add(1, number, reward).gather(1, number)
-    parts = _gae(inputs, row, earned, is_first, factors, "turn", "at its start")
-    parts = [(label, carry_forward(x.unsqueeze(0), is_first)[0]) for label, x in parts]
-    return [*parts, *_whitened(inputs, "turns")]
-
-
-def _gae(
-    inputs: CreditInputs,
-    row: int,
-    rewards: torch.Tensor,
-    marked: torch.Tensor,
-    factors: tuple[float, float],
-    what: str,
-    where: str = "",
-) -> Parts:
-    """Delta + gamma * lam * the next advantage at marked positions, (1, T), of which each is a step."""
-    gamma, lam = factors
-    value, behind = masked_values(_values(inputs)[row : row + 1], marked), _behind(inputs, row)
-    later, _ = compute_gae(rewards.double(), value, marked, gamma=gamma, lam=lam, bootstrap_values=behind)
-    return [
-        (f"reward of the {what}", masked_values(rewards, marked)[0]),
-        (f"+ {gamma:g} * value of the next {what}", gamma * take_next(value, marked, behind)[0]),
-        (f"- value {where}".rstrip(), value[0]),
-        (f"+ {gamma:g} * {lam:g} * raw advantage of the next {what}", gamma * lam * take_next(later, marked)[0]),
-    ]
-
-
-def _values(inputs: CreditInputs) -> torch.Tensor:
+    own, gamma, lam = slice(row, row + 1), inputs.settings.gamma, inputs.settings.lam
     assert inputs.values is not None
-    return inputs.values
-
-
-def _behind(inputs: CreditInputs, row: int) -> torch.Tensor | None:
-    return None if inputs.bootstrap_values is None else inputs.bootstrap_values[row : row + 1].double()
+    mask, rewards = inputs.mask[own], inputs.token_rewards[own].double()
+    reward, value = masked_values(rewards, mask), masked_values(inputs.values[own], mask)  # (1, T)
+    behind = None if inputs.bootstrap_values is None else inputs.bootstrap_values[own].double()
+    raw, _ = compute_gae(rewards, value, mask, gamma=gamma, lam=lam, bootstrap_values=behind)
+    parts: Parts = [("reward of the token", reward[0])]
+    if inputs.kl_rewards is not None:
+        penalty = masked_values(inputs.kl_rewards[own], mask)[0]
+        parts = [("reward of the token", reward[0] - penalty), ("+ its KL penalty", penalty)]
+    return [
+        *parts,
+        (f"+ {gamma:g} * value of the next token", gamma * take_next(value, mask, behind)[0]),
+        ("- value", value[0]),
+        (f"+ {gamma:g} * {lam:g} * raw advantage of the next token", gamma * lam * take_next(raw, mask)[0]),
+        *_whitened(inputs),
+    ]
 
 
 # -------------------------------------------------------------------- working sums out

@@ -147,10 +147,9 @@ class _RecordedGroup:
         error = 0.0
         for name, part in self.parts.items():
             weight = self.facts[f"{name}_weight"] if name else 1.0
-            # In GAE the weights of all values sum up to less than 2, in two levels to less than 4.
-            largest = (
-                0.0 if part.values is None else 4 * masked_values(part.values[index], self.mask[index]).abs().max()
-            )
+            # In GAE the weights of all values sum up to less than 2.
+            values = torch.zeros(1) if part.values is None else masked_values(part.values[index], self.mask[index])
+            largest = 2 * values.abs().max()
             penalties = 0.0 if part.kl_rewards is None else part.kl_rewards[index].abs().sum()
             error += abs(weight) * ROUNDING * float(largest + penalties) / (part.whitening or (0.0, 1.0))[1]
         return error
