@@ -10,7 +10,6 @@ from agent_r1_trl.advantages import (
     compute_gae,
     compute_gigpo_advantages,
     compute_group_advantages,
-    compute_reinforce_pp_advantages,
     compute_reinforce_pp_baseline_advantages,
     compute_returns_to_go,
     compute_rloo_advantages,
@@ -19,7 +18,6 @@ from agent_r1_trl.advantages import (
     masked_mean,
     masked_whiten,
 )
-from agent_r1_trl.advantages.gae import whiten_turns
 
 # Row by row: two turns with an observation between; one token; no token; a turn behind an observation, ends in one.
 TURNS = torch.tensor(
@@ -41,7 +39,8 @@ def tokens(seed):
 
 
 def reinforce_pp_baseline(kl_rewards, mask):
-    return compute_reinforce_pp_baseline_advantages(ROW_RETURNS, GROUPS, mask, kl_rewards=kl_rewards, gamma=0.9)
+    raw = compute_reinforce_pp_baseline_advantages(ROW_RETURNS, GROUPS, mask, kl_rewards=kl_rewards, gamma=0.9)
+    return masked_whiten(raw, mask).float()
 
 
 gae = functools.partial(compute_gae, gamma=0.9, lam=0.8, bootstrap_values=BOOTSTRAP)
@@ -56,11 +55,9 @@ ON_TOKENS = {
     "masked_whiten": (masked_whiten, 1),
     "gae": (gae, 2),
     "returns_to_go": (functools.partial(compute_returns_to_go, gamma=0.9), 1),
-    "reinforce_pp": (functools.partial(compute_reinforce_pp_advantages, gamma=0.9), 1),
     "reinforce_pp_baseline": (reinforce_pp_baseline, 1),
     "bilevel_gae": (lambda rewards, values, mask: bilevel_gae(rewards, values, mask, pad_turns(mask)), 2),
     "step_gae": (lambda rewards, values, mask: step_gae(rewards, values, mask, pad_turns(mask)), 2),
-    "whiten_turns": (lambda x, mask: whiten_turns(x, pad_turns(mask), mask), 1),
 }
 on_tokens = pytest.mark.parametrize("name", ON_TOKENS)
 
@@ -148,12 +145,6 @@ def test_whitening_takes_its_statistics_from_what_is_counted():
     assert not masked_whiten(x, mask, torch.tensor([[1, 1, 0], [0, 0, 1]])).any(), "one entry has no spread"
 
 
-def test_whitening_over_turns_counts_each_turn_once_whatever_its_tokens():
-    x, turns = torch.tensor([[1.0, 1, 99, 3, 3, 3, 99]]), torch.tensor([[0, 0, -1, 1, 1, 1, -1]])
-    expected = torch.tensor([[-(0.5**0.5)] * 2 + [0] + [0.5**0.5] * 3 + [0]])
-    torch.testing.assert_close(whiten_turns(x, turns, turns >= 0), expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_masked_entries_whiten_to_zero(count):
     mask = torch.tensor([[1, 0, 0]]) * count
@@ -188,7 +179,6 @@ MISFITS = {
     "bilevel turns": lambda: bilevel_gae(ZEROS, ZEROS, MASK, TURNS[:, :-1]),
     "step turns": lambda: step_gae(ZEROS, ZEROS, MASK, TURNS[:, :-1]),
     "returns": lambda: compute_returns_to_go(ZEROS, MASK[:1], gamma=1),
-    "reinforce": lambda: compute_reinforce_pp_advantages(ZEROS, MASK[:1], gamma=1),
     "baseline rows": lambda: compute_reinforce_pp_baseline_advantages(ROWS[1:], GROUPS[1:], MASK),
     "baseline kl": lambda: compute_reinforce_pp_baseline_advantages(ROWS, GROUPS, MASK, kl_rewards=ZEROS[:, 1:]),
     "group": lambda: compute_group_advantages(ROWS, GROUPS[1:]),

@@ -133,7 +133,7 @@ PLANTED = {
     "a flipped bit of the mask": (PLAN, (multi_turn, "add_masks", flip_a_bit), "the mask is wrong at [3]"),
     "a wrong advantage": (PLAN, (estimators, "compute_group_advantages", too_large), "the advantage is not"),
     "wrong returns": (PPO, None, "the returns are wrong"),
-    "no whitening": (PPO, (credit, "masked_whiten", lambda x, *args: x), "are not the whitened ones"),
+    "no whitening": (PPO, (credit, "whiten_by", lambda x, *args: x), "are not the whitened ones"),
     "open environments": (PLAN, (EnvSession, "close", leave_open), "12 environments were never closed, of q"),
 }
 

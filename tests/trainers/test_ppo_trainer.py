@@ -7,7 +7,6 @@ import torch
 from peft import LoraConfig
 
 from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, compute_step_gae, masked_whiten
-from agent_r1_trl.advantages.gae import whiten_turns
 from agent_r1_trl.critic import critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.toys import call, say
@@ -72,7 +71,12 @@ def test_gae_over_turns_sees_turns(tmp_path):
     random_head(trainer)
     batch = scored_batch(trainer)
     advantages, returns = compute_step_gae(rewards, batch["old_values"], mask, turn_ids, gamma_turn=0.5, lam_turn=0.95)
-    torch.testing.assert_close(batch["advantages"], whiten_turns(advantages, turn_ids, mask))
+    starts = torch.zeros(mask.shape)
+    for row, trajectory in enumerate(trainer.last_trajectories):
+        starts[row, [turn.start for turn in trajectory.turns]] = 1.0
+    of_turns = advantages[starts.bool()]
+    whitened = (advantages - of_turns.mean()) / of_turns.std()
+    torch.testing.assert_close(batch["advantages"], whitened * mask)
     torch.testing.assert_close(batch["returns"], returns)
 
 

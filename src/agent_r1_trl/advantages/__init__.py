@@ -9,7 +9,6 @@ from agent_r1_trl.advantages.gae import compute_bilevel_gae, compute_gae, comput
 from agent_r1_trl.advantages.group import (
     compute_gigpo_advantages,
     compute_group_advantages,
-    compute_reinforce_pp_advantages,
     compute_reinforce_pp_baseline_advantages,
     compute_returns_to_go,
     compute_rloo_advantages,
@@ -27,7 +26,6 @@ __all__ = [
     "compute_gae",
     "compute_gigpo_advantages",
     "compute_group_advantages",
-    "compute_reinforce_pp_advantages",
     "compute_reinforce_pp_baseline_advantages",
     "compute_returns_to_go",
     "compute_rloo_advantages",

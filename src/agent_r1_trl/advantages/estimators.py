@@ -20,13 +20,13 @@ from agent_r1_trl.advantages.group import (
     batch_scale,
     compute_gigpo_advantages,
     compute_group_advantages,
-    compute_reinforce_pp_advantages,
     compute_reinforce_pp_baseline_advantages,
+    compute_returns_to_go,
     compute_rloo_advantages,
     compute_turn_group_advantages,
     outcome_on_last_turn,
 )
-from agent_r1_trl.advantages.masked import float_dtype, masked_values, whitening
+from agent_r1_trl.advantages.masked import float_dtype, whiten_by, whitening
 from agent_r1_trl.objects import OwnObject, OwnObjectError, check_call, own_object
 
 
@@ -256,8 +256,8 @@ def _rloo(inputs: CreditInputs) -> Credit:
 
 
 def _reinforce_pp(inputs: CreditInputs) -> Credit:
-    raw = compute_reinforce_pp_advantages(inputs.token_rewards, inputs.mask, gamma=inputs.settings.gamma, whiten=False)
-    return _whitened(raw, inputs)
+    rewards = inputs.token_rewards.double()
+    return _whitened(compute_returns_to_go(rewards, inputs.mask, gamma=inputs.settings.gamma), inputs)
 
 
 def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
@@ -267,16 +267,15 @@ def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
         inputs.mask,
         kl_rewards=inputs.kl_rewards,
         gamma=inputs.settings.gamma,
-        whiten=False,
     )
     return _whitened(raw, inputs)
 
 
 def _whitened(raw: torch.Tensor, inputs: CreditInputs) -> Credit:
     """Raw advantages, (N, T) in float64, whitened, with what they were whitened with."""
-    mean, std = inputs.whitening or whitening(raw, inputs.mask, inputs.kept_mask)
-    advantages = masked_values((masked_values(raw, inputs.mask) - mean) / std, inputs.mask)
-    return Credit(advantages=advantages.to(float_dtype(inputs.outcome_rewards)), whitening=(mean, std))
+    statistics = inputs.whitening or whitening(raw, inputs.mask, inputs.kept_mask)
+    advantages = whiten_by(raw, inputs.mask, *statistics).to(float_dtype(inputs.outcome_rewards))
+    return Credit(advantages=advantages, whitening=statistics)
 
 
 def _turn_grpo(inputs: CreditInputs) -> Credit:

@@ -10,7 +10,6 @@ from agent_r1_trl.advantages.masked import (
     check_shapes,
     float_dtype,
     masked_values,
-    masked_whiten,
     scan_marked,
     take_next,
 )
@@ -152,14 +151,6 @@ def compute_step_gae(
         masked_values(carry_forward(x, is_first), mask).to(dtype) for x in (of_turn, of_turn + value)
     )
     return advantages, returns
-
-
-def whiten_turns(
-    advantages: torch.Tensor, turn_ids: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`masked_whiten` of (B, T) advantages of whole turns: mean and variance are those of turns."""
-    is_first = turn_starts(turn_ids, mask)
-    return torch.where(mask.bool(), carry_forward(masked_whiten(advantages, is_first, counted), is_first), 0.0)
 
 
 def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

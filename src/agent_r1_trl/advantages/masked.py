@@ -5,6 +5,8 @@ What stands at mask 0, NaN and infinity included, changes nothing, bitwise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -68,8 +70,12 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | N
     >>> masked_whiten(torch.tensor([1.0, 99.0, 3.0]), torch.tensor([1, 0, 1])).tolist()
     [-0.7071067690849304, 0.0, 0.7071067690849304]
     """
-    mean, std = whitening(x, mask, counted)
-    return (masked_values(masked_values(x, mask.bool()) - mean, mask.bool()) / std).to(float_dtype(x))
+    return whiten_by(x, mask, *whitening(x, mask, counted))
+
+
+def whiten_by(x: torch.Tensor, mask: torch.Tensor, mean: Any, std: Any) -> torch.Tensor:
+    """(x - mean) / std at the masked entries, 0 elsewhere."""
+    return (masked_values(masked_values(x, mask) - mean, mask) / std).to(float_dtype(x))
 
 
 def whitening(

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from agent_r1_trl.advantages import masked_mean, masked_whiten
+from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
-from agent_r1_trl.advantages.gae import turn_starts, whiten_turns
-from agent_r1_trl.advantages.masked import whitening
+from agent_r1_trl.advantages.gae import turn_starts
+from agent_r1_trl.advantages.masked import whiten_by, whitening
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import read_credit_inputs, weighted_turn_rewards
@@ -103,13 +103,11 @@ class CreditEstimator:
     def _whitened(self, credit: Credit, inputs: CreditInputs) -> Credit:
         if not inputs.settings.whiten_advantages:
             return credit
-        raw, mask, kept = credit.advantages, inputs.mask, inputs.kept_mask
-        if self.estimator.weighs_turns:
-            credit.advantages = whiten_turns(raw, inputs.turn_ids, mask, kept)
-            mask = turn_starts(inputs.turn_ids, mask)
-        else:
-            credit.advantages = masked_whiten(raw, mask, kept)
-        credit.whitening = whitening(raw, mask, kept)
+        raw, mask = credit.advantages, inputs.mask
+        # Where all tokens of a turn have one advantage, mean and variance are those of turns.
+        counted = turn_starts(inputs.turn_ids, mask) if self.estimator.weighs_turns else mask
+        credit.whitening = whitening(raw, counted, inputs.kept_mask)
+        credit.advantages = whiten_by(raw, mask, *credit.whitening)
         return credit
 
 
