@@ -8,8 +8,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from agent_r1_trl.critic import (
+from agent_r1_trl.critic import attach as critic_adapter
+from agent_r1_trl.critic.attach import (
     CRITIC_FILE,
+    _module_of,
     attach_critic,
     base_causal_lm,
     critic_parameters,
@@ -19,8 +21,6 @@ from agent_r1_trl.critic import (
     set_detached,
     use_critic_adapter,
 )
-from agent_r1_trl.critic import adapter as critic_adapter
-from agent_r1_trl.critic.adapter import _module_of
 from tests.test_critic_adapters import IDS, make_base
 
 KINDS = ("adapter", "head", "model")

@@ -10,7 +10,7 @@ from peft.tuners.lora.corda import preprocess_corda
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from agent_r1_trl.critic import (
+from agent_r1_trl.critic.attach import (
     attach_critic,
     base_causal_lm,
     critic_parameters,

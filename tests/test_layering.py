@@ -303,10 +303,10 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1613, 8),
-    "advantages": (1507, 6),
+    "advantages": (1397, 6),
     "chat": (2564, 12),
     "cli": (3167, 17),
-    "critic": (612, 3),
+    "critic": (558, 2),
     "environments": (1316, 8),
     "evaluation": (1236, 8),
     "features/__init__.py": (132, 1),
@@ -319,16 +319,16 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/inspector": (820, 5),
     "features/journal": (1355, 10),
     "features/reliability": (1238, 8),
-    "features/sampling": (777, 7),
+    "features/sampling": (758, 7),
     "features/sandbox": (1579, 10),
     "features/search": (230, 2),
     "features/serve": (1062, 8),
     "generation": (4072, 23),
-    "recording": (1567, 9),
+    "recording": (1566, 9),
     "rewards": (1184, 9),
     "rollout": (2939, 15),
     "tools": (2537, 12),
-    "trainers": (6554, 17),
+    "trainers": (6546, 17),
     "update": (2065, 9),
 }
 

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from agent_r1_trl.critic import base_causal_lm
+from agent_r1_trl.critic.attach import base_causal_lm
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer

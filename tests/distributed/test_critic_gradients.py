@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from agent_r1_trl.critic import adapter as critic_adapter
-from agent_r1_trl.critic import is_critic_name
+from agent_r1_trl.critic import attach as critic_adapter
+from agent_r1_trl.critic.attach import is_critic_name
 from tests.distributed.critics import CASES, KINDS, one_step
 from tests.distributed.launch import LAUNCHES
 

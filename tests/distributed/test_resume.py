@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from agent_r1_trl.critic import CRITIC_FILE, attach_critic, critic_parameters, is_critic_name
+from agent_r1_trl.critic.attach import CRITIC_FILE, attach_critic, critic_parameters, is_critic_name
 from tests.distributed import resume
 from tests.distributed.critics import KINDS, POLICY_FOLDER, save_policy
 from tests.distributed.launch import launch

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import MixtralConfig
 
-from agent_r1_trl.critic import attach_critic, critic_parameters
+from agent_r1_trl.critic.attach import attach_critic, critic_parameters
 from agent_r1_trl.generation import weights
 from agent_r1_trl.generation.weights import (
     adapter_tensors,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.critic import CRITIC_FILE
+from agent_r1_trl.critic.attach import CRITIC_FILE
 from tests.effort import nightly
 from tests.trainers import killed_saves
 from tests.trainers.ppo_run import run

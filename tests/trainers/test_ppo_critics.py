@@ -6,7 +6,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from agent_r1_trl.critic import ValueHead, critic_parameters, is_critic_name
+from agent_r1_trl.critic.attach import ValueHead, critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.batching import TrainingRows, trim_padding, whole_rows
 from tests.effort import nightly

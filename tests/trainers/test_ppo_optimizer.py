@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers.trainer_utils import SchedulerType
 
-from agent_r1_trl.critic import critic_parameters, is_critic_name
+from agent_r1_trl.critic.attach import critic_parameters, is_critic_name
 from agent_r1_trl.trainers import MultiTurnPPOConfig
 from agent_r1_trl.trainers.ppo import check_deepspeed_config, check_optimizer_setup, clip_by_role
 from tests.effort import nightly

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
-from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn

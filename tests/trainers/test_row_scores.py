@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.batching import trained_rows

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.config_checks import WHOLE_ROWS

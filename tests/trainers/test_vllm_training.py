@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 
 from agent_r1_trl.chat import ChatFormat
-from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl.critic import is_critic_name
+from agent_r1_trl.critic.attach import is_critic_name
 from agent_r1_trl.update.layout import UpdateLayout
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say

@@ -19,7 +19,7 @@ from accelerate.utils import is_deepspeed_available
 from trl import GRPOConfig, get_quantization_config
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, estimator_names, find_estimator
-from agent_r1_trl.critic import CRITIC_KINDS
+from agent_r1_trl.critic.attach import CRITIC_KINDS
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
 from agent_r1_trl.generation.vllm.settings import ServerSettings

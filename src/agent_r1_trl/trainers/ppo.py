@@ -19,7 +19,7 @@ from torch import nn
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import disable_dropout_in_model
 
-from agent_r1_trl.critic import (
+from agent_r1_trl.critic.attach import (
     attach_critic,
     base_causal_lm,
     critic_parameters,

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Sampler
 from trl import GRPOTrainer
 
-from agent_r1_trl.critic.adapter import gathered
+from agent_r1_trl.critic.attach import gathered
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.trainers.checkpoints import (

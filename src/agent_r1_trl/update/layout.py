@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 
-from agent_r1_trl.critic import base_causal_lm
+from agent_r1_trl.critic.attach import base_causal_lm
 from agent_r1_trl.update.batching import (
     DUMMY,
     EXTRA_TOKENS,

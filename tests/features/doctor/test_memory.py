@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
-from agent_r1_trl.critic import attach_critic, critic_parameters
+from agent_r1_trl.critic.attach import attach_critic, critic_parameters
 from agent_r1_trl.features.doctor.memory import (
     GIB,
     MemorySetup,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from agent_r1_trl.critic import critic_parameters
+from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.saving import ROLLOUT_STATE
