@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/games": (1285, 8),
     "features/hub": (965, 7),
     "features/inspector": (820, 5),
-    "features/journal": (1355, 10),
+    "features/journal": (1346, 9),
     "features/reliability": (1238, 8),
     "features/sampling": (758, 7),
     "features/sandbox": (1579, 10),

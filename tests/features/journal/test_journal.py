@@ -16,8 +16,8 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.search_qa import SearchQAEnv
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapter
 from agent_r1_trl.features.journal import JournalReplay, RolloutLog
-from agent_r1_trl.features.journal.environments import resume_mode
 from agent_r1_trl.features.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
+from agent_r1_trl.features.journal.recorders import resume_mode
 from agent_r1_trl.features.journal.records import Appender, dump, pack, pack_floats, read_file, unpack_floats
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRunner

@@ -9,7 +9,6 @@
 - `reader.py`: what the records of a rollout say about each of its trajectories
 - `log.py`: the file of a rollout in flight: finished trajectories are handed out, unfinished ones go on
 - `recorders.py`: draft, generator and environment session that write, and first repeat what was written
-- `environments.py`: how an environment comes back to where it stood
 - `replay.py`: a rollout from its journal alone, without sampler, tools and environment
 
 Not covered here: which rollouts a training run may use again (`training.py`).
