@@ -213,11 +213,6 @@ TABLE = {
         Refused("turn", {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
         Refused("turn", {"loss_type": "dapo"}, **BY_TOKEN, **VESPO),
     ),
-    "importance_sampling_length_normalized": (
-        Acts(effects.batch, True, importance_sampling_unit="turn", **BY_TOKEN),
-        Refused(True, {"use_vllm": True}),
-        Refused(True, {"importance_sampling_unit": "turn"}, **BY_TOKEN),
-    ),
     "update_layout": Acts(effects.layout, "packed"),
     "max_tokens_per_micro_batch": (
         Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}),

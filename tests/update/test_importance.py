@@ -15,7 +15,7 @@ TURNS = torch.tensor([[0, 0, -1, -1, 1, 1, -1], [0, -1, -1, -1, -1, -1, -1], [-1
 DIFFERENCE = torch.tensor([[0.1, 0.3, NAN, 9.0, -0.2, -0.4, 5.0], [0.7, NAN, 1.0, 1.0, 1.0, 1.0, 1.0], [NAN] * 7])
 
 
-def naive(unit, length_normalized):
+def naive(unit):
     rows = []
     for logs, mask, turns in zip(DIFFERENCE.tolist(), MASK.tolist(), TURNS.tolist(), strict=True):
         row = []
@@ -26,16 +26,15 @@ def naive(unit, length_normalized):
             same = [u for u in range(7) if mask[u] and (unit == "sequence" or turns[u] == turns[t])]
             same = [t] if unit == "token" else same
             total = sum(logs[u] for u in same)
-            row.append(math.exp(total / len(same) if length_normalized else total))
+            row.append(math.exp(total))
         rows.append(row)
     return torch.tensor(rows)
 
 
 @pytest.mark.parametrize("unit", ["token", "turn", "sequence"])
-@pytest.mark.parametrize("length_normalized", [False, True])
-def test_ratios_agree_with_a_naive_loop_and_are_1_at_mask_0(unit, length_normalized):
-    ratio = sampling_ratio(DIFFERENCE, MASK, TURNS, unit=unit, length_normalized=length_normalized)
-    torch.testing.assert_close(ratio, naive(unit, length_normalized))
+def test_ratios_agree_with_a_naive_loop_and_are_1_at_mask_0(unit):
+    ratio = sampling_ratio(DIFFERENCE, MASK, TURNS, unit=unit)
+    torch.testing.assert_close(ratio, naive(unit))
     assert (ratio[MASK == 0] == 1).all()
 
 
@@ -79,7 +78,7 @@ def with_sampler_noise(tmp_path, **options):
 
 def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     trainer = with_sampler_noise(
-        tmp_path, importance_sampling_unit="turn", importance_sampling_length_normalized=True,
+        tmp_path, importance_sampling_unit="turn",
         vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_max=2.0,
     )  # fmt: skip
     batch = scored_batch(trainer)
@@ -88,7 +87,7 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     for row, trajectory in enumerate(trainer.last_trajectories):
         turn_ids[row, : len(trajectory.turn_ids)] = torch.tensor(trajectory.turn_ids)
     difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
-    expected = sampling_ratio(difference, mask, turn_ids, unit="turn", length_normalized=True, bounds=(None, 2.0))
+    expected = sampling_ratio(difference, mask, turn_ids, unit="turn", bounds=(None, 2.0))
     torch.testing.assert_close(batch["importance_sampling_ratio"], expected)
     assert (expected[mask == 1] != 1).any()
     assert {"sampling/ratio_turn_0", "sampling/ratio_turn_1"} <= set(trainer._metrics["train"])

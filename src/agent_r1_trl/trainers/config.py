@@ -209,9 +209,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "The unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. None: as in "
         "`vllm_importance_sampling_mode`, which in any case decides between truncating and masking.",
     )
-    importance_sampling_length_normalized: Flag = setting(
-        False, "Use the geometric mean of the ratios in a turn or sequence instead of their product."
-    )
 
     # ---- update
     update_layout: Annotated[str, OneOf(*UPDATE_LAYOUTS)] = setting(

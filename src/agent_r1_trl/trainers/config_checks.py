@@ -78,11 +78,8 @@ _CLIPS = (*CLIPPED_LOSSES, "cispo")
 NEEDS = (
     Need("truncation_penalty", {"truncated_trajectories": ("penalise",)}),
     Need("bootstrap_truncated", {"truncated_trajectories": ("keep", "penalise")}),
-    Need("importance_sampling_unit importance_sampling_length_normalized", {"use_vllm": (True,)}),
-    Need(
-        "importance_sampling_unit importance_sampling_length_normalized",
-        {"vllm_importance_sampling_correction": (True,)},
-    ),
+    Need("importance_sampling_unit", {"use_vllm": (True,)}),
+    Need("importance_sampling_unit", {"vllm_importance_sampling_correction": (True,)}),
     Need("pad_to_multiple_of", {"update_layout": ("padded",)}),
     Need("max_tokens_per_micro_batch", {"update_layout": PACKED_LAYOUTS}),
     Need("use_bias_correction_kl", {"kl_placement": ("loss",)}),
@@ -175,12 +172,6 @@ CLASHES = (
     Clash.of(
         {"overlap_rollout": (True,), "vllm_enable_sleep_mode": (True,)},
         "the engine works during the update and cannot sleep. Set vllm_enable_sleep_mode=False.",
-    ),
-    Clash.of(
-        {"importance_sampling_length_normalized": (True,), "importance_sampling_unit": ()},
-        "the ratio of a single token stays as it is. Set importance_sampling_unit to 'turn' or 'sequence', or remove "
-        "importance_sampling_length_normalized.",
-        lambda c: (c.importance_sampling_unit or _mode_of(c)) == "token",
     ),
     Clash.of(
         {"importance_sampling_unit": ("turn", "sequence"), "loss_type": ("vespo",)},

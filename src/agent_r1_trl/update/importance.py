@@ -2,7 +2,7 @@
 
 A sampling engine rounds differently from the trainer, so the tokens come from a slightly different policy. TRL weighs
 the loss with exp(trainer's - sampler's log-probability), per token or per sequence. A long trajectory's product of
-ratios is dominated by noise; here a turn can be the unit, and the mean of the log-ratios can stand for their sum.
+ratios is dominated by noise; here a turn can be the unit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any, accele
         mask,
         turn_ids,
         unit=unit,
-        length_normalized=args.importance_sampling_length_normalized,
         bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
         is_masked=constraint == "mask",
     )
@@ -64,7 +63,6 @@ def sampling_ratio(
     turn_ids: torch.Tensor,
     *,
     unit: str,
-    length_normalized: bool = False,
     bounds: tuple[float | None, float | None] = (None, None),
     is_masked: bool = False,
 ) -> torch.Tensor:
@@ -75,7 +73,6 @@ def sampling_ratio(
         mask: (B, T) action tokens; bool, int or float.
         turn_ids: (B, T) which turn, -1 outside action tokens.
         unit: `token`, `turn` or `sequence`.
-        length_normalized: the unit's geometric mean instead of its product.
         bounds: least and largest ratio; None for no bound.
         is_masked: ratios out of bounds become 0 (the unit leaves the loss) instead of the bound.
 
@@ -92,8 +89,6 @@ def sampling_ratio(
     if unit != "token":
         index = {"turn": turn_ids.clamp(min=0), "sequence": torch.zeros_like(turn_ids)}[unit]  # (B, T)
         sums = torch.zeros_like(logs).scatter_add(1, index, logs)  # (B, T): by unit, of which there are at most T
-        if length_normalized:
-            sums = sums / torch.zeros_like(logs).scatter_add(1, index, keep.double()).clamp(min=1)
         logs = sums.gather(1, index)
     ratio = logs.exp()
     low, high = (limit if bound is None else bound for bound, limit in zip(bounds, (0.0, math.inf), strict=True))
