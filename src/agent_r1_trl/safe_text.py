@@ -218,15 +218,6 @@ def set_rules(names: str = SECRET_NAMES, patterns: Sequence[str] | None = None) 
     _rules.noted = noted
 
 
-_MAX_BITS = 14_000
-"""4,215 digits; Python writes at most 4,300 in decimals."""
-
-
-def short_or_hex(number: int) -> int | str:
-    """The number; hexadecimal text if it has too many digits for Python to write it in decimals."""
-    return hex(number) if number.bit_length() > _MAX_BITS else number
-
-
 # -------------------------------------------------------------------- JSON
 
 
@@ -254,6 +245,10 @@ def _to_json(value: Any) -> Any:
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else repr(value)
 
 
+_MAX_BITS = 14_000
+"""4,215 digits; Python writes at most 4,300 in decimals."""
+
+
 def _clean(value: Any, parents: tuple[int, ...]) -> Any:
     if id(value) in parents or len(parents) > 100:
         return "<circular reference>" if id(value) in parents else "<too deep>"
@@ -261,4 +256,5 @@ def _clean(value: Any, parents: tuple[int, ...]) -> Any:
         return {str(key): _clean(item, (*parents, id(value))) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(item, (*parents, id(value))) for item in value]
-    return short_or_hex(value) if isinstance(value, int) else value
+    is_long = isinstance(value, int) and value.bit_length() > _MAX_BITS
+    return hex(value) if is_long else value

@@ -56,6 +56,12 @@ class ToolResult:
     """For an exception: True if the tool declares it as its callers' (`user_errors`), False if wrong arguments do not
     cause its type, None if that cannot be told."""
 
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> ToolResult:
+        """From its fields as JSON holds them."""
+        error = ToolErrorKind(record["error"]) if record["error"] else None
+        return cls(**{**record, "call": ToolCall(**record["call"]), "error": error})
+
     @property
     def is_error(self) -> bool:
         """Whether the call failed."""

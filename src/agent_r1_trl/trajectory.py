@@ -485,8 +485,4 @@ def _messages_of(turn: Turn) -> list[Message]:
 
 
 def _turn_from_dict(record: dict[str, Any]) -> Turn:
-    results = []
-    for result in record["tool_results"]:
-        error = ToolErrorKind(result["error"]) if result["error"] else None
-        results.append(ToolResult(**{**result, "call": ToolCall(**result["call"]), "error": error}))
-    return Turn(**{**record, "tool_results": results})
+    return Turn(**{**record, "tool_results": [ToolResult.from_dict(result) for result in record["tool_results"]]})

@@ -28,15 +28,14 @@ from agent_r1_trl.features.journal.records import (
     dump,
     pack_floats,
     pack_ids,
-    pack_kept,
     read_file,
     unpack_floats,
     unpack_ids,
-    unpack_kept,
 )
 from agent_r1_trl.generation.base import Generation
+from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.trajectory import Author, ToolCall, ToolErrorKind, ToolResult, Trajectory
+from agent_r1_trl.trajectory import Author, ToolResult, Trajectory
 
 _AUTHORS = tuple(Author)
 
@@ -53,7 +52,8 @@ class RecordedTurn:
     def generation(self) -> Generation:
         """What the sampler returned."""
         ids, logprobs = unpack_ids(self.sampled["ids"]), unpack_floats(self.sampled["logprobs"])
-        kept_ids = unpack_kept(self.sampled.get("kept_ids"))
+        kept = self.sampled.get("kept_ids")
+        kept_ids = kept and KeptIds.from_dict(kept)
         return Generation(token_ids=ids, logprobs=logprobs, stop=self.sampled["stop"], kept_ids=kept_ids)
 
 
@@ -138,7 +138,7 @@ def step_record(result: StepResult) -> Record:
 
 def read_step(record: Record) -> StepResult:
     """The inverse of `step_record`, for what the rollout reads of an answer."""
-    info = {**record["info"], "tool_results": [_read_result(item) for item in record["info"]["tool_results"]]}
+    info = {**record["info"], "tool_results": [ToolResult.from_dict(item) for item in record["info"]["tool_results"]]}
     observations = [dict(message) for message in record["observations"]]
     return StepResult(observations, record["reward"], record["done"], info)
 
@@ -154,11 +154,6 @@ def is_same_answer(result: StepResult, record: Record) -> bool:
 def _result_record(result: ToolResult) -> Record:
     record = {**vars(result), "call": vars(result.call)}
     return record | {"error": result.error.value if result.error else None}
-
-
-def _read_result(record: Record) -> ToolResult:
-    error = ToolErrorKind(record["error"]) if record["error"] else None
-    return ToolResult(**{**record, "call": ToolCall(**record["call"]), "error": error})
 
 
 # ---------------------------------------------------------------- finished trajectories
@@ -182,7 +177,7 @@ def trajectory_record(trajectory: Trajectory) -> Record:
             {
                 **vars(turn),
                 "tool_results": [_result_record(result) for result in turn.tool_results],
-                "kept_ids": pack_kept(turn.kept_ids),
+                "kept_ids": None if turn.kept_ids is None else turn.kept_ids.to_dict(),
             }
             for turn in trajectory.turns
         ],
@@ -221,7 +216,10 @@ def read_trajectory(record: Record) -> Trajectory:
             "completion_ids": ids,
             "logprobs": logprobs,
             "authors": [_AUTHORS[int(digit)] for digit in record["authors"]],
-            "turns": [{**turn, "kept_ids": unpack_kept(turn.get("kept_ids"))} for turn in record["turns"]],
+            "turns": [
+                {**turn, "kept_ids": (kept := turn.get("kept_ids")) and KeptIds.from_dict(kept)}
+                for turn in record["turns"]
+            ],
             "segments": [
                 {**segment, "prompt_ids": segment["prompt_ids"] and unpack_ids(segment["prompt_ids"])}
                 for segment in record["segments"]

@@ -29,7 +29,7 @@ from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
-from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids, pack_kept
+from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
@@ -96,7 +96,7 @@ class JournaledDraft(Draft):
             "stop": generation.stop,
             "message": message,
             "generate_s": turn.generate_s,
-            "kept_ids": pack_kept(generation.kept_ids),
+            "kept_ids": None if generation.kept_ids is None else generation.kept_ids.to_dict(),
         }
         if log.is_agents:
             log.turns.append(RecordedTurn(sampled=record))

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.safe_text import dump_json
 
 logger = logging.getLogger(__name__)
@@ -132,16 +131,6 @@ def pack_ids(ids: Sequence[int]) -> str:
 def unpack_ids(text: str) -> list[int]:
     """The inverse of `pack_ids`."""
     return np.frombuffer(base64.b64decode(text), "<i4").tolist()
-
-
-def pack_kept(kept_ids: KeptIds | None) -> dict[str, str] | None:
-    """The sampling mask of a turn; None where there is none."""
-    return None if kept_ids is None else kept_ids.to_dict()
-
-
-def unpack_kept(record: dict[str, str] | None) -> KeptIds | None:
-    """The inverse of `pack_kept`."""
-    return None if record is None else KeptIds.from_dict(record)
 
 
 def pack_floats(values: Sequence[float]) -> str:

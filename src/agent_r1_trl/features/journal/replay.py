@@ -13,15 +13,6 @@ from agent_r1_trl.features.journal.records import VERSION
 from agent_r1_trl.rollout import RolloutRequest
 from agent_r1_trl.trajectory import Trajectory
 
-_MEANING = {
-    "example_id": "another data set, or another order of its rows",
-    "row": "the row has changed",
-    "generation": "another group size",
-    "seed": "another seed",
-    "reset_seed": "another seed",
-}
-"""What a difference between a request and the recorded one comes from."""
-
 
 class ReplayError(RunError, ValueError):
     """The journal does not hold what the run asks for; the message names the first thing that differs."""
@@ -138,6 +129,6 @@ def _difference(wanted: dict[str, Any], recorded: Sequence[dict[str, Any]], foun
     (before,) = recorded
     name = next(name for name in wanted if wanted[name] != before[name])
     return (
-        f"differs first in {name}: {before[name]!r} was recorded, the run asks for {wanted[name]!r} "
-        f"({_MEANING.get(name, 'other settings')}). Pass the data and the settings of the recorded run."
+        f"differs first in {name}: {before[name]!r} was recorded, the run asks for {wanted[name]!r}. Pass the data "
+        "and the settings of the recorded run."
     )
