@@ -5,9 +5,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from agent_r1_trl.trajectory import Trajectory
 from tests.tokenizers import make_tokenizer
 from tests.toys import add
 from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scripted, two_turns
@@ -54,35 +52,6 @@ def build(tmp_path, **arguments):
         "train_dataset": questions(), "processing_class": tokenizer, "generator": scripted(tokenizer, two_turns),
     }  # fmt: skip
     return MultiTurnGRPOTrainer(**(defaults | arguments))
-
-
-def test_tools_and_reward_functions_see_the_whole_conversation(tmp_path):
-    seen = {}
-
-    def judge(prompts, completions, completion_ids, trajectory, id, trainer_state, **kwargs):
-        seen.update(prompts=prompts, completions=completions, trajectory=trajectory, id=id, ids=completion_ids)
-        return [float(len(messages[-1]["content"])) for messages in completions]
-
-    trainer = build(tmp_path, reward_funcs=judge, tools=[plain_add])
-    trainer.train()
-    assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool", "assistant"]
-    assert isinstance(seen["trajectory"][0], Trajectory)
-    assert seen["prompts"][0][-1]["role"] == "user"
-    assert seen["ids"][0] == seen["trajectory"][0].completion_ids
-    assert len(seen["id"]) == 8
-    logged = trainer.state.log_history[0]
-    assert logged["rewards/judge/mean"] == pytest.approx(logged["reward"])
-    assert logged["reward_parts/judge"] == pytest.approx(logged["reward"])
-    assert logged["tools/add/calls"] == 1.0
-
-
-def test_a_bug_in_a_reward_function_ends_the_run_and_is_named_with_its_line(tmp_path):
-    def broken(completions, **kwargs):
-        raise KeyError("score")
-
-    with pytest.raises(RewardError, match=r"broken raised KeyError: 'score' \(.*migration\.py, line") as caught:
-        build(tmp_path, reward_funcs=broken, tools=[plain_add]).train()
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_plain_grpo_config_will_do(tmp_path):
