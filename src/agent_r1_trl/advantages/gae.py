@@ -79,19 +79,9 @@ def compute_bilevel_gae(
     G_k = A_k + V(e_k). Inside turn k: token GAE whose only reward is G_k at e_k (the token rewards are in it already),
     started afresh in every turn. Turns come from `turn_ids`, so a turn without a reward stays a turn.
 
-    Rewards, values, mask, bootstrap values and results are those of `compute_gae`.
-
-    Args:
-        rewards: (B, T).
-        values: (B, T).
-        action_mask: (B, T).
-        turn_ids: (B, T) integers that never fall along a row, -1 outside action tokens. Where the mask is set and the
-            id is -1 (observation tokens as steps, for the ablation), the token extends the turn before it.
-        gamma_turn: discount per turn.
-        lam_turn: weight of longer estimates over turns.
-        gamma: discount per action token inside a turn.
-        lam: weight of longer estimates inside a turn.
-        bootstrap_values: (B,).
+    Arguments and results are those of `compute_gae`; `gamma` and `lam` hold inside a turn. The turn ids, (B, T), are
+    integers that never fall along a row, -1 outside action tokens. Where the mask is set and the id is -1 (observation
+    tokens as steps, for the ablation), the token extends the turn before it.
     """
     check_shapes(rewards=rewards, values=values, action_mask=action_mask, turn_ids=turn_ids)
     check_one_per_row(rewards, bootstrap_values=bootstrap_values)

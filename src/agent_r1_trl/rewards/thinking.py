@@ -80,15 +80,7 @@ def thinking_format_penalty(
     It is a penalty and no bonus, so that a turn is never made for its sake.
 
     Failure modes: those of `thinking_format`; and a policy that is penalised in every turn may learn to end early
-    before it learns the format, so keep it small beside the outcome.
-
-    Args:
-        trajectory: a `Trajectory`.
-        penalty: what a turn loses.
-        tag: as for `thinking_format`, like those that follow.
-        answer_tag: see there.
-        min_words: see there.
-        opened_by_template: see there.
+    before it learns the format, so keep it small beside the outcome. Its other options are those of `thinking_format`.
     """
     check_value("penalty", penalty, NotNegative)
     options = _format_options(tag, answer_tag, min_words, opened_by_template)

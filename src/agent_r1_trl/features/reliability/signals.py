@@ -6,9 +6,6 @@ KeyboardInterrupt or SystemExit. Signals are received on a thread of their own, 
 another rank in a collective operation. Covered here: the order of these events. Not covered: handlers
 (`signal_handlers.py`), what ranks tell each other (`ranks.py`), processes of tools
 (`rollout/processes.py`).
-
-transformers 5.17 names that this file touches: `_save_checkpoint`, `callback_handler`, `control`, `state`; of TRL
-`_step` and `_buffered_inputs`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ Everything that decides is the same on all ranks, and follows from the seed, the
 run, whose trajectories come from the journal, makes the same batch. A rank samples what belongs in its own rows.
 
 Not covered: which prompts are worth drawing (`curriculum.py`), excluding groups from the update (`group_filter.py`).
-
-TRL 1.16 names that this file touches: `train_dataset`, `accelerator` and `args` (read).
 """
 
 from __future__ import annotations
