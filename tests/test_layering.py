@@ -302,8 +302,8 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1613, 8),
-    "advantages": (1397, 6),
+    "(nouns)": (1611, 8),
+    "advantages": (1387, 6),
     "chat": (2564, 12),
     "cli": (3167, 17),
     "critic": (558, 2),
@@ -317,19 +317,19 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/games": (1285, 8),
     "features/hub": (965, 7),
     "features/inspector": (820, 5),
-    "features/journal": (1346, 9),
-    "features/reliability": (1238, 8),
-    "features/sampling": (758, 7),
+    "features/journal": (1324, 9),
+    "features/reliability": (1235, 8),
+    "features/sampling": (756, 7),
     "features/sandbox": (1579, 10),
     "features/search": (230, 2),
     "features/serve": (1062, 8),
     "generation": (4072, 23),
     "recording": (1566, 9),
-    "rewards": (1184, 9),
+    "rewards": (1176, 9),
     "rollout": (2939, 15),
     "tools": (2537, 12),
-    "trainers": (6546, 17),
-    "update": (2065, 9),
+    "trainers": (6534, 17),
+    "update": (2060, 9),
 }
 
 
