@@ -14,8 +14,17 @@ one before up to a place in its last quarter. All trajectories of a group begin 
 
 TRL's side is `trl.GRPOTrainer`, ours is `MultiTurnGRPOTrainer` with each `update_layout`, or with `--trainer ppo`
 `MultiTurnPPOTrainer`, which is compared with its own padded rows. The layout `tokens` is `shared` with
-`max_tokens_per_micro_batch`. All start from the same weights and see the same rows in the same optimizer step, so
-the loss of their first step and the norm of its gradients must be the same (1e-4 relative), or the benchmark fails.
+`max_tokens_per_micro_batch`. All of them start from the same weights and see the same rows in the same optimizer
+step, so the loss of their first step and the norm of its gradients must be the same (1e-4 relative), or the benchmark
+fails.
+
+`bound` is a lower bound for layouts with TRL's fused head, and `over_bound` a layout's processor time over its. In
+place of each micro-batch of `shared` it computes as many tokens (each distinct token of the prefix tree once), of
+which as many are scored: causal rows of random ids, so long that a query has as many keys on average as in the tree;
+rounding never adds a token. Forward, mean negative log-likelihood and backward call the model plainly, with its own
+attention and no mask; clipping and AdamW are the others'. Left out are what the tree costs (keys and values copied
+for each branch, masked halves of squares computed), GRPO's loss and metrics, the Trainer's micro-steps, and dealing
+rows out. Its loss is another one and is not compared.
 
 Every trainer runs in a process of its own, as often as `--rounds` says and in turns with the others, so that a busy
 minute of the machine meets all of them; the figures are medians. The peak memory is the largest resident set of the
@@ -27,6 +36,7 @@ programs on the machine disturb less.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -35,6 +45,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +57,7 @@ from _common import MODEL, be_quiet, check_at_least, make_parser, print_table, r
 from datasets import Dataset
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-LAYOUTS = ("trl", "padded", "grouped", "packed", "shared", "tokens")
+LAYOUTS = ("trl", "padded", "grouped", "packed", "shared", "tokens", "bound")
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
     "small": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -191,7 +202,7 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     }
     if layout == "trl":
         return GRPOTrainer(args=GRPOConfig(**options), reward_funcs=lambda completions, **_: [0.0], **common)
-    options["update_layout"] = "shared" if layout == "tokens" else layout
+    options["update_layout"] = "shared" if layout in ("tokens", "bound") else layout
     options["max_tokens_per_micro_batch"] = args.max_tokens if layout == "tokens" else None
     make_config, make = MultiTurnGRPOConfig, MultiTurnGRPOTrainer
     if args.trainer == "ppo":
@@ -201,8 +212,8 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
     return make(args=config, reward_funcs=lambda completions, **_: [0.0], env=ToolEnv, **common)
 
 
-def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """One optimizer step on a rollout that stands ready; its loss, and the norm of all gradients."""
+def hand_over(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Let the trainer's next rollout be this batch."""
     from agent_r1_trl.trainers.rollouts import RolloutBatch
 
     def generate(inputs: Any) -> dict[str, torch.Tensor]:
@@ -212,13 +223,63 @@ def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float,
         return batch
 
     trainer._step, trainer._generate_and_score_completions = 0, generate
-    loss = 0.0
-    for _ in range(trainer.args.gradient_accumulation_steps):
-        loss += float(trainer.training_step(trainer.model_wrapped, [], None))
+
+
+def optimizer_step(trainer: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """One optimizer step on a rollout that stands ready; its loss, and the norm of all gradients."""
+    hand_over(trainer, batch)
+    micro_steps = range(trainer.args.gradient_accumulation_steps)
+    return apply_gradients(trainer, (trainer.training_step(trainer.model_wrapped, [], None) for _ in micro_steps))
+
+
+def apply_gradients(trainer: Any, losses: Iterator[torch.Tensor]) -> tuple[float, float]:
+    """Clipping and AdamW once all of `losses`, each with its backward pass, are computed; their sum, and the norm."""
+    loss = sum(map(float, losses))
     norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
     return loss, float(norm)
+
+
+def bound_sizes(trainer: Any, batch: dict[str, torch.Tensor]) -> list[tuple[int, int, int]]:
+    """Of each micro-batch of `shared`: number and length of the rows of `bound`, and how many tokens each scores."""
+    hand_over(trainer, batch)
+    trainer._prepare_inputs([])
+    sizes = []
+    for inputs in trainer._buffered_inputs:
+        packed = trainer.layout.plan_of(inputs).batch
+        num_tokens, num_scored = packed.input_ids.shape[1], packed.labels.shape[1]
+        pairs = 0.0  # of a query and a key
+        for part in packed.layout.segments:
+            own = part.end - part.start
+            pairs += own * (sum(end - start for start, end in part.prefix) + (own + 1) / 2)
+        rows = math.ceil(num_tokens / (2 * pairs / num_tokens - 1))  # a causal row of L tokens has L (L + 1) / 2
+        sizes.append((rows, num_tokens // rows, max(1, num_scored // rows)))
+    return sizes
+
+
+def bound_step(trainer: Any, sizes: list[tuple[int, int, int]]) -> tuple[float, float]:
+    """An optimizer step on random rows of these sizes, without a trainer's work; loss and norm as `optimizer_step`."""
+    from agent_r1_trl.critic import base_causal_lm
+
+    backbone = base_causal_lm(trainer.accelerator.unwrap_model(trainer.model_wrapped)).base_model
+
+    def losses() -> Iterator[torch.Tensor]:
+        for rows, length, kept in sizes:
+            ids = torch.randint(1, trainer.model.config.vocab_size, (rows, length), device=trainer.accelerator.device)
+            hook = backbone.register_forward_hook(functools.partial(keep_last, kept))  # what the head reads
+            loss = trainer.model_wrapped(input_ids=ids, shift_labels=ids[:, -kept:], fused_lm_head=True).loss
+            hook.remove()
+            trainer.accelerator.backward(loss / len(sizes))
+            yield loss.detach() / len(sizes)
+
+    return apply_gradients(trainer, losses())
+
+
+def keep_last(num: int, module: Any, args: Any, output: Any) -> Any:
+    """A hook: hidden states of the last `num` tokens of each row."""
+    output.last_hidden_state = output.last_hidden_state[:, -num:]
+    return output
 
 
 def prepare(args: argparse.Namespace, layout: str, folder: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -242,12 +303,16 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         trainer, batch = prepare(args, args.only, folder)
         device = trainer.accelerator.device
+        step = functools.partial(optimizer_step, trainer, batch)
+        if args.only == "bound":
+            step = functools.partial(bound_step, trainer, bound_sizes(trainer, batch))
+            trainer.model.set_attn_implementation(args.attention)
         before = memory(device)["now"]
         seconds, processor_seconds, first = [], [], (0.0, 0.0)
         for repeat in range(args.repeats + 1):
             torch.manual_seed(args.seed + repeat)  # the same shuffle for every trainer
             start, processor_start = time.perf_counter(), time.process_time()
-            result = optimizer_step(trainer, batch)
+            result = step()
             first = first if repeat else result
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -292,7 +357,7 @@ def run_all(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     ]
     base = rounds[0][args.layouts[0]]
     for layout in args.layouts:
-        for name in ("loss", "grad_norm"):
+        for name in () if layout == "bound" else ("loss", "grad_norm"):  # it has other tokens
             value = rounds[0][layout][name]
             if not math.isclose(value, base[name], rel_tol=args.tolerance):
                 raise RuntimeError(
@@ -318,6 +383,8 @@ def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
         result[f"{layout}_processor_s"] = row["processor_seconds"]
         result[f"{layout}_peak_mb"] = row["peak"] / 1e6
         result[f"{layout}_step_mb"] = row["step_memory"] / 1e6
+        if "bound" in figures:
+            result[f"{layout}_over_bound"] = row["processor_seconds"] / figures["bound"]["processor_seconds"]
     return result
 
 
@@ -332,6 +399,8 @@ def show(result: dict[str, float], args: argparse.Namespace) -> None:
         "step_mb": ("steps MB", "{:.0f}"),
         "step_memory_ratio": ("ratio", "{:.2f}"),
     }
+    if "bound" in args.layouts:
+        columns["over_bound"] = ("/ bound", "{:.2f}")
     print_table(
         f"{args.model} model, {args.dtype}, {result['action_tokens']:.0f} action tokens a step; ratios against "
         f"{args.layouts[0]}",
@@ -381,8 +450,10 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("--observations must be at least 0 and below 1")
     if len(args.layouts) < 2:
         parser.error("--layouts must name two at least: the first is what the others are held against")
-    if "trl" in args.layouts and args.trainer == "ppo":
-        parser.error("--trainer ppo: TRL has no such trainer. Leave trl out of --layouts")
+    if args.trainer == "ppo" and (others := {"trl", "bound"} & set(args.layouts)):
+        parser.error(f"--trainer ppo: {', '.join(sorted(others))} has no critic. Leave it out of --layouts")
+    if args.layouts[0] == "bound":
+        parser.error("--layouts: bound cannot come first, for nothing trains like it; the first is what others match")
     return args
 
 

@@ -42,7 +42,7 @@ TINY = {
         "sandbox_start.py": "--sandboxes 2 --repeats 1",
         "shaping.py": "--rollouts 1 --seeds 0 --shapes 2x4x2 --examples 2",
         "train_step.py": "--model tiny --groups 2 --group-size 2 --micro-batch 2 --prompt 16 --median 12 --longest 40 "
-        "--repeats 1 --layouts trl tokens",
+        "--repeats 1 --layouts trl tokens bound",
     }.items()
 }
 COMPUTED = {"scaling_model.py"}
