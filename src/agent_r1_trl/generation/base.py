@@ -200,11 +200,7 @@ def _problem_with(generation: Any) -> str | None:
 
 
 def check_request(prompt_ids: list[int], max_tokens: int) -> None:
-    """Refuse a request that no back end can serve.
-
-    Raises:
-        ValueError: for an empty prompt or a token limit below 1.
-    """
+    """Refuse a request that no back end can serve."""
     if not prompt_ids or max_tokens < 1:
         problem = f"max_tokens={max_tokens}" if prompt_ids else "prompt_ids is empty"
         raise ValueError(

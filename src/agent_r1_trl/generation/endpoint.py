@@ -28,12 +28,7 @@ _NO_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "insufficient_
 
 
 class EndpointUnusableError(GenerationError):
-    """No request will be answered as things are: key, name, address or credit are wrong. It ends an evaluation.
-
-    Args:
-        message: what the server said, and the fix.
-        is_mistake: of the settings, unlike spent credit.
-    """
+    """No request will be answered as things are: key, name, address (`is_mistake`), credit. It ends an evaluation."""
 
     def __init__(self, message: str, *, is_mistake: bool) -> None:
         super().__init__(message)

@@ -48,11 +48,7 @@ def _gather_shards(parameters: list[nn.Parameter]) -> AbstractContextManager[Any
 
 
 def check_tied_embeddings(model: Any) -> None:
-    """Refuse an adapter on one of two layers that share their weight: vLLM has one weight for both.
-
-    Raises:
-        ValueError: only one of input embeddings and output layer is trained apart from the shared weight.
-    """
+    """Refuse an adapter on one of two layers that share their weight: vLLM has one weight for both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -74,9 +70,7 @@ def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterato
 
     Where parameters are sharded (DeepSpeed ZeRO-3) this is a collective call, and every rank must iterate.
 
-    Args:
-        model: a transformers model or a `PeftModel` around one.
-        only_trainable: leave out what training cannot change: frozen weights without an adapter.
+    `only_trainable` leaves out what training cannot change: frozen weights without an adapter.
 
     Yields:
         Checkpoint name and weight, each shared weight once. Adapted weights are copies, the others are the live ones.
@@ -226,9 +220,6 @@ def check_adapters(model: nn.Module, *, is_merged: bool = False) -> None:
     """Refuse adapters with which the sampler would not be the policy that is trained.
 
     `is_merged` says that the sampler receives the adapter merged into the weights (vLLM).
-
-    Raises:
-        ValueError: names the kind of adapter, the reason and the fix.
     """
     for config in getattr(model, "peft_config", {}).values():
         kind = getattr(config.peft_type, "value", config.peft_type)

@@ -20,11 +20,7 @@ STRIP_POLICY = "strip_thinking"
 
 @dataclass(kw_only=True)
 class ContextSettings(SettingsGroup):
-    """The setting `context`: a policy and what it reads.
-
-    Raises:
-        ValueError: `policy` is none.
-    """
+    """The setting `context`: a policy and what it reads."""
 
     main_key: ClassVar[str | None] = "policy"
 
@@ -166,11 +162,7 @@ def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
 
 
 def check_thinking(chat: Any, policy: str) -> None:
-    """Refuse a `ChatFormat` and a policy that were not made for each other.
-
-    Raises:
-        ValueError: the format renders contexts anew and the policy does not, or the other way round.
-    """
+    """Refuse a `ChatFormat` and a policy that were not made for each other."""
     strips = chat.reasoning_rule is not None
     if strips != (policy == STRIP_POLICY):
         raise ValueError(

@@ -81,11 +81,7 @@ def describe_causes(causes: Sequence[FailureCause]) -> str:
 
 
 def check_some_rolled_out(trajectories: Sequence[Trajectory]) -> None:
-    """Refuse a rollout in which every trajectory ended in an infrastructure failure.
-
-    Raises:
-        NothingRolledOutError: lists the causes and names the fix.
-    """
+    """Refuse a rollout in which every trajectory ended in an infrastructure failure."""
     causes = count_causes(map(failure_of, trajectories))
     if sum(cause.count for cause in causes) == len(trajectories):
         raise NothingRolledOutError(

@@ -133,11 +133,7 @@ class RolloutSettings:
     )
 
     def check_limits(self) -> None:
-        """Check these settings, and those of the class that inherits them.
-
-        Raises:
-            ValueError: names the setting, its value, the rule and the fix.
-        """
+        """Check these settings, and those of the class that inherits them."""
         check_settings(self)
         refuse(find_limit_problems(self))
 
@@ -149,11 +145,7 @@ class RolloutSettings:
 
 @dataclass(kw_only=True)
 class RolloutLimits(RolloutSettings):
-    """The limits of a rollout; `replace` makes others.
-
-    Raises:
-        ValueError: names the limit, its value, the rule and the fix.
-    """
+    """The limits of a rollout; `replace` makes others."""
 
     max_model_length: Annotated[int, Whole(2)] | None = None
     """Maximum number of tokens of prompt and completion together. None: no limit of its own."""

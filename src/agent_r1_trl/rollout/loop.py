@@ -56,14 +56,8 @@ async def run_trajectory(
 ) -> Trajectory:
     """Roll out one trajectory. Whatever model, tools or environment do is a `StopReason`, never an exception.
 
-    Args:
-        draft: empty, holding the request; it shows how far the trajectory has come.
-        session: the environment, not yet made.
-        generator: samples turns.
-        chat: the model's chat format.
-        limits: what the trajectory may spend.
-        params: how tokens are drawn.
-        keep_going: what is raised otherwise ends this trajectory alone, as an `environment_error`.
+    The draft, which is empty but for the request, shows how far the trajectory has come. With `keep_going`, what is
+    raised otherwise ends this trajectory alone, as an `environment_error`.
 
     Raises:
         ValueError: an environment that breaks the protocol (a mistake of its author).
@@ -121,11 +115,7 @@ async def conclude(
 
 
 def _drive_of(env: Any, limits: RolloutLimits) -> Callable[..., Any] | None:
-    """What an agent asks for its turns with, in place of this loop; None for an environment that is none.
-
-    Raises:
-        ValueError: the context policy is for the other kind.
-    """
+    """What an agent asks for its turns with, in place of this loop; None for an environment that is none."""
     drive, policy = getattr(env, "drive", None), limits.context.policy
     if (drive is not None) == (policy == "agent"):
         return drive

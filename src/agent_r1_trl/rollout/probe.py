@@ -44,11 +44,7 @@ def recorded_calls(
 ) -> dict[str, list[RecordedCall]]:
     """For each tool at most `limit` calls, those of the earliest turns first.
 
-    Args:
-        trajectories: B of them.
-        requests: theirs.
-        that_failed: whether calls are looked for that failed, or that succeeded.
-        limit: maximum number for each tool.
+    `that_failed` says whether calls are looked for that failed, or that succeeded.
     """
     found: dict[str, list[RecordedCall]] = {}
     for trajectory, request in zip(trajectories, requests, strict=True):

@@ -45,13 +45,9 @@ def marked_processes() -> Iterator[None]:
 
 
 def end_marked_processes(grace_s: float = GRACE_S) -> int:
-    """End what this process's rollouts have started and what is still there: SIGTERM, then SIGKILL.
+    """End what this process's rollouts have started and what is still there: SIGTERM, then SIGKILL after `grace_s`.
 
-    Args:
-        grace_s: seconds between the two; 0 kills at once.
-
-    Returns:
-        Number of processes that were there.
+    Returns the number of processes that were there.
     """
     import psutil
 

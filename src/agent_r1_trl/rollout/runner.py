@@ -62,8 +62,6 @@ class RolloutRunner:
 
     Args:
         env_factory: makes a fresh environment; called once per trajectory.
-        generator: samples turns.
-        chat: the model's chat format.
         limits: of every trajectory.
         params: how tokens are drawn, unless `run` is told otherwise.
         retry_failed: how often a trajectory that failed for no fault of the policy is tried again.

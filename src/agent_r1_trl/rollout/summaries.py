@@ -53,10 +53,7 @@ class Summaries:
     def ask(self, observations: list[Message], closing: list[int], ids: list[int]) -> bool:
         """Answer the last turn and ask for a summary, which is then to be sampled; False if none is due or has room.
 
-        Args:
-            observations: what the environment answered.
-            closing: ids that close the turn.
-            ids: (N,) the rendered observations.
+        `closing` are the ids that close the turn, `ids` (N,) the rendered observations.
         """
         draft, limits = self._draft, self._limits
         if limits.context.policy != SUMMARISE:
@@ -117,11 +114,7 @@ class Summaries:
 
 
 def check_room(chat: ChatFormat, limits: RolloutLimits) -> None:
-    """Refuse limits under which a context that is full could never hold the request and its summary.
-
-    Raises:
-        ValueError: names the limits, the rule and the fix.
-    """
+    """Refuse limits under which a context that is full could never hold the request and its summary."""
     if limits.context.policy != SUMMARISE or limits.max_model_length is None or limits.context.tokens is None:
         return
     ids, _ = chat.encode_observations({"role": "assistant", "content": ""}, [summary_request(limits)])

@@ -97,9 +97,6 @@ class DaemonThreadPool:
         max_workers: number of places; further jobs wait in the order of their submission.
         max_abandoned: maximum number of abandoned jobs whose places are given to others (default: 8 times
             `max_workers`). It bounds the number of threads of a process whose tools hang.
-
-    Raises:
-        ValueError: `max_workers` is not an integer >= 1.
     """
 
     def __init__(self, max_workers: int, *, max_abandoned: int | None = None) -> None:
@@ -118,10 +115,8 @@ class DaemonThreadPool:
     ) -> T:
         """Run `fn` on a thread and return its value.
 
-        Args:
-            fn: function to call.
-            timeout_s: maximum seconds that it may run, not counting its wait for a place; None for no limit.
-            queue_timeout_s: maximum seconds that it may wait for a place; None for no limit.
+        `timeout_s` is the longest that it may run, `queue_timeout_s` that it may wait for a place before; None for no
+        limit.
 
         Raises:
             JobTimeoutError: the job ran for longer than `timeout_s` and was abandoned.

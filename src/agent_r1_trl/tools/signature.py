@@ -214,11 +214,7 @@ def read_type(words: str) -> Any:
 
 
 def _hint(node: ast.expr) -> Any:
-    """The hint of an expression.
-
-    Raises:
-        ValueError: it is no type that is known here.
-    """
+    """The hint of an expression."""
     match node:
         case ast.Name(name) if name.lower() in _WORDS or name.lower()[:-1] in _WORDS:  # "list of strings"
             return _WORDS.get(name.lower()) or _WORDS[name.lower()[:-1]]

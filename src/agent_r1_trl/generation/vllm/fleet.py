@@ -151,12 +151,7 @@ class Fleet:
         )
 
     async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
-        """One attempt at one server.
-
-        Raises:
-            HTTPError: the server did not answer, or not with 2xx.
-            _UnprovenError: it did, but perhaps not with the weights of the last sync.
-        """
+        """One attempt at one server."""
         identity = server.identity
         name = self.weights if self.is_adapter and self.weights is not None else server.model
         answer = await self._answer_of_the_living(server, body | {"model": name})
@@ -204,12 +199,7 @@ class Fleet:
             return await self._find_identity(server)
 
     async def _find_identity(self, server: Server) -> str | None:
-        """Which processes of the server hold the weights of the last sync; None if not all do.
-
-        Raises:
-            HTTPError: it does not answer.
-            UnfitServerError: it lacks the routes.
-        """
+        """Which processes of the server hold the weights of the last sync; None if not all do."""
         if self.weights is not None and not self.is_adapter:
             return identity_of(await hello(self._http, server.url, timeout_s=self._health_timeout_s), self.weights)
         models = await self._http.request("GET", f"{server.url}/v1/models", timeout_s=self._health_timeout_s)
@@ -221,10 +211,7 @@ class Fleet:
     def leave_out(self, server: Server, identity: str | None, reason: str) -> None:
         """Stop sampling from a server until it holds the weights again.
 
-        Args:
-            server: that failed.
-            identity: it had when it was asked; it may have come back since then.
-            reason: for the log.
+        `identity` is what it had when it was asked; it may have come back since then.
         """
         if server.identity is None or server.identity != identity:
             return

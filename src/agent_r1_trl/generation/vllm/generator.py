@@ -50,11 +50,7 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]])
 
 
 def check_complete(engine_model: Any, loaded: set[str] | None) -> None:
-    """Refuse weights of which some did not come.
-
-    Raises:
-        KeyError: the model needs a parameter that `load_weights` did not name.
-    """
+    """Refuse weights of which some did not come."""
     # Experts are loaded under other names than the parameters they end up in.
     needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
     missing = sorted(needed - set(loaded or ()))

@@ -22,10 +22,8 @@ def num_logprobs(params: SamplingParams) -> int:
 def read_kept_ids(entries: Iterable[Mapping[int, float]], params: SamplingParams) -> KeptIds | None:
     """What each token was drawn from; None where no mask was asked for.
 
-    Args:
-        entries: for each token, the likeliest ids with their log-probabilities after the filters
-            (`logprobs_mode="processed_logprobs"`).
-        params: that the tokens were sampled with.
+    `entries` are, for each token, the likeliest ids with their log-probabilities after the filters
+    (`logprobs_mode="processed_logprobs"`).
 
     Raises:
         GenerationError: what is there is not the whole distribution.

@@ -55,7 +55,7 @@ def reason_against(trainer: dict[str, str] | None, workers: list[dict[str, str] 
 
 
 class NCCLGroup:
-    """One member of a group; member 0, the trainer, sends to all others. A call gives up after `timeout_s`."""
+    """One member of a group; member 0, the trainer, sends to all others. After `timeout_s` a call fails."""
 
     def __init__(self, rank: int, size: int, device: torch.device, *, timeout_s: float):
         self._rank, self._size, self._device = rank, size, device
@@ -68,22 +68,11 @@ class NCCLGroup:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def meet(self, number: bytes | None = None) -> None:
-        """Return when all members are there.
-
-        Args:
-            number: that of member 0; None there, where it is made and given to `self.number`.
-
-        Raises:
-            GroupError: see there; the group is closed.
-        """
+        """Return when all members are there; `number` is None in member 0, which makes it and gives `self.number`."""
         self._within_limit(lambda: self._meet(number))
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send contiguous tensors on the group's device, or receive into them; returns when they are there.
-
-        Raises:
-            GroupError: see there; the group is closed.
-        """
+        """Send contiguous tensors on the group's device, or receive into them; returns when they are there."""
         if self._device.type == "cuda":  # what they are made of, or what used their memory before, may be in flight
             torch.cuda.current_stream(self._device).synchronize()
         self._within_limit(lambda: self._broadcast(tensors))

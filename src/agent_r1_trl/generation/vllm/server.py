@@ -220,12 +220,7 @@ class VLLMServerGenerator(Generator):
         return value
 
     async def _until_one_takes(self, action: Callable[[str], Any]) -> dict[str, tuple[Any, str]]:
-        """URL -> what `action` returned and "", or None and why it failed; repeated until it succeeds for a server.
-
-        Raises:
-            UnfitServerError: one server is unfit, before any sync has succeeded.
-            GenerationError: no server could be reached within the retry window.
-        """
+        """URL -> what `action` returned and "", or None and why it failed; repeated until it succeeds for a server."""
         deadline = time.monotonic() + self._settings.retry_window
         while True:
             found, failures = await ask_each(self._fleet.servers, action)
@@ -351,12 +346,7 @@ class VLLMServerGenerator(Generator):
         return identity, "" if identity is not None else "it was restarted during the weight sync"
 
     async def _restore(self, server: Server) -> None:
-        """Give a server that was restarted in a rollout the weights of the last sync.
-
-        Raises:
-            HTTPError: it does not answer.
-            GenerationError: it could not take them.
-        """
+        """Give a server that was restarted in a rollout the weights of the last sync."""
         name = str(self._fleet.weights)
         if self._fleet.is_adapter:
             await load_adapter(self._http, server.url, name, self._folder(name))

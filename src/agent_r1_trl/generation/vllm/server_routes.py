@@ -42,12 +42,7 @@ class HTTPError(RuntimeError):
 
 
 class HTTPClient:
-    """POST and GET of JSON.
-
-    Args:
-        max_connections: maximum number of open connections to each server.
-        timeout_s: seconds to wait for one answer.
-    """
+    """POST and GET of JSON, over at most `max_connections` to each server; `timeout_s` is that of one answer."""
 
     def __init__(self, *, max_connections: int = 256, timeout_s: float = 600.0):
         self._max_connections = max_connections
@@ -273,11 +268,7 @@ def identity_of(workers: Sequence[dict[str, Any]], weights: str) -> str | None:
 
 
 async def reset_prefix_cache(http: HTTPClient, url: str, *, timeout_s: float) -> None:
-    """Forget what was computed with the old weights: it must not be continued with the new ones.
-
-    Raises:
-        HTTPError: no answer, or the cache stays.
-    """
+    """Forget what was computed with the old weights: it must not be continued with the new ones."""
     # A request that still runs is one that nobody waits for; without the option it would keep the cache.
     option = "?reset_running_requests=true"
     answer = await http.request("POST", f"{url}/reset_prefix_cache{option}", timeout_s=timeout_s)
