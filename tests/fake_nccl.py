@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from agent_r1_trl.generation.vllm import nccl_group
+from agent_r1_trl.generation.vllm import weight_transfer
 
 VERSION = 22906
 ITEM_BYTES = {0: 1, 1: 1, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 8: 8, 9: 2, 10: 1}
@@ -139,5 +139,5 @@ def install(patch=setattr, *modules):
     stream = types.SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     patch(pynccl, "NCCLLibrary", FakeNCCLLibrary)
     patch(pynccl, "current_stream", lambda: stream)
-    for module in (nccl_group, *modules):
+    for module in (weight_transfer, *modules):
         patch(module, "describe_gpu", describe)

@@ -304,7 +304,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1611, 8),
     "advantages": (1387, 6),
-    "chat": (2564, 12),
+    "chat": (2553, 11),
     "cli": (3167, 17),
     "critic": (558, 2),
     "environments": (1316, 8),
@@ -323,7 +323,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sandbox": (1579, 10),
     "features/search": (230, 2),
     "features/serve": (1062, 8),
-    "generation": (4005, 23),
+    "generation": (3999, 21),
     "recording": (1566, 9),
     "rewards": (1176, 9),
     "rollout": (2892, 15),

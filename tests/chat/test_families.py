@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.calls import GRAMMAR_NAMES, named_grammar
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.chat.jinja import calling
+from agent_r1_trl.chat.rendering import calling
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.features.doctor import run_doctor
 from agent_r1_trl.generation import ScriptedGenerator

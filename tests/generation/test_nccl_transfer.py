@@ -13,11 +13,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
-from agent_r1_trl.generation.vllm import nccl_group, weight_transfer
 from agent_r1_trl.generation.vllm import server as server_module
-from agent_r1_trl.generation.vllm.nccl_group import describe_gpu, reason_against
+from agent_r1_trl.generation.vllm import weight_transfer
+from agent_r1_trl.generation.vllm.build import ServerSettings
 from agent_r1_trl.generation.vllm.server_routes import rpc
-from agent_r1_trl.generation.vllm.settings import ServerSettings
+from agent_r1_trl.generation.vllm.weight_transfer import describe_gpu, reason_against
 from tests import fake_nccl
 from tests.fake_nccl import FakeNCCLLibrary, digest
 from tests.fake_vllm import FakeServer
@@ -50,7 +50,7 @@ def test_a_cpu_has_no_nccl():
     assert describe_gpu(CPU) is None
 
 
-class ClosedAtOnce(nccl_group.NCCLGroup):
+class ClosedAtOnce(weight_transfer.NCCLGroup):
     """Closed when a broadcast's thread starts."""
 
     def _broadcast(self, tensors):
@@ -69,14 +69,14 @@ def test_a_broadcast_that_hangs_or_fails_ends_and_closes_the_group(ending):
         freed.wait(20)
 
     library = SimpleNamespace(ncclCommAbort=aborted.append, ncclCommDestroy=None)
-    kind = ClosedAtOnce if ending == "is closed at once" else nccl_group.NCCLGroup
+    kind = ClosedAtOnce if ending == "is closed at once" else weight_transfer.NCCLGroup
     group = kind(0, 2, CPU, timeout_s=0.3 if ending == "hangs" else 20)
     group._communicator = SimpleNamespace(nccl=library, comm="group", broadcast=broadcast)
     closing = threading.Timer(0.2, group.close)
     if ending == "is closed":
         closing.start()
     start = time.monotonic()
-    with pytest.raises(nccl_group.GroupError, match="unhandled cuda" if ending == "fails" else "gone, or took"):
+    with pytest.raises(weight_transfer.GroupError, match="unhandled cuda" if ending == "fails" else "gone, or took"):
         group.broadcast([torch.zeros(3)])
     assert time.monotonic() - start < 5
     freed.set()
@@ -84,7 +84,7 @@ def test_a_broadcast_that_hangs_or_fails_ends_and_closes_the_group(ending):
     if ending == "is closed":
         closing.join()
     assert aborted == ["group"], "once"
-    with pytest.raises(nccl_group.GroupError):
+    with pytest.raises(weight_transfer.GroupError):
         group.broadcast([torch.zeros(3)])
 
 
@@ -128,10 +128,10 @@ def test_the_stand_in_has_the_signatures_of_vllms_library():
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_member_gets_every_tensor_bit_for_bit(nccl):
-    first, found = nccl_group.NCCLGroup(0, 3, CPU, timeout_s=30), {}
+    first, found = weight_transfer.NCCLGroup(0, 3, CPU, timeout_s=30), {}
 
     def receive(rank):
-        group = nccl_group.NCCLGroup(rank, 3, CPU, timeout_s=30)
+        group = weight_transfer.NCCLGroup(rank, 3, CPU, timeout_s=30)
         group.meet(first.number.result(30))
         tensors = {name: torch.empty_like(value) for name, value in WEIGHTS.items()}
         group.broadcast([*tensors.values()])
@@ -159,10 +159,10 @@ class GPUServer(FakeServer):
     def rpc_begin(self, name, group):
         self.group = None
         if group is not None:
-            joined = nccl_group.NCCLGroup(1, group["size"], CPU, timeout_s=20)
+            joined = weight_transfer.NCCLGroup(1, group["size"], CPU, timeout_s=20)
             try:
                 joined.meet(bytes.fromhex(group["number"]))
-            except nccl_group.GroupError as error:
+            except weight_transfer.GroupError as error:
                 return {"rank": 0, "error": f"GroupError: {error}"}
             self.group = joined
         return super().rpc_begin(name, group)
@@ -178,7 +178,7 @@ class GPUServer(FakeServer):
         values = {key: torch.empty(shape, dtype=getattr(torch, dtype)) for key, dtype, shape in entries}
         try:
             self.group.broadcast([*values.values()])
-        except nccl_group.GroupError as error:
+        except weight_transfer.GroupError as error:
             return {"rank": 0, "error": f"GroupError: {error}"}
         self.sums |= {key: float(value.sum()) for key, value in values.items()}
         return {"rank": 0}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.chat.jinja import PROBE_TOOL, calling, tool_answer
+from agent_r1_trl.chat.rendering import PROBE_TOOL, calling, tool_answer
 from agent_r1_trl.trajectory import Message
 
 if TYPE_CHECKING:

@@ -21,11 +21,10 @@ from typing import Any
 from agent_r1_trl.chat.calls import GRAMMAR_NAMES
 from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
-from agent_r1_trl.chat.jinja import ChatTemplate
 from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.parsing import TurnParser
 from agent_r1_trl.chat.reasoning import History, check_drops, find_rule
-from agent_r1_trl.chat.rendering import TemplateRenderer
+from agent_r1_trl.chat.rendering import ChatTemplate, TemplateRenderer
 from agent_r1_trl.chat.templates import (
     check_template_kwargs,
     choose_chat_template,

@@ -14,9 +14,8 @@ from typing import Any
 
 from agent_r1_trl.chat.encoding import EncodedText, TextEncoder
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.chat.jinja import ChatTemplate, calling, tool_answer
 from agent_r1_trl.chat.messages import readable
-from agent_r1_trl.chat.rendering import num_common
+from agent_r1_trl.chat.rendering import ChatTemplate, calling, num_common, tool_answer
 from agent_r1_trl.trajectory import Message
 
 _CLOSERS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]")

@@ -16,7 +16,7 @@ from typing import Any
 
 from agent_r1_trl.chat.calls import GRAMMAR_NAMES, READERS, find_grammar, named_grammar
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
-from agent_r1_trl.chat.jinja import (
+from agent_r1_trl.chat.rendering import (
     PROBE_TOOL,
     ChatTemplate,
     calling,

@@ -16,8 +16,8 @@ from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import ChatFormat
-from agent_r1_trl.chat.jinja import calling, tool_answer
 from agent_r1_trl.chat.messages import as_text
+from agent_r1_trl.chat.rendering import calling, tool_answer
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.limits import SUMMARISE, RolloutLimits

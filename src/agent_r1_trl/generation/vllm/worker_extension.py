@@ -19,8 +19,8 @@ import torch
 
 from agent_r1_trl.generation.vllm.engine import keep_weights_loadable
 from agent_r1_trl.generation.vllm.generator import check_complete, load_weights
-from agent_r1_trl.generation.vllm.nccl_group import NCCLGroup, describe_gpu
 from agent_r1_trl.generation.vllm.server_routes import PROTOCOL
+from agent_r1_trl.generation.vllm.weight_transfer import NCCLGroup, describe_gpu
 
 PROCESS = uuid.uuid4().hex
 """Names this process; a server that was restarted has others."""
