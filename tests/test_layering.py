@@ -318,7 +318,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/hub": (965, 7),
     "features/inspector": (820, 5),
     "features/journal": (1324, 9),
-    "features/reliability": (1235, 8),
+    "features/reliability": (1427, 9),
     "features/sampling": (756, 7),
     "features/sandbox": (1579, 10),
     "features/search": (230, 2),
@@ -328,7 +328,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1176, 9),
     "rollout": (2892, 15),
     "tools": (2528, 12),
-    "trainers": (6534, 17),
+    "trainers": (6355, 17),
     "update": (2060, 9),
 }
 

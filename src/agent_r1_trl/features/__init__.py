@@ -33,7 +33,7 @@ class FeatureRow(NamedTuple):
 FEATURES = {
     "journal": FeatureRow("every turn on disk, for resumes and replays", "journal", {}, has_mapping=True),
     "reliability": FeatureRow(
-        "failure budget, tool outages, steps that are not finite, signals, ranks",
+        "failure budget, tool outages, report of learning, steps that are not finite, signals, ranks",
         "failures outages",
         {},
         has_mapping=True,

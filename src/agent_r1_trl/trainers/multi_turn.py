@@ -44,7 +44,6 @@ from agent_r1_trl.trainers.construction import (
 from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.metrics import (
-    LearningReport,
     RoundingWarning,
     drop_token_means,
     gather_metrics,
@@ -199,7 +198,6 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.store = trajectory_store(self.args, rank)
         self.recorder = None if self.store is None else Recorder(self.store)
         self.kept_rows = KeptRows(self.accelerator)
-        self.add_callback(LearningReport(self.args.output_dir, records=self.store is not None))
         if self.recorder is not None:
             self.add_callback(self.recorder)
         self.rollouts.features = self.features

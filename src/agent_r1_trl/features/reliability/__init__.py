@@ -1,4 +1,4 @@
-"""What a run does about failures, outages of tools, numbers that are not finite, signals and lost ranks."""
+"""What a run does about failures, outages, rollouts that teach nothing, numbers that are not finite, and signals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
     """All are on in every run."""
     from agent_r1_trl.features.reliability.failures import FailureBudget
+    from agent_r1_trl.features.reliability.learning import LearningReport
     from agent_r1_trl.features.reliability.nonfinite import NumberWatch
     from agent_r1_trl.features.reliability.signals import RunGuard
     from agent_r1_trl.features.reliability.tool_watch import ToolWatch
@@ -18,6 +19,7 @@ def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
         ToolWatch(outages.max_failure_rise, outages.min_calls, outages.max_wait),
         FailureBudget(failures.max_share, failures.window),
         NumberWatch(failures.max_nonfinite_steps, config.output_dir),
+        LearningReport(config.output_dir, records=config.record_trajectories != "none"),
     ]
 
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from agent_r1_trl.features.reliability.learning import LearningReport
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.tools import tool
-from agent_r1_trl.trainers.metrics import LearningReport
 from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer
 

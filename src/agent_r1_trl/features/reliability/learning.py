@@ -1,0 +1,190 @@
+"""What a run says of its learning: at once when a rollout teaches nothing, and in a few lines at its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from accelerate.utils import gather_object
+
+from agent_r1_trl.safe_text import shown
+from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
+from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trajectory import ToolErrorKind, Trajectory
+
+logger = logging.getLogger(__name__)
+
+NUM_ERRORS = 3.0
+"""Standard errors by which a reward has fallen for certain."""
+MIN_CALLS = 8
+"""Answers after which a tool that never said another thing is named."""
+_FAILURES = (ToolErrorKind.EXCEPTION, ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
+"""What happens inside a tool; of other errors, it was never called."""
+
+
+class RolloutResult(NamedTuple):
+    """What the trajectories of one rollout earned."""
+
+    step: int
+    mean: float
+    error: float
+    """Standard error of the mean."""
+    teaches: bool
+    """Whether two trajectories that are compared with each other differ."""
+
+
+@dataclass(kw_only=True)
+class Answers:
+    """What a tool has answered in this run; of texts and arguments two say all."""
+
+    num: int = 0
+    num_failed: int = 0
+    texts: set[str] = field(default_factory=set)
+    arguments: set[str] = field(default_factory=set)
+
+    def add(self, other: Answers) -> None:
+        """Count another rank's as well."""
+        self.num += other.num
+        self.num_failed += other.num_failed
+        self.texts = {*sorted(self.texts | other.texts)[:2]}
+        self.arguments = {*sorted(self.arguments | other.arguments)[:2]}
+
+    def silence(self, name: str) -> str | None:
+        """A sentence about a tool that says nothing; None for one that does, or was asked the same each time."""
+        if not self.num:
+            return f"All {self.num_failed} calls of the tool {name!r} failed." if self.num_failed > 1 else None
+        if len(self.texts) > 1 or self.num < 2 or (self.texts != {""} and len(self.arguments) < 2):
+            return None
+        (text,) = self.texts
+        how = f"the same ({shown(text[:60])!r})" if text else "empty"
+        return f"All {self.num} answers of the tool {name!r} were {how}."
+
+
+class LearningReport(RolloutCallback):
+    """Says whether a run learns: at once when a rollout teaches nothing, and in a few lines at its end.
+
+    Args:
+        output_dir: of the run, for the command that shows trajectories.
+        records: whether trajectories are recorded there.
+    """
+
+    name = "learning"
+
+    def __init__(self, output_dir: str, *, records: bool) -> None:
+        folder = min(output_dir, os.path.relpath(output_dir), key=len)
+        self.command = f"agent-r1-trl view {folder}" if records else None
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget an earlier run of the same trainer."""
+        self.rollouts: list[RolloutResult] = []
+        self.answers: dict[str, Answers] = {}
+        self._warned_of: set[str] = set()
+        """Names of tools, and "" for the rewards."""
+        self._seconds = {} if self.trainer is None else dict(self.trainer.seconds)
+
+    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+        """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
+        position, kept = batch.position, batch.is_kept
+        self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
+        is_skipped = not any(gather_object([kept is None or bool(kept.any())]))
+        if is_skipped and self.rollouts:  # the filter kept none of its groups
+            self.rollouts[-1] = self.rollouts[-1]._replace(teaches=False)
+
+    def end_run(self) -> None:
+        """Print the summary."""
+        trainer = self.trainer
+        if trainer.is_world_process_zero() and not trainer.args.disable_tqdm and (text := self.summary()):
+            print(f"\n{text}")
+
+    def take(self, trajectories: Sequence[Trajectory], *, step: int, group_size: int) -> None:
+        """Take in this rank's trajectories, which `step` is the first to train on; warn of what teaches nothing."""
+        rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
+        groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
+        groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
+        groups = [group for group in groups if group]
+        earned = [reward for group in groups for reward in group]
+        if earned:
+            teaches = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
+            error = statistics.stdev(earned) / math.sqrt(len(earned)) if len(earned) > 1 else 0.0
+            self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, teaches))
+            if not teaches and len(earned) > 1:
+                self._warn_of_rewards(step, earned, len(groups))
+        for name, answers in gather_object([*_answers(trajectories).items()]):
+            self.answers.setdefault(name, Answers()).add(answers)
+        for name, answers in self.answers.items():
+            if answers.num >= MIN_CALLS and (silence := answers.silence(name)):
+                self._warn(name, "Step %d: %s Try the tool by hand.", step, silence)
+
+    def _warn(self, about: str, *message: Any) -> None:
+        if about not in self._warned_of and is_main_process():
+            logger.warning(*message)
+        self._warned_of.add(about)
+
+    def _warn_of_rewards(self, step: int, earned: list[float], num_groups: int) -> None:
+        what = (
+            f"The trajectories of each of the {num_groups} groups earned the same"
+            if _differ(earned)
+            else f"All {len(earned)} trajectories earned exactly {earned[0]:g}"
+        )
+        self._warn(
+            "",
+            "Step %d: %s: nothing can be learned from them. Look at some%s. If answers that differ in worth earn the "
+            "same, correct the reward function; if none is ever right, use easier examples, a stronger model or a "
+            "process reward; if all are right, harder examples; if they are alike, raise temperature or "
+            "num_generations. Reported once; the summary at the end counts such rollouts.",
+            step,
+            what,
+            f" ({self.command})" if self.command else "",
+        )
+
+    def summary(self) -> str:
+        """What the run did to the reward, a fact per line; "" without a rollout."""
+        if not self.rollouts:
+            return ""
+        seconds = {} if self.trainer is None else self.trainer.seconds
+        rollout_s, update_s = (seconds.get(name, 0.0) - self._seconds.get(name, 0.0) for name in ("rollout", "update"))
+        first, last, num = self.rollouts[0], self.rollouts[-1], len(self.rollouts)
+        best = max(self.rollouts, key=lambda item: item.mean)
+        num_flat = sum(not item.teaches for item in self.rollouts)
+        lines = [
+            f"reward          {first.mean:.3g} at step {first.step}, {last.mean:.3g} at step {last.step}, "
+            f"best {best.mean:.3g} at step {best.step}",
+            f"taught nothing  {num_flat} of {num} rollouts ({num_flat / num:.0%})",
+            f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
+        ]
+        lines += [text for name in sorted(self.answers) if (text := self.answers[name].silence(name))]
+        if num_flat == num:
+            lines.append("No rollout taught anything: the model has learned nothing from its rewards.")
+        elif first.mean - last.mean > NUM_ERRORS * math.hypot(first.error, last.error):
+            lines.append(
+                "The reward fell: the model at the end is worse than the one at the start. Set a lower learning_rate "
+                "(a third of it or less), and see docs/troubleshooting.md."
+            )
+        lines += [f"failures        {self.command} --filter failed"] if self.command else []
+        return "\n".join(lines)
+
+
+def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
+    """What each tool answered in them; calls that reached no tool do not count."""
+    found: dict[str, Answers] = {}
+    for result in (result for item in trajectories for result in item.tool_results):
+        if result.error in _FAILURES:
+            one = Answers(num_failed=1)
+        elif not result.is_error:
+            text = result.content if result.content.strip() else ""
+            one = Answers(num=1, texts={text}, arguments={str(result.call.arguments)})
+        else:
+            continue
+        found.setdefault(result.call.name, Answers()).add(one)
+    return found
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    """Whether rewards differ by more than rounding."""
+    return max(rewards) - min(rewards) > 1e-6 * max(map(abs, rewards)) if rewards else False
