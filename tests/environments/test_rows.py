@@ -34,10 +34,3 @@ def test_the_keys_that_arrow_adds_to_messages_do_not_reach_the_prompt():
     data = Dataset.from_list([{"prompt": messages}])
     assert data[0]["prompt"][0]["tool_calls"] is None
     assert AddEnv().reset(data[0]) == messages
-
-
-def test_a_data_set_that_keeps_rows_as_json_gives_environments_what_was_written():
-    env = AddEnv()
-    for row, read in zip(ROWS, Dataset.from_list(ROWS, on_mixed_types="use_json"), strict=True):
-        env.reset(read)
-        assert env.example == row

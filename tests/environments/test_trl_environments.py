@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import inspect
 from typing import ClassVar
 
 import pytest
@@ -95,16 +94,6 @@ def test_what_is_no_function_and_two_of_one_name_are_refused(tools):
 # -------------------------------------------------------------------- environment_factory
 
 
-def test_the_tools_are_the_standalone_ones_then_the_public_methods_in_trls_order():
-    env = TRLEnvAdapter(CounterEnv, [multiply])
-    trl_methods = [
-        name
-        for name, _ in inspect.getmembers(CounterEnv, predicate=inspect.isfunction)
-        if name not in ("reset", "get_reward") and not name.startswith("_")
-    ]
-    assert [item.name for item in env.tools] == ["multiply", *trl_methods] == ["multiply", "async_double", "increment"]
-
-
 def test_reset_receives_the_row_as_keywords_and_its_text_is_appended_to_the_prompt():
     env = TRLEnvAdapter(CounterEnv)
     row = {"prompt": PROMPT, "hint": " (hurry)", "answer": 3}
@@ -139,23 +128,6 @@ def test_methods_change_the_state_one_after_another_in_the_order_of_the_calls():
         "5",
     ]
     assert outcome(env) == (5.0, {"CounterEnv": 5.0})
-
-
-def test_get_reward_may_be_async_or_missing_or_none():
-    class AsyncReward(CounterEnv):
-        async def get_reward(self):
-            return 0.25
-
-    class NoneReward(CounterEnv):
-        def get_reward(self):
-            return None
-
-    for cls, expected in ((AsyncReward, (0.25, True)), (NoneReward, (0.0, False)), (SilentEnv, (0.0, False))):
-        env, trajectory = TRLEnvAdapter(cls), finished()
-        env.reset({"prompt": "go"})
-        value, _ = asyncio.run(env.outcome_reward(trajectory))
-        assert (value, trajectory.is_scored) == expected
-    assert TRLEnvAdapter(AsyncReward).has_reward and not TRLEnvAdapter(SilentEnv).has_reward
 
 
 def test_a_reward_that_is_no_number_is_named():

@@ -50,13 +50,6 @@ def test_the_value_loss_agrees_with_a_loop_over_tokens():
         assert loss.dtype == torch.float32
 
 
-def test_values_inside_their_range_count_as_not_clipped():
-    old, step, returns = torch.rand(3, 4, 50, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    for c in (0.2, 1e-6):
-        values = old + 0.9 * c * (2 * step - 1)
-        assert value_loss(values, old, returns, torch.ones(4, 50), cliprange_value=c)[1] == 0
-
-
 @pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, 1e38])
 def test_nothing_at_mask_0_reaches_the_value_loss_or_its_gradient(poison):
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]])
@@ -72,15 +65,6 @@ def test_nothing_at_mask_0_reaches_the_value_loss_or_its_gradient(poison):
     for index in range(3):
         inputs = [x.masked_fill(mask == 0, poison) if i == index else x for i, x in enumerate(clean)]
         assert run(inputs) == expected
-
-
-def test_a_batch_without_action_tokens_has_zero_loss_and_zero_gradient():
-    values = torch.full((2, 3), NAN, requires_grad=True)
-    nothing = torch.full((2, 3), NAN)
-    loss, num_clipped = value_loss(values, nothing, nothing, torch.zeros(2, 3), cliprange_value=0.2)
-    loss.backward()
-    assert (loss.item(), num_clipped.item()) == (0, 0)
-    assert (values.grad == 0).all()
 
 
 def test_the_value_loss_of_bfloat16_values_is_summed_in_high_precision():
