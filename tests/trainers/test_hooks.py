@@ -245,3 +245,28 @@ def test_no_tokens_at_all_is_a_term_of_nothing(tmp_path):
     trainer, plain = make_trainer(tmp_path, callbacks=[Wrong(None)]), make_trainer(tmp_path)
     batch = [scored_batch(item) for item in (plain, trainer)][1]
     torch.testing.assert_close(loss_and_gradients(trainer, batch)[1], loss_and_gradients(plain, batch)[1])
+
+
+class Asking(WorldModel):
+    """Has other rows scored, in the middle of the loss."""
+
+    def extra_loss(self, inputs, log_probs, mask):
+        self.trainer.score_tokens([[5, 6]] * len(mask), inputs["completion_ids"][:, :3].tolist())
+        return super().extra_loss(inputs, log_probs, mask)
+
+
+class Later(WorldModel):
+    name = "later"
+    extra_columns = RolloutCallback.extra_columns
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_term_may_have_rows_scored(tmp_path, layout):
+    def gradients(first):
+        trainer = make_trainer(tmp_path, callbacks=[first, Later()], update_layout=layout)
+        found = step_gradients(trainer)[0]
+        return found, trainer._metrics["train"]["later"]
+
+    (found, later), (want, expected) = gradients(Asking()), gradients(WorldModel())
+    assert later == expected
+    torch.testing.assert_close(found, want)

@@ -615,8 +615,12 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         if kept_ids is not None:
             kept_ids = kept_ids[:, : output["completion_ids"].shape[1]]
             output[KEPT_IDS] = functional.pad(kept_ids, (0, 0, 0, 0, 0, len(rows) - len(kept_ids)), value=-1)
-        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            log_probs = self._log_probs(self.model, output)[: len(prompts)]
+        loss_pass, self._loss_pass = self._loss_pass, None  # a term may ask while the loss is computed
+        try:
+            with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+                log_probs = self._log_probs(self.model, output)[: len(prompts)]
+        finally:
+            self._loss_pass = loss_pass
         is_given = torch.arange(log_probs.shape[1], device=lengths.device) < lengths
         return torch.where(is_given, log_probs, 0.0)[:, : max([1, *map(len, completions)])]
 
