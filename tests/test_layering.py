@@ -325,10 +325,10 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/serve": (1062, 8),
     "generation": (3999, 21),
     "recording": (1566, 9),
-    "rewards": (1176, 9),
+    "rewards": (1180, 9),
     "rollout": (2892, 15),
     "tools": (2528, 12),
-    "trainers": (6355, 17),
+    "trainers": (6359, 17),
     "update": (2060, 9),
 }
 

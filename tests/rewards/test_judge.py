@@ -270,6 +270,8 @@ def test_a_recipe_makes_a_judge_and_options_change_its_requests():
 
 def test_scores_are_found_in_other_text():
     assert read_scores('```json\n{"reason": "}", "scores": [0, 10.0]}\n```', 2, 10.0) == [0.0, 1.0]
+    thinks = '<think>The form is {"reason": ..., "scores": [1]}, so {7}.</think>'
+    assert read_scores(thinks + '{"reason": "A {} in it", "scores": [7]}\nHope {this} helps.', 1, 10.0) == [0.7]
 
 
 @pytest.mark.vllm

@@ -9,11 +9,13 @@ Ranking a group in one call is what RULER does (OpenPipe's ART). Not covered: re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.util
 import json
 import logging
 import os
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -299,17 +301,19 @@ class JudgeReward:
 
 
 def read_scores(answer: Any, num: int, best: float) -> Verdict:
-    """The rewards, from 0 to 1, in a judge's answer: the JSON object in it, which may stand in other text.
+    """The rewards, from 0 to 1, in a judge's answer: the last JSON object with scores, which may stand in other text.
 
     >>> read_scores('{"reason": "Both fine.", "scores": [7, 10]}', 2, 10.0)
     [0.7, 1.0]
     >>> read_scores("ten!", 1, 10.0)
     "no JSON object with a list of scores: 'ten!'"
     """
-    text = answer if isinstance(answer, str) else ""
-    try:
-        values = list(json.loads(text[text.index("{") : text.rindex("}") + 1])["scores"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    text, values = answer if isinstance(answer, str) else "", None
+    for found in [*re.finditer("{", text)][:-1000:-1]:  # from the last one on: reasoning stands before the verdict
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            values = list(json.JSONDecoder().raw_decode(text, found.start())[0]["scores"])
+            break
+    if values is None:
         return f"no JSON object with a list of scores: {shown(text[-100:])!r}"
     if len(values) != num:
         return f"{len(values)} scores for {num} texts"
