@@ -5,7 +5,7 @@ import torch
 
 from agent_r1_trl.advantages import Credit
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, policy_loss
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.update.batching import whole_rows
 from tests.effort import nightly
@@ -205,6 +205,8 @@ class Clash(RolloutCallback):
         (Wrong(torch.ones(2, 3)), r"Wrong.extra_tokens returned a torch.float32 of shape \(2, 3\)"),
         (Wrong(7), "Wrong.extra_tokens returned 7. Return a bool tensor of shape"),
         (Clash(prompt_ids=torch.zeros(8)), "'prompt_ids' is an entry of TRL's batch already"),
+        (Clash(advantages=torch.zeros(8)), "'advantages' is an entry of TRL's batch already. Choose another name"),
+        (Clash(**{"extra_tokens/cols": torch.zeros(8)}), "'extra_tokens/cols' is an entry of TRL's batch already"),
         (Clash(mine=torch.zeros(3)), r"'mine' is \(3,\). Return tensors of shape \(8, "),
         (Clash(mine=[1.0]), "'mine' is list"),
     ],
@@ -214,6 +216,36 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, callback, message):
     trainer = make_trainer(tmp_path, callbacks=[callback])
     with pytest.raises(ValueError, match=message):
         scored_batch(trainer)
+
+
+class Bare(RolloutCallback):
+    def extra_columns(self, output, trajectories, rows):
+        return [1.0]
+
+
+def test_what_is_no_mapping_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"Bare.extra_columns returned \[1.0\]. Return a dict of names and tensors"):
+        scored_batch(make_trainer(tmp_path, callbacks=[Bare()]))
+
+
+def test_ranks_that_return_other_columns_are_told(tmp_path, monkeypatch):
+    """They would wait for each other where columns are gathered."""
+    trainer = make_trainer(tmp_path, callbacks=[WorldModel()])
+    monkeypatch.setattr(policy_loss, "gather_object", lambda items: [*items, {}])
+    with pytest.raises(ValueError, match=r"WorldModel.extra_columns: ranks differ in what it returned"):
+        scored_batch(trainer)
+
+
+def test_columns_are_plain_numbers_that_are_0_behind_a_row(tmp_path):
+    class Odd(RolloutCallback):
+        def extra_columns(self, output, trajectories, rows):
+            mask = output["completion_mask"]
+            return {"flag": mask == mask, "nan": torch.full(mask.shape, torch.nan).requires_grad_()}
+
+    batch = scored_batch(make_trainer(tmp_path, callbacks=[Odd()]))
+    valid = batch["completion_mask"].bool()
+    assert torch.equal(batch["flag"], valid) and not batch["nan"].requires_grad
+    assert not valid.all() and torch.equal(batch["nan"].isnan(), valid)
 
 
 def test_two_terms_of_one_name_are_refused(tmp_path):

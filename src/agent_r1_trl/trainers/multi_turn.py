@@ -284,9 +284,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         batch = self.last_batch = self._generate_and_score(inputs)
         output = self._tensors(batch)
         self._add_log_probs(output, batch)
-        for owner in (self, *self.features):
-            columns = owner.extra_columns(output, batch.trajectories, batch.training_rows)
-            batch.columns |= add_columns(output, columns, owner)
+        batch.columns = add_columns(output, batch.trajectories, batch.training_rows, (self, *self.features))
         output |= self._advantages(output, batch)
         for term in loss_terms(self):
             term.mark(output, self.accelerator)

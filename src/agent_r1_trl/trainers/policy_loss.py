@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from trl import GRPOTrainer
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.trainers.callbacks import OptimizerStep, UpdateHooks, is_main_process, raised_everywhere
-from agent_r1_trl.update.batching import EXTRA_TOKENS, Inputs, loss_masks, loss_weights
-from agent_r1_trl.update.layout import HAS_SIGNAL
-from agent_r1_trl.update.micro_batches import STANDS_FOR
+from agent_r1_trl.update.batching import EXTRA_TOKENS, KEPT_IDS, TURN_SHARES, Inputs, loss_masks, loss_weights
+from agent_r1_trl.update.layout import HAS_SIGNAL, IS_KEPT
+from agent_r1_trl.update.micro_batches import MICRO_BATCHES, STANDS_FOR
 
 logger = logging.getLogger(__name__)
 
@@ -351,24 +351,54 @@ def loss_terms(trainer: Any) -> list[LossTerm]:
     return terms
 
 
-def add_columns(output: Inputs, columns: Mapping[str, Any] | None, owner: Any) -> dict[str, torch.Tensor]:
-    """Put what an `extra_columns` returned into TRL's batch of R rows, and return what it has of each token.
+_TAKEN = (
+    "advantages", "returns", "old_values", "value_mask", "num_value_items", "old_per_token_logps",
+    "ref_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", KEPT_IDS, IS_KEPT, HAS_SIGNAL,
+    MICRO_BATCHES, STANDS_FOR, TOKEN_ADVANTAGES, TURN_SHARES, "pixel_values", "num_images",
+)  # fmt: skip
+"""Entries of TRL's batch that come after the columns, or that some runs do not have."""
+
+
+def add_columns(output: Inputs, trajectories: Sequence[Any], rows: Any, owners: Sequence[Any]) -> Inputs:
+    """Put what owners return in `extra_columns` into TRL's batch of R rows, and return what they have of each token.
+
+    All ranks must call it.
 
     Raises:
-        ValueError: for names that TRL's batch has, and for what is neither (R,) nor (R, T).
+        ValueError: for names that TRL's batch has, for what is neither (R,) nor (R, T), and if ranks have others.
     """
     valid, found = output["completion_mask"], {}
-    for name, value in (columns or {}).items():
-        wrong = f"{type(owner).__name__}.extra_columns: {name!r} "
-        if name in output:
-            raise OwnObjectError(f"{wrong}is an entry of TRL's batch already. Choose another name.")
-        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if shape not in (tuple(valid.shape), tuple(valid.shape[:1])):
+    for owner in owners:
+        if getattr(owner.extra_columns, "__func__", None) is UpdateHooks.extra_columns:
+            continue
+        columns, hook = owner.extra_columns(output, trajectories, rows), f"{type(owner).__name__}.extra_columns"
+        with raised_everywhere():
+            refuse_columns(columns, output, hook)
+        shapes = {name: (value.dim(), str(value.dtype)) for name, value in (columns or {}).items()}
+        everywhere = gather_object([shapes])
+        if any(other != shapes for other in everywhere):
             raise OwnObjectError(
-                f"{wrong}is {shape}. Return tensors of shape {tuple(valid.shape)}, an entry for each token of the "
-                f"completions, or {tuple(valid.shape[:1])}, one for each row."
+                f"{hook}: ranks differ in what it returned, {everywhere}. Return the same names and "
+                "dtypes on all, zeros where a rank has nothing."
             )
-        output[name] = value.to(valid.device)
-        if value.dim() == 2:
-            output[name] = found[name] = output[name] * valid
+        for name, value in (columns or {}).items():
+            output[name] = value.detach().to(valid.device)
+            if value.dim() == 2:
+                output[name] = found[name] = output[name].masked_fill(valid == 0, 0)
     return found
+
+
+def refuse_columns(columns: Any, output: Inputs, hook: str) -> None:
+    """Refuse (ValueError) what an `extra_columns` may not return."""
+    if not isinstance(columns, Mapping | None):
+        raise OwnObjectError(f"{hook} returned {columns!r:.100}. Return a dict of names and tensors, or None.")
+    allowed = [tuple(output["completion_mask"].shape), tuple(output["completion_mask"].shape[:1])]
+    for name, value in (columns or {}).items():
+        if name in output or name in _TAKEN or not isinstance(name, str) or name.startswith(EXTRA_TOKENS):
+            raise OwnObjectError(f"{hook}: {name!r} is an entry of TRL's batch already. Choose another name.")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if shape not in allowed:
+            raise OwnObjectError(
+                f"{hook}: {name!r} is {shape}. Return tensors of shape {allowed[0]}, an entry for each token of the "
+                f"completions, or {allowed[1]}, one for each row."
+            )
