@@ -1,10 +1,4 @@
-"""Trajectories of several rows in a run that is stopped, killed or rolled back: it ends like one that never was."""
-
-import json
-import multiprocessing
-import signal
-import time
-from pathlib import Path
+"""Trajectories of several rows in a run that is stopped or rolled back: it ends like one that never was."""
 
 import pytest
 import torch
@@ -13,12 +7,10 @@ from agent_r1_trl.features.echo_trap import rollback
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.effort import nightly
 from tests.features.echo_trap.echo_helpers import guard_of, guarded, is_equal, weights_of
-from tests.features.journal import journal_run
 from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_rows import three_turns
 
-ROOT = Path(__file__).resolve().parents[2]
 WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4}
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 500}
 HALF = {"sampling.filter_groups": "top_fraction", "sampling.filter_value": 0.5}
@@ -131,55 +123,3 @@ def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, 
         assert guard_of(run).state.num_rollbacks == 1 and guard_of(run).state.num_steps == 12
     assert max(len(item.rows) for item in resumed.last_trajectories) > 1
     assert is_equal(weights_of(straight.model), weights_of(resumed.model))
-
-
-@pytest.fixture
-def one_thread():
-    """As many as `journal_run` sets."""
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-def test_a_run_that_is_killed_in_the_middle_of_a_rollout_ends_like_one_that_was_not(tmp_path, monkeypatch):
-    """SIGKILL in the third rollout, behind the checkpoint of step 2."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")  # of the server that the process is forked from
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TESTS_WITHOUT_VLLM", "1")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    options = {"context.policy": "window", "context.turns": 1}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([journal_run.__name__])
-    process = context.Process(target=journal_run.run, args=(killed, "ppo", 5), kwargs=options)
-    process.start()
-    try:
-        while process.is_alive() and len(notes(killed)) < 2.5 * NOTES_OF_A_ROLLOUT:
-            time.sleep(0.001)
-    finally:
-        process.kill()
-        process.join()
-    assert process.exitcode == -signal.SIGKILL
-    before = notes(killed)
-    for folder in (killed, whole):
-        journal_run.run(folder, "ppo", 5, **options)
-    once, again = notes(whole), notes(killed)[len(before) :]
-    assert len(once) == 5 * NOTES_OF_A_ROLLOUT > len(again) > 0
-    twice = {seed for what, seed in before if what == "sampled"} & {seed for what, seed in again if what == "sampled"}
-    assert len(twice) <= 1, "but for the turn between the sampler's answer and its record"
-    weights, expected = (torch.load(folder / journal_run.WEIGHTS_FILE) for folder in (killed, whole))
-    assert is_equal(weights, expected)
-
-
-NOTES_OF_A_ROLLOUT = 2 * 4 * journal_run.NUM_TURNS
-"""Turns that were asked for and sampled, of four trajectories."""
-
-
-def notes(folder):
-    """(what, seed) of each request for a turn, in order."""
-    path = folder / journal_run.SAMPLED_FILE.format(rank=0)
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [tuple(json.loads(line)[1:]) for line in lines]

@@ -60,6 +60,8 @@ class Coin(Deterministic):
 
 RESAMPLED = {"env": Coin, "sampling.resample_rounds": 3, "sampling.curriculum": True}
 """Options of the algorithm "resampled": GRPO with dynamic sampling."""
+ROWS = {"context.policy": "window", "context.turns": 1}
+"""Options of the algorithm "rows": PPO on trajectories of several rows."""
 
 
 class NotedGenerator(TransformersGenerator):
@@ -99,8 +101,8 @@ def run(folder, algorithm="grpo", num_steps=6, rank=0, world=1, port=0, **option
         )  # fmt: skip
     torch.set_num_threads(1)
     checkpoint = newest_checkpoint(folder, world)
-    options |= RESAMPLED if algorithm == "resampled" else {}
-    is_ppo = algorithm == "ppo"
+    options |= {"resampled": RESAMPLED, "rows": ROWS}.get(algorithm, {})
+    is_ppo = algorithm in ("ppo", "rows")
     trainer = make_trainer(
         folder,
         script=None,

@@ -90,7 +90,7 @@ def kill_at_random_moments(start, folder, world, algorithm, num_steps, rng):
 
 KILLED_IN_THE_MATRIX = (("ppo", 1), ("grpo", 2), ("ppo", 2), ("resampled", 1), ("resampled", 2))
 CASES = [
-    pytest.param("grpo", 1, marks=pytest.mark.slow),
+    *[pytest.param(name, 1, marks=pytest.mark.slow) for name in ("grpo", "rows")],
     *[pytest.param(*case, marks=pytest.mark.matrix) for case in KILLED_IN_THE_MATRIX],
 ]
 
