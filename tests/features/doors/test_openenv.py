@@ -18,7 +18,7 @@ import pytest
 
 from agent_r1_trl import check_env
 from agent_r1_trl.features.doors import OpenEnv, training_trace
-from agent_r1_trl.features.doors.openenv.env import _text_of_call
+from agent_r1_trl.features.doors.openenv import _text_of_call
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import InfrastructureError

@@ -14,7 +14,7 @@ from textarena.envs.registration import ENV_REGISTRY
 
 from agent_r1_trl import check_env
 from agent_r1_trl.features.doors import TextArenaEnv
-from agent_r1_trl.features.doors.gym.textarena_env import WORD_GAMES
+from agent_r1_trl.features.doors.gym import WORD_GAMES
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished

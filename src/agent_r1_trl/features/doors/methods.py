@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import fnmatch
 import functools
 import inspect
 import threading
@@ -13,7 +14,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Annotated, Any
 
-from agent_r1_trl.features.doors.selection import select_names
 from agent_r1_trl.settings import Rule, check_value
 from agent_r1_trl.tools import Tool, ToolSchemaError
 from agent_r1_trl.tools.pool import DaemonThreadPool
@@ -128,3 +128,23 @@ def _in_place(method: Callable[..., Awaitable[Any]], place: DaemonThreadPool) ->
                 holding.cancel()
 
     return functools.update_wrapper(call, method)
+
+
+def select_names(
+    owner: str, known: list[str], include: Iterable[str] | str | None, exclude: Iterable[str] | str
+) -> list[str]:
+    """The names that `include` has (None: all) and `exclude` has not; both hold names or patterns such as "read_*".
+
+    Raises:
+        ValueError: a pattern fits no name, or nothing is left; the message begins with `owner`.
+    """
+    included, excluded = (
+        {item: fnmatch.filter(known, item) for item in ([patterns] if isinstance(patterns, str) else patterns)}
+        for patterns in ("*" if include is None else include, exclude)
+    )
+    unknown = [item for item, names in (*included.items(), *excluded.items()) if not names]
+    chosen = {name for names in included.values() for name in names}.difference(*excluded.values())
+    if unknown or not chosen:
+        problem = f"{unknown} fits none of" if unknown else "nothing is left of"
+        raise ValueError(f"{owner}: include={include!r}, exclude={exclude!r}: {problem} {known}. Correct it.")
+    return [name for name in known if name in chosen]

@@ -1,7 +1,6 @@
 """An agent of the user's own, which talks to the policy through an OpenAI-compatible endpoint on this machine.
 
-    env.py       the environment: it starts the agent, awaits it, and scores what it returned
-    command.py   agents that are command lines
+    env.py       the environment: it starts the agent (a command line, too), awaits it, and scores what it returned
     server.py    the endpoint: one server for each event loop, keys, errors, streams
     wire.py      what a request asks for, and what an answer looks like
     session.py   the calls of one trajectory: budgets, retries, what is recorded and when
