@@ -329,7 +329,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rollout": (2892, 15),
     "tools": (2528, 12),
     "trainers": (6387, 17),
-    "update": (2060, 9),
+    "update": (2061, 9),
 }
 
 

@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertModel,
+    FalconConfig,
+    FalconModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma2PreTrainedModel,
@@ -179,3 +181,12 @@ def test_a_model_that_looks_ahead_is_refused():
     ids, mask, scored = forks()
     with pytest.raises(ValueError, match=r"update_layout: .*is_causal=False.*update_layout='grouped'"):
         model(**pack(ids % 9, mask, scored, share_prefixes=False).inputs)
+
+
+def test_a_model_whose_attention_cannot_be_exchanged_is_not_told_to_exchange_it():
+    with pytest.raises(
+        ValueError, match=r"the model has an attention of its own, .* do not cover. Set update_layout="
+    ):
+        use_packed_attention(
+            FalconModel(FalconConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
+        )

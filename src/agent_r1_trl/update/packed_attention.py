@@ -121,8 +121,9 @@ def _flaw(base: Any, *, share_prefixes: bool) -> tuple[str, str]:
     """Why packed rows do not cover a model, and what would help; two empty texts for one that they cover."""
     used = base.config._attn_implementation
     what = f"the attention implementation {used!r}"
-    is_known = _is_flash(used) or used in ("sdpa", PACKED_ATTENTION)
-    if not is_known or not base._can_set_attn_implementation():
+    if not base._can_set_attn_implementation():
+        return "an attention of its own, which packed rows do not cover", ""
+    if not _is_flash(used) and used not in ("sdpa", PACKED_ATTENTION):
         return f"{what}, which packed rows do not cover", "Load it with attn_implementation='sdpa'"
     kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
     if others := kinds - {"full_attention", "sliding_attention"}:
