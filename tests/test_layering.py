@@ -310,7 +310,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "environments": (1316, 8),
     "evaluation": (1236, 8),
     "features/__init__.py": (132, 1),
-    "features/distillation": (195, 1),
+    "features/distillation": (212, 1),
     "features/doctor": (2243, 10),
     "features/doors": (2655, 12),
     "features/echo_trap": (1952, 12),

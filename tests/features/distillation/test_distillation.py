@@ -90,6 +90,16 @@ def test_a_function_may_give_hints(tmp_path):
     assert scored_batch(trainer)["has_teacher"].tolist() == [False, True, True, True] * 2
 
 
+def test_the_function_may_be_async(tmp_path):
+    async def hint(item, row):
+        return row["id"]
+
+    distillation = SelfDistillation(hint)
+    trainer = make(tmp_path, distillation)
+    scored_batch(trainer)
+    assert distillation.hints(trainer.last_trajectories) == [row["id"] for row in trainer.last_batch.rows]
+
+
 def second(returns):
     return torch.arange(len(returns)) == 1
 
@@ -143,6 +153,9 @@ def test_the_weight_of_what_has_become_likely_is_capped(tmp_path):
     ("given", "message"),
     [
         ({"gate": "tanh"}, "gate='tanh' is not one of 'sigmoid', 'signed', 'raise'"),
+        ({"weight": float("nan")}, "SelfDistillation.weight=nan must be a finite number >= 0. Set "),
+        ({"clip": -1}, "SelfDistillation.clip=-1 must be a finite number > 0. Set "),
+        ({"ratio_cap": "2"}, "SelfDistillation.ratio_cap='2' must be a finite number > 0. Set "),
         ({"text": "psst"}, r"text='psst' has no \{hint\}"),
     ],
     ids=str,
@@ -159,7 +172,9 @@ def test_siblings_need_a_group(tmp_path):
 
 def test_a_column_that_is_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"context='solution'\): the data set has no such column, only hint, id, "):
-        scored_batch(make(tmp_path, SelfDistillation("solution")))
+        make(tmp_path, SelfDistillation("solution"))
+    with pytest.raises(ValueError, match=r"context='hint'\): the data set has no such column, only id, prompt. Name"):
+        make(tmp_path, SelfDistillation("hint"), eval_dataset=questions(4))
 
 
 # -------------------------------------------------------------------- what it is good for

@@ -18,13 +18,16 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 
+from agent_r1_trl.settings import NotNegative, Positive, check_value
 from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.rewards import wait_for
 from agent_r1_trl.trajectory import Message, Trajectory
 from agent_r1_trl.update.batching import KEPT_IDS
 
@@ -44,8 +47,8 @@ class SelfDistillation(RolloutCallback):
 
     Args:
         context: where the hint of a trajectory comes from: a column of the data set; "sibling", the best trajectory of
-            its group that earned more; or a function of the trajectory and its row of the data set. None or "" is no
-            hint, and such a trajectory has no term.
+            its group that earned more; or a function, plain or async, of the trajectory and its row of the data set.
+            None or "" is no hint, and such a trajectory has no term.
         weight: of the term.
         gate: `sigmoid`, `signed` or `raise`.
         text: how the hint is put behind the prompt's last user message.
@@ -53,14 +56,14 @@ class SelfDistillation(RolloutCallback):
         ratio_cap: largest weight of a token that has become more likely since it was sampled (`num_iterations`).
 
     Raises:
-        ValueError: for an unknown gate, or a `text` without {hint}.
+        ValueError: for an unknown gate, a `text` without {hint}, or a number out of range.
     """
 
     name = "distillation"
 
     def __init__(
         self,
-        context: str | Callable[[Trajectory, dict[str, Any]], str | None] = SIBLING,
+        context: str | Callable[[Trajectory, dict[str, Any]], Any] = SIBLING,
         *,
         weight: float = 0.1,
         gate: str = "sigmoid",
@@ -72,6 +75,12 @@ class SelfDistillation(RolloutCallback):
             raise ValueError(f"gate={gate!r} is not one of {', '.join(map(repr, GATES))}. Set gate to one of them.")
         if "{hint}" not in text:
             raise ValueError(f"text={text!r} has no {{hint}}, which stands for the hint. Put it in.")
+        for option, value, rule in (
+            ("weight", weight, NotNegative),
+            ("clip", clip, Positive),
+            ("ratio_cap", ratio_cap, Positive),
+        ):
+            check_value(f"SelfDistillation.{option}", value, rule)
         self.context, self.weight, self.gate, self.text = context, weight, gate, text
         self.clip, self.ratio_cap = clip, ratio_cap
 
@@ -79,13 +88,25 @@ class SelfDistillation(RolloutCallback):
         """The trainer is made.
 
         Raises:
-            ValueError: hints are to come from siblings, and there are none.
+            ValueError: hints are to come from siblings, and there are none, or from a column that a data set lacks.
         """
         super().attach(trainer)
         if self.context == SIBLING and trainer.num_generations < 2:
             raise ValueError(
                 "SelfDistillation(context='sibling') with num_generations=1: a trajectory has no siblings. Set "
                 "num_generations to 2 or more, or pass a column of the data set or a function."
+            )
+        evaluated = trainer.eval_dataset
+        for data in (trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])):
+            if isinstance(data, Dataset) and data.format["type"] != "custom":  # else rows are read as they come
+                self._check_columns(data.column_names)
+
+    def _check_columns(self, columns: Iterable[str]) -> None:
+        if isinstance(self.context, str) and self.context not in (SIBLING, *columns):
+            raise ValueError(
+                f"SelfDistillation(context={self.context!r}): the data set has no such column, only "
+                f"{', '.join(sorted(columns))}. Name one that training and evaluation data have, 'sibling', or pass a "
+                "function."
             )
 
     # ---------------------------------------------------------------- hints
@@ -96,14 +117,10 @@ class SelfDistillation(RolloutCallback):
             return self._siblings(trajectories)
         examples = self.trainer.last_batch.rows
         if isinstance(self.context, str):
-            missing = [row for row in examples if self.context not in row]
-            if missing:
-                raise ValueError(
-                    f"SelfDistillation(context={self.context!r}): the data set has no such column, only "
-                    f"{', '.join(sorted(missing[0]))}. Name one of them, 'sibling', or pass a function."
-                )
+            for row in examples:
+                self._check_columns(row)
             return [row[self.context] for row in examples]
-        return [self.context(item, row) for item, row in zip(trajectories, examples, strict=True)]
+        return [wait_for(self.context(item, row)) for item, row in zip(trajectories, examples, strict=True)]
 
     def _siblings(self, trajectories: Sequence[Trajectory]) -> list[str | None]:
         size, rank = self.trainer._group_size, self.trainer.accelerator.process_index
