@@ -328,7 +328,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1180, 9),
     "rollout": (2892, 15),
     "tools": (2528, 12),
-    "trainers": (6387, 17),
+    "trainers": (6393, 17),
     "update": (2061, 9),
 }
 

@@ -1,6 +1,7 @@
 """ECHO (arXiv 2605.24517): the policy also learns to predict what its tools answer.
 
-A cross-entropy on the tokens that the environment wrote, those of the template left out. In a recipe:
+A cross-entropy on the tokens that the environment wrote, those of the template left out. Context policies that move
+observations into the next prompt (`step`, `strip_thinking`) leave it nothing to predict. In a recipe:
 
     callbacks: [recipes/gallery/echo.py:Echo]
 """

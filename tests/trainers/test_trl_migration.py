@@ -110,6 +110,13 @@ def test_a_completion_that_cannot_fit_is_warned_of(tmp_path, caplog):
         assert (text in caplog.text) is is_warned
 
 
+def test_a_penalty_that_only_the_sampler_knows_is_warned_of(tmp_path, caplog):
+    for penalty, is_warned in ((1.0, False), (1.2, True)):
+        caplog.clear()
+        build(tmp_path, environment_factory=Counter, args=make_args(tmp_path, repetition_penalty=penalty))
+        assert (f"repetition_penalty={penalty:g}: " in caplog.text) is is_warned
+
+
 def test_a_temperature_that_the_update_would_not_know_of_is_refused_in_mid_run(tmp_path):
     class Changes(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

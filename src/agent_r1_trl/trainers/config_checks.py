@@ -256,7 +256,7 @@ CRITIC_CLASHES = (
     ),
     Clash.of(
         {"use_liger_kernel": (True,)},
-        "its fused loss hides the forward that the critic reads. Set use_liger_kernel=False.",
+        "it exchanges layers that the critic reads, too, and was never run with one. Set use_liger_kernel=False.",
     ),
 )
 

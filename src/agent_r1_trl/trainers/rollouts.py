@@ -194,6 +194,12 @@ class Rollouts:
                 length,
                 self._context_length,
             )
+        if args.repetition_penalty != 1.0:
+            logger.warning(
+                "repetition_penalty=%g: tokens are sampled from penalised logits, and the loss is that of the model's "
+                "own, so its gradient is another distribution's. Set repetition_penalty=1.0.",
+                args.repetition_penalty,
+            )
         self._temperature = args.temperature
         self.upcoming: Any = None
         """The next batch's rollout, sampled while the update trains on this one (`overlap_rollout`)."""
