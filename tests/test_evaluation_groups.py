@@ -96,15 +96,6 @@ def test_a_comparison_has_difference_interval_and_counts():
     assert change.counts == (25, 0, 75)
 
 
-def test_the_order_of_the_examples_does_not_matter_and_other_examples_are_refused():
-    before = EvaluationResult.from_rows([{"f1": (0.0, 1.0)}, {"f1": (1.0, 1.0)}], example_ids=["a", "b"])
-    after = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.5, 1.0)}], example_ids=["b", "a"])
-    assert compare(before, after)["f1"].counts == (1, 0, 1)
-    other = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}] * 2, example_ids=["b", "c"])
-    with pytest.raises(ValueError, match=r"1 \('a'\) only in the first evaluation, 1 \('c'\) only"):
-        compare(before, other)
-
-
 def panel_of(ids="ab", seeds=(7, 8), attempts=1):
     rows = [{"f1": (1.0, 1.0)}] * len(ids)
     return EvaluationResult.from_rows(rows, example_ids=[*ids], reset_seeds=[*seeds], num_generations=attempts)
@@ -123,12 +114,6 @@ def test_results_of_different_panels_are_not_compared(other, difference):
     assert compare(panel_of(), panel_of())["f1"].counts == (0, 0, 2)
     with pytest.raises(ValueError, match=f"{panel_of().panel} .*{other.panel} .*{difference}"):
         compare(panel_of(), other)
-
-
-def test_a_result_of_an_older_release_is_compared_with_a_warning(caplog):
-    assert compare(panel_of(), panel_of("ba", ()))["f1"].counts == (0, 0, 2)
-    assert "The second evaluation does not say which panel" in caplog.text
-    assert panel_of(seeds=()).panel == "" and "panel" not in panel_of(seeds=()).to_dict()
 
 
 def test_examples_survive_the_file(tmp_path):

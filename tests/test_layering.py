@@ -308,7 +308,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "cli": (3167, 17),
     "critic": (558, 2),
     "environments": (1316, 8),
-    "evaluation": (1236, 8),
+    "evaluation": (1197, 8),
     "features/__init__.py": (132, 1),
     "features/distillation": (212, 1),
     "features/doctor": (2243, 10),

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
 from agent_r1_trl.evaluation.result import EvaluationResult, difference
-
-logger = logging.getLogger(__name__)
 
 EXAMPLES_FILE = "examples.jsonl"
 
@@ -46,8 +41,8 @@ def write_examples(result: EvaluationResult, path: str | Path) -> None:
             {"reward": item.total_reward, "stop_reason": item.stop_reason.value, "turns": len(item.env_turns)}
             for item in group
         ]
-        seed = {"reset_seed": result.reset_seeds[index]} if result.reset_seeds else {}
-        lines.append(json.dumps({"example_id": example_id, **seed, "sums": row, "attempts": attempts}))
+        seed = result.reset_seeds[index]
+        lines.append(json.dumps({"example_id": example_id, "reset_seed": seed, "sums": row, "attempts": attempts}))
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -62,7 +57,7 @@ def read_examples(path: str | Path) -> EvaluationResult:
         try:
             record = json.loads(line)
             ids.append(str(record["example_id"]))
-            seeds += [int(record["reset_seed"])] if "reset_seed" in record else []
+            seeds.append(int(record["reset_seed"]))
             rows.append({name: (float(pair[0]), float(pair[1])) for name, pair in record["sums"].items()})
             sizes.append(len(record["attempts"]))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
@@ -76,10 +71,9 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
     """Each metric that both have.
 
     Raises:
-        ValueError: they are not about the same panel, or, where that is unknown, examples; names what differs.
+        ValueError: they are not about the same panel; names what differs.
     """
     check_panels(before, after)
-    after = _in_order_of(before, after)
     return {
         name: MetricChange(
             before=before.metrics[name],
@@ -93,19 +87,12 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
 
 
 def check_panels(before: EvaluationResult, after: EvaluationResult) -> None:
-    """Refuse to compare results of different panels; warn where a panel is unknown, as in files of older releases.
+    """Refuse to compare results of different panels.
 
     Raises:
         ValueError: the panels differ; says what each is, and where they differ first.
     """
-    one, two = before.panel, after.panel
-    if not (one and two):
-        logger.warning(
-            "The %s evaluation does not say which panel it is of (seeds and order of the examples, number of "
-            "attempts), so that only the ids of the examples are compared. Evaluate again to be sure.",
-            "second" if one else "first",
-        )
-    elif one != two:
+    if before.panel != after.panel:
         raise ValueError(
             f"the panels differ: {_panel_text(before)} in the first evaluation, {_panel_text(after)} in the second; "
             f"{_first_difference(before, after)}. Pass two evaluations of the same rows in the same order, with one "
@@ -123,7 +110,7 @@ def _first_difference(before: EvaluationResult, after: EvaluationResult) -> str:
         if one != two:
             texts = ("missing" if name is None else repr(name) for name in (one, two))
             return f"row {number} is {' in the first and '.join(texts)} in the second"
-    for name, one, two in zip(before.example_ids, before.reset_seeds, after.reset_seeds, strict=True):
+    for name, one, two in zip_longest(before.example_ids, before.reset_seeds, after.reset_seeds):
         if one != two:
             return f"the seed of {name!r} is {one} in the first and {two} in the second"
     return "the examples and their seeds are the same, the attempts are not"
@@ -138,29 +125,3 @@ def _pairs(before: EvaluationResult, after: EvaluationResult, name: str) -> dict
             key = f"{example_id} (row {number + 1})" if example_id in found else example_id
             found[key] = (first / first_count, second / second_count)
     return found
-
-
-def _in_order_of(before: EvaluationResult, after: EvaluationResult) -> EvaluationResult:
-    if before.example_ids == after.example_ids:
-        return after
-    first, second = Counter(before.example_ids), Counter(after.example_ids)
-    problem = ""
-    if repeated := [name for name, count in (first | second).items() if count > 1]:
-        problem = f"several examples have one id: {_some(repeated)}. Give each row its own (column 'id')"
-    elif first != second:
-        problem = (
-            f"the examples differ: {_some(sorted(first - second))} only in the first evaluation, "
-            f"{_some(sorted(second - first))} only in the second. Pass two evaluations of the same rows"
-        )
-    if problem:
-        raise ValueError(f"{problem}.")
-    rows = dict(zip(after.example_ids, after.rows, strict=True))
-    ids = before.example_ids
-    return EvaluationResult.from_rows(
-        [rows[name] for name in ids], example_ids=ids, num_generations=after.num_generations
-    )
-
-
-def _some(ids: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, ids[:3]))
-    return f"{len(ids)} ({shown}{', ...' if len(ids) > 3 else ''})" if ids else "none"
