@@ -3,7 +3,7 @@
 import pytest
 
 from agent_r1_trl import ToolEnv
-from agent_r1_trl.features.games import CountdownEnv, SokobanEnv, make_rows, rows
+from agent_r1_trl.features.games import CountdownEnv, SokobanEnv, make_rows
 from tests.features.games.helpers import begun
 
 
@@ -22,12 +22,11 @@ def test_a_test_set_shares_no_level_with_the_training_set():
 
 
 def test_a_row_plays_its_level_whatever_the_seeds_of_the_run():
-    dataset = rows("sokoban", 3, num_boxes=2, max_actions=20)
-    assert dataset.column_names == ["id", "seed", "level"]
-    for row in dataset:
+    for row in make_rows("sokoban", 3, num_boxes=2, max_actions=20):
+        assert list(row) == ["id", "seed", "level"]
         assert begun(SokobanEnv, row, reset_seed=99).level == row["level"]
         assert SokobanEnv(num_boxes=2, max_actions=20).new_level(row["seed"]) == row["level"]
-    assert rows(CountdownEnv, 1)[0]["id"].startswith("CountdownEnv-")
+    assert make_rows(CountdownEnv, 1)[0]["id"].startswith("CountdownEnv-")
 
 
 def test_a_game_that_is_unknown_or_has_too_few_levels_is_refused():

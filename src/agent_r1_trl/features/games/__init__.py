@@ -4,7 +4,7 @@ from agent_r1_trl.features.games.bandit import BanditEnv
 from agent_r1_trl.features.games.base import ActionError, GameEnv
 from agent_r1_trl.features.games.countdown import CountdownEnv
 from agent_r1_trl.features.games.frozen_lake import FrozenLakeEnv
-from agent_r1_trl.features.games.levels import make_rows, rows
+from agent_r1_trl.features.games.levels import make_rows
 from agent_r1_trl.features.games.sokoban import SokobanEnv
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "GameEnv",
     "SokobanEnv",
     "make_rows",
-    "rows",
 ]

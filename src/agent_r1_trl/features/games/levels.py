@@ -1,4 +1,4 @@
-"""Data sets of levels: `rows("sokoban", 500, seed=0)`."""
+"""Data sets of levels: `make_rows("sokoban", 500, seed=0)`."""
 
 from __future__ import annotations
 
@@ -64,10 +64,3 @@ def make_rows(
             "Lower num, or choose settings with more levels (a larger size, say)."
         )
     return found
-
-
-def rows(game: str | type[GameEnv], num: int, seed: int = 0, **settings: Any) -> Any:
-    """The rows of `make_rows` as a `datasets.Dataset`."""
-    from datasets import Dataset
-
-    return Dataset.from_list(make_rows(game, num, seed, **settings))
