@@ -23,7 +23,7 @@ from journal_cost import Answering, Clock
 from transformers import AutoTokenizer
 
 from agent_r1_trl.recording import read_records, trajectory_files
-from agent_r1_trl.recording.columns import sidecar
+from agent_r1_trl.recording.store import sidecar
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig, MultiTurnPPOTrainer
 
 TRAINERS = {"grpo": (MultiTurnGRPOConfig, MultiTurnGRPOTrainer), "ppo": (MultiTurnPPOConfig, MultiTurnPPOTrainer)}

@@ -18,8 +18,8 @@ from typing import Any
 
 from _common import check_at_least, make_parser, print_table, report
 
-from agent_r1_trl.features.sandbox.choose import find_problems
 from agent_r1_trl.features.sandbox.local import LocalSandbox
+from agent_r1_trl.features.sandbox.tools import find_problems
 
 BACKENDS = ("sandlock", "limits")
 NAMES = {"alone_s": "first call", "call_s": "further calls", "together_s": "all at once, until the last one is ready"}

@@ -11,7 +11,8 @@ from transformers import HfArgumentParser
 
 from agent_r1_trl.cli.arguments import CommandArguments, EvalArguments, TrainArguments
 from agent_r1_trl.features import mappings
-from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments
+from agent_r1_trl.features.doctor.doctor_command import DoctorArguments
+from agent_r1_trl.features.doctor.memory_command import MemoryArguments
 from agent_r1_trl.features.serve.serve_command import ServeArguments
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.settings import (

@@ -11,9 +11,17 @@ from rich.text import Text
 from transformers import TrainerState
 
 from agent_r1_trl.cli.console import PlainConsole
-from agent_r1_trl.cli.frame import row_of, seconds_left, shown_metrics, sparks, table
 from agent_r1_trl.cli.live import LiveBlock, has_terminal
-from agent_r1_trl.cli.progress import Causes, TrainingProgress, trajectory_progress
+from agent_r1_trl.cli.progress import (
+    Causes,
+    TrainingProgress,
+    row_of,
+    seconds_left,
+    shown_metrics,
+    sparks,
+    table,
+    trajectory_progress,
+)
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.ppo import MultiTurnPPOTrainer

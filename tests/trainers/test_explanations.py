@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
-from agent_r1_trl.recording import columns, read_records, read_steps
+from agent_r1_trl.recording import read_records, read_steps, store
 from agent_r1_trl.recording.explain import explain
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Author
@@ -113,7 +113,7 @@ SHORT = (
 
 @pytest.mark.parametrize("name", short(CASES, *SHORT))
 def test_every_explained_advantage_is_the_recorded_one(tmp_path, name, monkeypatch):
-    monkeypatch.setattr(columns, "MAX_FLOAT16", 0.0)  # nothing is rounded
+    monkeypatch.setattr(store, "MAX_FLOAT16", 0.0)  # nothing is rounded
     records, steps = recorded(tmp_path, name)
     assert {record.step for record in records} == {1, 2}
     trained = [record for record in records if not record.trajectory.is_replaced]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agent_r1_trl.recording import TrajectoryStore, read_metrics, read_records, read_steps
-from agent_r1_trl.recording.columns import decode, encode, sidecar
+from agent_r1_trl.recording.store import decode, encode, sidecar
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.features.sampling.test_resampling import make as make_resampled
 from tests.features.sampling.test_resampling import taught

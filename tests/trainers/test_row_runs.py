@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl.features.echo_trap import rollback
+from agent_r1_trl.features.echo_trap import guard
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.effort import nightly
 from tests.features.echo_trap.echo_helpers import guard_of, guarded, is_equal, weights_of
@@ -115,7 +115,7 @@ def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, 
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(rollback, "forget_after", die)
+        patch.setattr(guard, "forget_after", die)
         guarded(tmp_path / "killed", verdicts, "rollback", **options).train()
     resumed = guarded(tmp_path / "killed", {}, "rollback", **options)
     resumed.train(resume_from_checkpoint=True)

@@ -55,7 +55,7 @@ from agent_r1_trl.cli.resolve import (
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.evaluation.loading import check_model_folder
+from agent_r1_trl.evaluation.agent import check_model_folder
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse

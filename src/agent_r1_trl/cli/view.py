@@ -128,14 +128,14 @@ def _write_page(arguments: argparse.Namespace) -> int:
     """Write the run as an HTML file and print its path, or serve it."""
     from agent_r1_trl.features import feature
     from agent_r1_trl.recording import trajectory_files
+    from agent_r1_trl.recording.lines import run_folder
 
     if arguments.serve and arguments.html is not None:
         raise UsageError(f"--html {arguments.html}: --serve keeps no file. Pass one of them.")
     if arguments.port is not None and not arguments.serve:
         raise UsageError(f"--port {arguments.port}: is for --serve. Pass --serve, or remove it.")
     run = Path(arguments.run)
-    inside = run.parent if run.name == "trajectories" and run.is_dir() else run
-    path = arguments.html or (run.with_suffix(".html") if run.is_file() else inside / "inspector.html")
+    path = arguments.html or (run.with_suffix(".html") if run.is_file() else run_folder(run) / "inspector.html")
 
     def tokenizer_of(source: str) -> Any:
         try:
@@ -146,7 +146,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
             return None  # an evaluated model that is not here any more: the page shows messages, and says so
 
     with users_mistakes(OSError):
-        _check_panels(inside, arguments.against)
+        _check_panels(run_folder(run), arguments.against)
         inspector = feature("inspector", "agent-r1-trl view without --terminal")
         if not arguments.serve:
             print(inspector.write_page(run, path, tokenizer_of, against=arguments.against))
@@ -246,8 +246,9 @@ def load_tokenizer(arguments: argparse.Namespace, *, is_light: bool = False) -> 
 
     `is_light` takes a `tokenizers.Tokenizer` where there is a tokenizer.json: importing transformers takes seconds.
     """
-    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
-    folder = folder.parent if folder.name == "trajectories" else folder
+    from agent_r1_trl.recording.lines import run_folder
+
+    folder = run_folder(arguments.run)
     checkpoints = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
     evaluated = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no evaluation, or one of another program
@@ -262,7 +263,7 @@ def load_tokenizer(arguments: argparse.Namespace, *, is_light: bool = False) -> 
         return Tokenizer.from_file(str(file))
     from transformers import AutoTokenizer
 
-    from agent_r1_trl.evaluation.loading import is_local
+    from agent_r1_trl.evaluation.agent import is_local
 
     try:
         is_local(name, flag="tokenizer")

@@ -1,8 +1,7 @@
 """Evaluation: the same rollout as in training, with metrics and confidence intervals."""
 
-from agent_r1_trl.evaluation.agent import Agent, open_agent
+from agent_r1_trl.evaluation.agent import Agent, load_agent, open_agent
 from agent_r1_trl.evaluation.evaluator import evaluate, evaluate_model
-from agent_r1_trl.evaluation.loading import load_agent
 from agent_r1_trl.evaluation.result import EvaluationResult, bootstrap_intervals, difference
 from agent_r1_trl.evaluation.table import EvaluationTable, TableRow
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.recording.lines import check_is_new, run_folder
 from agent_r1_trl.recording.store import Record, read_records
 from agent_r1_trl.safe_text import dump_json, whole
 from agent_r1_trl.trajectory import Message, Trajectory, Turn
@@ -41,8 +42,7 @@ def write_documents(
         ValueError: nothing is wanted, `folder` is not empty, or a line is not a trajectory.
     """
     target, count = Path(folder), 0
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"output={str(folder)!r} is not empty. Pass a directory that does not exist yet.")
+    check_is_new("output", target)
     for record in read_records(run, split=split):
         if min_reward is None or record.trajectory.total_reward >= min_reward:
             document = make_document(record, agent)
@@ -62,7 +62,7 @@ def make_document(record: Record, agent: dict[str, Any]) -> Any:
     """The `atif.Trajectory` of a record."""
     import atif
 
-    item, folder = record.trajectory, record.path.resolve().parent
+    item = record.trajectory
     steps = [{**step, "step_id": number} for number, step in enumerate(_steps(item), start=1)]
     asked = [step["metrics"]["prompt_tokens"] for step in steps if "metrics" in step]
     tokens = {"total_prompt_tokens": sum(asked), "total_completion_tokens": item.num_action_tokens} if asked else {}
@@ -71,7 +71,7 @@ def make_document(record: Record, agent: dict[str, Any]) -> Any:
     facts |= {name: getattr(item, name) for name in _OF_TRAJECTORY}
     document = {
         "schema_version": SCHEMA,
-        "session_id": folder.parent.name if folder.name == "trajectories" else folder.name,
+        "session_id": run_folder(record.path.resolve()).name,
         "trajectory_id": f"{record.split}_step_{record.step:06d}_{record.index:04d}",
         "agent": agent,
         "steps": steps,

@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.recording.lines import check_is_new
 from agent_r1_trl.recording.store import SPLITS, Record, read_records
 from agent_r1_trl.safe_text import dump_json
 
@@ -67,8 +68,7 @@ def write_dataset(run: str | Path, folder: str | Path, *, title: str = "") -> di
     import pyarrow.parquet as pq
 
     target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"output={str(folder)!r} is not empty. Pass a directory that does not exist yet.")
+    check_is_new("output", target)
     schema, counts = _schema(), dict.fromkeys(SPLITS, 0)
     records = read_records(run)
     with ExitStack() as stack:

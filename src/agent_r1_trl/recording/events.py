@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agent_r1_trl.recording.lines import FOLDER, append_lines, read_lines
+from agent_r1_trl.recording.lines import FOLDER, append_lines, read_lines, run_folder
 from agent_r1_trl.safe_text import dump_json
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,8 @@ def _read(run: str | os.PathLike[str], name: str, what: str, names: tuple[str, .
 
 def _find(run: str | os.PathLike[str], name: str) -> Path | None:
     """A file of a run by its name there; None if it has none."""
-    source = Path(run)
-    folder = source.parent if source.is_file() else source
-    places = [folder / name, folder / Path(name).name, *[folder.parent / name] * (folder.name == FOLDER)]
+    folder = Path(run).parent if Path(run).is_file() else Path(run)
+    places = [run_folder(run) / name, folder / Path(name).name]
     return next((place for place in places if place.is_file()), None)
 
 

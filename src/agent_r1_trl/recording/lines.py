@@ -19,6 +19,22 @@ FIX = " Pass the output directory of a run."
 """The end of a message about a file that holds something else."""
 
 
+def run_folder(path: str | os.PathLike[str]) -> Path:
+    """The output directory of a run, from itself, its folder `trajectories`, or a file in one of them."""
+    folder = Path(path).parent if Path(path).is_file() else Path(path)
+    return folder.parent if folder.name == FOLDER else folder
+
+
+def check_is_new(flag: str, folder: Path) -> None:
+    """Refuse to write a directory where there is something.
+
+    Raises:
+        ValueError: it is a file, or a directory that is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{flag}={str(folder)!r} is not empty. Pass a directory that does not exist yet.")
+
+
 def append_lines(path: Path, lines: Iterable[bytes]) -> None:
     """Append lines whole or not at all; no more than one is in memory. A last line that a kill cut off goes."""
     with path.open("ab+", buffering=0) as file:

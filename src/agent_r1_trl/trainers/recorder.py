@@ -1,10 +1,10 @@
 """What is recorded of a run while it trains: trajectories, the numbers of their tokens, and what was logged.
 
-A rollout is written as soon as its advantages are known. What its update gives for each token (`recording/columns.py`)
-is taken from the first pass of the loss over it, lies on the device until all of the rollout has been trained on once,
-and is written then. Rows may be trained on by another rank than the one that sampled them; each rank writes what it
-has sampled. A rollout that an earlier process has begun to train on gets no columns: who resumes does not have its
-trajectories.
+A rollout is written as soon as its advantages are known. What its update gives for each token
+(`recording.store.encode`) is taken from the first pass of the loss over it, lies on the device until all of the
+rollout has been trained on once, and is written then. Rows may be trained on by another rank than the one that
+sampled them; each rank writes what it has sampled. A rollout that an earlier process has begun to train on gets no
+columns: who resumes does not have its trajectories.
 
 With `log_completions` trackio gets the first trajectories of the last rollout at each log, as traces.
 """
@@ -25,10 +25,9 @@ import torch
 from accelerate.utils import gather_object
 from torch.nn import functional
 
-from agent_r1_trl.recording.columns import encode, sidecar
 from agent_r1_trl.recording.events import METRICS_FILE, STEPS_FILE
 from agent_r1_trl.recording.lines import LineWriter
-from agent_r1_trl.recording.store import TrajectoryStore
+from agent_r1_trl.recording.store import TrajectoryStore, encode, sidecar
 from agent_r1_trl.safe_text import shown_all
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rollouts import RolloutBatch

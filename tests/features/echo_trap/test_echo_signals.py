@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from agent_r1_trl.features.echo_trap.feature import EchoSignals
-from agent_r1_trl.features.echo_trap.rollout import entropy_factor, signal_record
+from agent_r1_trl.features.echo_trap.feature import EchoSignals, entropy_factor, signal_record
 from agent_r1_trl.features.echo_trap.settings import EchoSettings
 from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
@@ -225,7 +224,11 @@ def test_an_optimizer_step_of_two_rollouts_has_the_signals_of_both():
 # -------------------------------------------------------------------- settings
 
 
-@pytest.mark.parametrize("thresholds", [{"windows": 20}, {"reward_std": [0.1, 0.5]}, "window: 20"], ids=str)
+@pytest.mark.parametrize(
+    "thresholds",
+    [{"windows": 20}, {"reward_std": [0.1, 0.5]}, {"repetition": [0.9, 0.5]}, {"window": 1}, "window: 20"],
+    ids=str,
+)
 def test_thresholds_that_make_no_sense_are_refused_by_name(tmp_path, thresholds):
     with pytest.raises(ValueError, match=r"echo\.thresholds"):
         MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, echo={"thresholds": thresholds})

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from agent_r1_trl.features.echo_trap import Verdict, rollback
-from agent_r1_trl.features.echo_trap.guard import CollapsedError, RestartError
-from agent_r1_trl.features.echo_trap.rollback import GUARD, ROLLED_BACK, healthy_checkpoints
+from agent_r1_trl.features.echo_trap import Verdict, guard
+from agent_r1_trl.features.echo_trap.guard import GUARD, ROLLED_BACK, CollapsedError, RestartError, healthy_checkpoints
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -129,7 +128,7 @@ def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_
         raise RuntimeError("killed")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
-        patch.setattr(rollback, "forget_after", die)
+        patch.setattr(guard, "forget_after", die)
         guarded(tmp_path / "killed", {5: "collapsed"}, "rollback").train()
     resumed = guarded(tmp_path / "killed", {}, "rollback")
     resumed.train(resume_from_checkpoint=True)

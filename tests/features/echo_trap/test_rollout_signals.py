@@ -5,7 +5,7 @@ import math
 import pytest
 
 from agent_r1_trl.features.echo_trap import KEYS
-from agent_r1_trl.features.echo_trap.rollout import group_keys, rollout_signals, signal_record
+from agent_r1_trl.features.echo_trap.feature import group_keys, rollout_signals, signal_record
 from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolResult, Trajectory, Turn
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_r1_trl.features.sandbox.choose import find_problems
+from agent_r1_trl.features.sandbox.tools import find_problems
 from tests.features.sandbox.attacks import ATTACKS, TRIED, try_all, try_all_as
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "sandbox.md"

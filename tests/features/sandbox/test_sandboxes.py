@@ -22,7 +22,7 @@ from agent_r1_trl.features.sandbox import (
     processes,
     render_sandbox_result,
 )
-from agent_r1_trl.features.sandbox.choose import default_sandbox
+from agent_r1_trl.features.sandbox.tools import default_sandbox
 from tests.features.sandbox.attacks import processes_with
 from tests.features.sandbox.test_containment import why_not_sandlock
 

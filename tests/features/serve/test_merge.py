@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.critic.attach import is_critic_name
-from agent_r1_trl.evaluation.loading import load_agent
+from agent_r1_trl.evaluation.agent import load_agent
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.hub import running_hub
 from tests.tokenizers import make_tokenizer

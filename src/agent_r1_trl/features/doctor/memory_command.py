@@ -19,13 +19,12 @@ from rich import box
 from rich.table import Table
 from transformers import AutoConfig
 
-from agent_r1_trl.cli.arguments import TrainArguments
+from agent_r1_trl.cli.arguments import CommandArguments, TrainArguments
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.train import find_trainer, trainer_class
-from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments
 from agent_r1_trl.features.doctor.memory import (
     GIB,
     PHASES,
@@ -36,9 +35,22 @@ from agent_r1_trl.features.doctor.memory import (
     judge,
     read_shape,
 )
+from agent_r1_trl.settings import Count, setting
 from agent_r1_trl.trainers.config import ModelConfig, get_peft_config
 
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
+
+
+@dataclasses.dataclass
+class MemoryArguments(CommandArguments):
+    """Settings of `memory` beside those of `train`."""
+
+    accelerate_config: str | None = setting(None, "A file of recipes/accelerate_configs. None: one process.")
+    num_processes: Count | None = setting(None, "GPUs that train together. None: as in accelerate_config, else 1.")
+    gpu_memory_gb: float | None = setting(
+        None, "Memory of one GPU in GiB. None: that of the GPU in this machine, else 80."
+    )
+    prompt_tokens: Count = setting(512, "Length of the longest prompt in tokens.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -71,8 +83,8 @@ def read_setup(argv: Sequence[str]) -> MemorySetup:
     """
     trainer = trainer_class(find_trainer(argv)).config_class
     about = "Estimate the memory that a recipe needs on each GPU."
-    kinds, elsewhere = (MemoryArguments, TrainArguments, trainer, ModelConfig), (*OF_RECIPES, DoctorArguments)
-    parser = RecipeParser(kinds, command="agent-r1-trl memory", about=about, elsewhere=elsewhere)
+    kinds = (MemoryArguments, TrainArguments, trainer, ModelConfig)
+    parser = RecipeParser(kinds, command="agent-r1-trl memory", about=about, elsewhere=OF_RECIPES)
     parser.read(argv)
     settings = {name: getattr(value, "value", value) for name, value in parser.settings.items()}
     parser.make(MemoryArguments)

@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from agent_r1_trl.features.echo_trap.series import Alarm, Norms, Series
 from agent_r1_trl.features.echo_trap.signals import (
     SIGNS,
     VARIETY,
+    Alarm,
+    Norms,
+    Series,
     crossings,
     drops,
     reward_scale,

@@ -100,9 +100,9 @@ def _facts(arguments: argparse.Namespace) -> tuple[str | None, list[dict[str, An
     from agent_r1_trl.environments.factory import tool_schemas
     from agent_r1_trl.features.hub.card import read_facts
     from agent_r1_trl.features.hub.push_command import environment_of
+    from agent_r1_trl.recording.lines import run_folder
 
-    folder = Path(arguments.run) if Path(arguments.run).is_dir() else Path(arguments.run).parent
-    facts = read_facts(folder.parent if folder.name == "trajectories" else folder, "")
+    facts = read_facts(run_folder(arguments.run), "")
     factory = environment_of(facts.recipe, "what is written will have no tools")
     split = {None: "train", "all": None}.get(arguments.split, arguments.split)
     return facts.base_model or None, None if factory is None else tool_schemas(factory) or None, split

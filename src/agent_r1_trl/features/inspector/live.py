@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.recording.store import FOLDER
+from agent_r1_trl.recording.lines import FOLDER, run_folder
 from agent_r1_trl.safe_text import shown
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def record_state(runs: Sequence[Path]) -> str:
     """A text that changes with the files of the records."""
     found = []
     for run in runs:
-        folder = run if run.is_dir() else run.parent
-        folder = folder.parent if folder.name == FOLDER else folder
+        folder = run_folder(run)
         files = sorted([*folder.glob("*.jsonl"), *(folder / FOLDER).glob("*.jsonl")])
         found += [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(found).encode()).hexdigest()[:16]

@@ -27,7 +27,7 @@ import numpy as np
 
 from agent_r1_trl.features.inspector.token_bytes import TokenBytes
 from agent_r1_trl.recording import Record
-from agent_r1_trl.recording.columns import MAX_FLOAT16
+from agent_r1_trl.recording.store import MAX_FLOAT16
 from agent_r1_trl.safe_text import dump_json
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 

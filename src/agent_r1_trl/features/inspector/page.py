@@ -20,7 +20,8 @@ from agent_r1_trl.features.inspector.pack import FLAGS, Packer, rounded
 from agent_r1_trl.features.inspector.token_bytes import TokenBytes
 from agent_r1_trl.recording import read_metrics, read_records, read_steps, trajectory_files
 from agent_r1_trl.recording.events import read_events
-from agent_r1_trl.recording.store import FOLDER, file_step
+from agent_r1_trl.recording.lines import run_folder
+from agent_r1_trl.recording.store import file_step
 from agent_r1_trl.safe_text import dump_json, rules
 
 WEB = Path(__file__).parent / "web"
@@ -113,8 +114,7 @@ def _pack(packer: Packer, number: int, run: Path, tokens: TokenBytes, max_bytes:
 
 def _about(run: Path) -> dict[str, Any]:
     """Name, metrics, events and recipe of a run, secrets masked."""
-    folder = run if run.is_dir() else run.parent
-    folder = folder.parent if folder.name == FOLDER else folder
+    folder = run_folder(run)
     recipe = next((path for name in RECIPES if (path := folder / name).is_file()), None)
     about = {
         "name": folder.resolve().name if run.is_dir() else run.name,

@@ -8,10 +8,9 @@ from agent_r1_trl.features.sandbox.base import (
     SandboxResult,
     render_sandbox_result,
 )
-from agent_r1_trl.features.sandbox.choose import make_sandbox_factory
 from agent_r1_trl.features.sandbox.local import LocalSandbox
 from agent_r1_trl.features.sandbox.monty import MontySandbox
-from agent_r1_trl.features.sandbox.tools import PythonTool, SandboxTool, ShellTool
+from agent_r1_trl.features.sandbox.tools import PythonTool, SandboxTool, ShellTool, make_sandbox_factory
 
 __all__ = [
     "Language",

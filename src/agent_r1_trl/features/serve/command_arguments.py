@@ -16,8 +16,7 @@ from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
-from agent_r1_trl.evaluation.agent import Agent, open_agent
-from agent_r1_trl.evaluation.loading import check_model_folder
+from agent_r1_trl.evaluation.agent import Agent, check_model_folder, open_agent
 from agent_r1_trl.features.serve.session import refuse_agent
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.safe_text import set_rules

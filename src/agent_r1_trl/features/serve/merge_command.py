@@ -15,6 +15,7 @@ from typing import Any
 
 from agent_r1_trl.cli.arguments import DTYPES
 from agent_r1_trl.cli.errors import DependencyError, PlainParser, loading
+from agent_r1_trl.recording.lines import check_is_new
 
 COMMAND = "agent-r1-trl merge"
 
@@ -45,11 +46,10 @@ def _merge(arguments: argparse.Namespace) -> str:
     from peft import PeftConfig
     from transformers import AutoConfig
 
-    from agent_r1_trl.evaluation.loading import check_model_folder, is_adapter_of_the_hub, load_agent
+    from agent_r1_trl.evaluation.agent import check_model_folder, is_adapter_of_the_hub, load_agent
 
     source, target, trust = arguments.model, Path(arguments.output_dir), arguments.trust_remote_code
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"output_dir={str(target)!r} is not empty. Pass a directory that does not exist yet.")
+    check_is_new("output_dir", target)
     is_adapter = check_model_folder(source) or is_adapter_of_the_hub(source)
     base = PeftConfig.from_pretrained(source).base_model_name_or_path if is_adapter else source
     dtype = arguments.dtype
