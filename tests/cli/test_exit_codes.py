@@ -123,13 +123,8 @@ def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
 
 
 def test_the_codes_are_those_of_the_documentation():
-    codes = {errors.EXIT_USAGE: 2, errors.EXIT_INFRASTRUCTURE: 3, errors.EXIT_INTERRUPTED: 130}
-    assert all(value == code for value, code in codes.items())
-    assert RankLostError.exit_code == errors.EXIT_INFRASTRUCTURE
-    assert (
-        signal_handlers.exit_code(signal.SIGTERM) == 143
-        and signal_handlers.exit_code(signal.SIGINT) == errors.EXIT_INTERRUPTED
-    )
+    assert (errors.EXIT_USAGE, errors.EXIT_INFRASTRUCTURE, RankLostError.exit_code) == (2, 3, 3)
+    assert [signal_handlers.exit_code(signum) for signum in (signal.SIGTERM, signal.SIGINT)] == [143, 130]
     text = (Path(__file__).resolve().parents[2] / "docs" / "when-things-fail.md").read_text(encoding="utf-8")
     for code in (0, 1, 2, 3, 130, 138, 143):
         assert f"| {code} |" in text

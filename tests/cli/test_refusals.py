@@ -268,7 +268,6 @@ EVAL = {
     "a folder for a recipe": (["--config", "empty"], "--config empty: no such file"),
     "a recipe that is not there": (["--config", "recipes.yaml"], "--config recipes.yaml.* mean 'recipe.yaml'"),
     "a shipped recipe misspelt": (["--config", "quickstart/grpo/cpuu"], "mean 'quickstart/grpo/cpu'.*--list-recipes"),
-    "a limit of none": (["RECIPE", "--max_turns", "0"], "max_turns=0"),
     "a list for a mapping": (["RECIPE", "--env_kwargs", "[1]"], "env_kwargs=\\[1\\]"),
     "a template that does not exist": (["RECIPE", "--chat_template", "qwen9"], "chat_template='qwen9'"),
     "a grammar that does not exist": (["RECIPE", "--response_template", "morse"], "response_template='morse'"),

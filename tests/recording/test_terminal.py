@@ -1,12 +1,11 @@
 """What the terminal shows: colours by author, whole characters, nothing that steers the terminal."""
 
-import math
 import re
 
 import pytest
 
 from agent_r1_trl.recording import Record, render_trajectory, summary_table
-from agent_r1_trl.recording.terminal import STYLES, decode_spans, render
+from agent_r1_trl.recording.terminal import decode_spans, render
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
 from tests.recording.examples import empty, two_turns
 from tests.tokenizers import make_tokenizer
@@ -69,36 +68,6 @@ def test_each_author_has_its_colour_and_no_character_is_broken(tokenizer):
     assert f"{GREY}<|im_start|>assistant↵" in shown
     assert "\ufffd" not in shown
     assert "naïve 東" in plain(shown)
-
-
-def seen(number: int, *, matrix: list[list[float]]) -> tuple[float, float, float]:
-    """L*, a*, b* (D65) of a colour of xterm's 256, as eyes see it whose linear red, green and blue are mixed so."""
-    level = 8 + 10 * (number - 232)
-    cube = [(0, 95, 135, 175, 215, 255)[(number - 16) // base % 6] for base in (36, 6, 1)]
-    srgb = [value / 255 for value in (cube if number < 232 else [level] * 3)]
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in srgb]
-    mixed = [max(0.0, sum(a * b for a, b in zip(row, linear, strict=True))) for row in matrix]
-    to_xyz = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0178, 0.1094, 0.8728]]  # divided by white
-    x, y, z = (sum(a * b for a, b in zip(row, mixed, strict=True)) for row in to_xyz)
-    x, y, z = (value ** (1 / 3) if value > 0.008856 else 7.787 * value + 16 / 116 for value in (x, y, z))
-    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
-
-
-TRICHROMAT = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-DEUTERANOPE = [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
-"""Machado, Oliveira and Fernandes (2009), severity 1."""
-
-
-def test_eyes_that_do_not_tell_red_from_green_tell_policy_from_environment():
-    policy, environment, template = (
-        int(STYLES[author][6:-1]) for author in (Author.POLICY, Author.ENVIRONMENT, Author.TEMPLATE)
-    )
-    for eyes in (TRICHROMAT, DEUTERANOPE):
-        colours = [seen(number, matrix=eyes) for number in (policy, environment, template)]
-        assert math.dist(colours[0], colours[1]) > 90 and min(math.dist(one, colours[2]) for one in colours[:2]) > 30
-        assert all(40 < lightness < 70 for lightness, *_ in colours)  # read on black and on white
-    green = seen(28, matrix=DEUTERANOPE)
-    assert math.dist(green, seen(environment, matrix=DEUTERANOPE)) < 30  # why the policy is not green
 
 
 def test_a_character_cut_by_the_token_limit_is_one_mark_and_what_follows_is_whole(tokenizer):

@@ -50,7 +50,7 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 STYLES = {Author.POLICY: "color(32)", Author.TEMPLATE: "color(244)", Author.ENVIRONMENT: "color(166)"}
-"""Blue, grey and orange, which colour-blind eyes tell apart, on a dark and on a light ground."""
+"""Blue, grey and orange, which colour-blind eyes tell apart (green and this orange they do not), on dark and light."""
 PROMPT_CHARS, RESULT_CHARS = 2000, 160
 """Longest prompt and result of a call that are shown whole."""
 

@@ -150,8 +150,3 @@ def test_what_cannot_be_examined_is_refused(recipe, refusal, settings, names):
     path = recipe(**settings)
     Path("broken.py").write_text(BROKEN)
     assert re.search(names, message := refusal("doctor", "--config", path)), message
-
-
-def test_an_option_of_training_is_refused(recipe, refusal):
-    message = refusal("doctor", "--config", recipe(), "--learning_rate=1")
-    assert "--learning_rate" in message and "another command has" in message

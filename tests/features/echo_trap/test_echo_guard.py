@@ -1,7 +1,6 @@
 """The guard's milder actions, its dry run, its end, and what is written about each of them."""
 
 import copy
-import json
 from dataclasses import asdict
 
 import pytest
@@ -265,18 +264,6 @@ class BeforeTheFirstStep(TrainerCallback):
 
     def __init__(self, act):
         self.on_train_begin = lambda *args, **kwargs: act()
-
-
-def test_events_that_a_kill_cut_off_are_left_out_and_other_text_is_refused(tmp_path):
-    file = tmp_path / "trajectories" / "events.jsonl"
-    file.parent.mkdir()
-    assert read_events(tmp_path) == []
-    whole = json.dumps({"step": 1, "action": "clip"}) + "\n"
-    file.write_text(whole + whole[:9])
-    assert read_events(tmp_path) == read_events(file) == [{"step": 1, "action": "clip"}]
-    file.write_text("[]\n" + whole)
-    with pytest.raises(ValueError, match="line 1"):
-        read_events(tmp_path)
 
 
 # -------------------------------------------------------------------- what is refused

@@ -125,5 +125,3 @@ def test_mistakes_are_named_with_a_fix(recipe, refusal, model_folder):
     assert "no such directory" in refusal("chat", "./nowhere")
     assert "env_kwargs" in refusal("chat", model_folder, "--env_kwargs", "{a: 1}")
     assert "tools" in refusal("chat", model_folder, "--tools", "task.py:nothing")
-    assert "eval_temperature" in refusal("chat", model_folder, "--temperature", "-1")
-    assert "no such option" in refusal("chat", model_folder, "--max_turn", "3")
