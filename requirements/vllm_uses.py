@@ -30,7 +30,7 @@ RECEIVERS = {
         "engine": "vllm.v1.engine.llm_engine:LLMEngine",
         "engine.engine_core": "vllm.v1.engine.core_client:EngineCoreClient",
     },
-    "generation/vllm/nccl_group.py": {
+    "generation/vllm/weight_transfer.py": {
         "communicator": "vllm.distributed.device_communicators.pynccl:PyNcclCommunicator",
         "nccl": "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary",
         "NCCLLibrary()": "vllm.distributed.device_communicators.pynccl_wrapper:NCCLLibrary",
@@ -81,8 +81,10 @@ def collect_uses(source: Path = SOURCE, page: Path = PAGE) -> list[Use]:
     """Every use, sorted.
 
     Raises:
-        ValueError: an entry of `RECEIVERS` fits nothing in its file.
+        ValueError: an entry of `RECEIVERS` fits nothing in its file, or has none.
     """
+    if missing := [name for name in RECEIVERS if not (source / name).is_file()]:
+        raise ValueError(f"RECEIVERS: {source} has no {', '.join(missing)}; correct it.")
     uses: set[Use] = set()
     for path in sorted(source.rglob("*.py")):
         if "recipes" in path.relative_to(source).parts:

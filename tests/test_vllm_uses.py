@@ -95,6 +95,9 @@ def test_a_receiver_that_is_no_longer_used_is_an_error(monkeypatch):
     monkeypatch.setitem(vllm_uses.RECEIVERS["generation/vllm/engine.py"], "the_engine", "vllm:LLMEngine")
     with pytest.raises(ValueError, match="the_engine"):
         collect_uses()
+    monkeypatch.setitem(vllm_uses.RECEIVERS, "generation/gone.py", {})
+    with pytest.raises(ValueError, match=r"has no generation/gone\.py; correct it"):
+        collect_uses()
 
 
 @pytest.mark.vllm
