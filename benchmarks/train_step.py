@@ -260,7 +260,7 @@ def bound_sizes(trainer: Any, batch: dict[str, torch.Tensor]) -> list[tuple[int,
 
 def bound_step(trainer: Any, sizes: list[tuple[int, int, int]]) -> tuple[float, float]:
     """An optimizer step on random rows of these sizes, without a trainer's work; loss and norm as `optimizer_step`."""
-    from agent_r1_trl.critic import base_causal_lm
+    from agent_r1_trl.critic.attach import base_causal_lm
 
     backbone = base_causal_lm(trainer.accelerator.unwrap_model(trainer.model_wrapped)).base_model
 
