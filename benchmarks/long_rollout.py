@@ -136,9 +136,9 @@ class Conversation:
         """Ids of `count` turns."""
         functions = [{"name": "look", "arguments": {"room": turn, "note": self.note}} for turn in range(count)]
         calls = [[{"type": "function", "function": function}] for function in functions]
-        thought = {"reasoning_content": self.note} if self.chat.thought_rule else {}
+        reasoning = {"reasoning_content": self.note} if self.chat.reasoning_rule else {}
         return [
-            self.chat.encode_reply({"role": "assistant", "content": "", "tool_calls": call, **thought})
+            self.chat.encode_reply({"role": "assistant", "content": "", "tool_calls": call, **reasoning})
             for call in calls
         ]
 
