@@ -1,7 +1,7 @@
 """A stand-in for a vLLM server on another machine: `python -m tests.distributed.far_server ADDRESS FOLDER STEPS`.
 
 `FOLDER/url` says where it listens; each weight transfer adds a line to `FOLDER/sums`: the sum of all weights. It
-serves that many steps; the answers of the next one never come.
+serves that many steps; the answers of the next one never come, and `FOLDER/held` lists who waits for them.
 """
 
 import asyncio
@@ -27,6 +27,8 @@ class FarServer(FakeServer):
 
     async def _complete(self, request):
         if self._num_left < 0 and "prompt_logprobs" not in await request.json():
+            with open(self._folder / "held", "a") as file:
+                file.write(f"{request.remote}\n")
             await asyncio.sleep(1e6)
         return await super()._complete(request)
 

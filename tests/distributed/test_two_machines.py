@@ -111,18 +111,20 @@ def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, t
     write_files(tmp_path, (tmp_path / "url").read_text(encoding="utf-8"))
     launchers = [launch(tmp_path, machine, both[0]) for machine in both]
 
-    def has_trained():
+    def waits_for_an_answer():
         assert all(process.poll() is None for process in launchers), [path.read_text()[-5000:] for path in logs]
-        return len(sums_in(tmp_path)) > NUM_STEPS_BEFORE
+        held = tmp_path / "held"
+        return held.exists() and both[0].address in held.read_text(encoding="utf-8").split()
 
-    wait_for(has_trained, START_S, logs)
+    wait_for(waits_for_an_answer, START_S, logs)
+    assert len(sums_in(tmp_path)) > NUM_STEPS_BEFORE
     both[1].lose()
     lost_at = time.monotonic()
     wait_for(lambda: launchers[0].poll() is not None, END_S, logs)
     print(f"the other machine ended {time.monotonic() - lost_at:.0f} s after the loss")
     assert launchers[0].returncode == 1
     said = logs[0].read_text(encoding="utf-8")
-    assert "does not answer its health check" in said
+    assert "does not answer its health check" in said, said[-5000:]
     assert "Another rank is gone" in said and "resume_from_checkpoint: true" in said, said[-5000:]
     for step in range(1, NUM_STEPS_BEFORE + 1):
         weights = load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")

@@ -219,7 +219,8 @@ def _forget_pools() -> None:
     _pools.clear()
 
 
-os.register_at_fork(after_in_child=_forget_pools)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget_pools)
 
 
 # -------------------------------------------------------------------- one thread for one environment
