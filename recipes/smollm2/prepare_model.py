@@ -87,7 +87,7 @@ def train(
                 return_assistant_tokens_mask=True, return_tensors="pt",
             )  # fmt: skip
             labels = encoded["input_ids"].masked_fill(torch.as_tensor(encoded["assistant_masks"]) == 0, -100)
-            loss = model(input_ids=encoded["input_ids"], labels=labels).loss / len(batch)
+            loss = model(encoded["input_ids"].to(model.device), labels=labels.to(model.device)).loss / len(batch)
             loss.backward()
             total += loss.item()
         optimizer.step()
@@ -108,6 +108,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model, tokenizer = load_smollm2()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     index = SearchIndex(args.corpus)
     env = SearchQAEnv(index, top_k=args.top_k)
     rows = [json.loads(line) for line in (DATA / "train.jsonl").open(encoding="utf-8")]

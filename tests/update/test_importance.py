@@ -83,7 +83,7 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     )  # fmt: skip
     batch = scored_batch(trainer)
     mask = batch["tool_mask"] * batch["completion_mask"]
-    turn_ids = torch.full(mask.shape, -1)
+    turn_ids = torch.full_like(mask, -1)
     for row, trajectory in enumerate(trainer.last_trajectories):
         turn_ids[row, : len(trajectory.turn_ids)] = torch.tensor(trajectory.turn_ids)
     difference = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]

@@ -99,7 +99,7 @@ def by_hand(trainer, inputs):
     logits = trainer.model(input_ids=ids, attention_mask=attention).logits[:, -length - 1 : -1] / trainer.temperature
     kept = inputs[KEPT_IDS].long()
     size = logits.shape[-1]
-    mask = torch.zeros(*logits.shape[:-1], size + 1, dtype=torch.bool)  # one more, for what is no id
+    mask = kept.new_zeros(*logits.shape[:-1], size + 1, dtype=torch.bool)  # one more, for what is no id
     mask = mask.scatter(-1, torch.where(kept < 0, size, kept), True)[..., :-1]
     mask |= ~(kept >= 0).any(-1, keepdim=True)  # not sampled: anything
     log_probs = torch.log_softmax(logits.masked_fill(~mask, -torch.inf), dim=-1)
@@ -117,7 +117,8 @@ def test_the_trainers_log_probs_are_the_samplers(tmp_path, layout, filters):
     inputs = scored_batch(trainer)
     mask = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     sampled = torch.tensor(
-        [[*item.logprobs, *[0.0] * (mask.shape[1] - len(item.logprobs))] for item in trainer.last_trajectories]
+        [[*item.logprobs, *[0.0] * (mask.shape[1] - len(item.logprobs))] for item in trainer.last_trajectories],
+        device=mask.device,
     )
     with torch.no_grad():
         found = trainer._log_probs(trainer.model, inputs)

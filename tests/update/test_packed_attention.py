@@ -17,6 +17,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
+from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.packed_attention import (
     LENGTHS,
@@ -79,6 +80,18 @@ def test_heads_that_share_one_key_head_are_no_views_of_it(monkeypatch):
     with torch.no_grad():
         packed_log_probs(model, model.base_model, pack(*forked(), share_prefixes=True))
     assert strides and 0 not in strides
+
+
+def test_no_plan_is_built_for_every_new_length(tmp_path):
+    """cuDNN's attention makes one of each shape; TRL's own layout is left as it is."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    UpdateLayout()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    UpdateLayout(make_args(tmp_path))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    TransformersGenerator(make_model("llama"), pad_token_id=0, stop_token_ids=[])
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_mask_of_double_precision_stays_one_under_autocast():

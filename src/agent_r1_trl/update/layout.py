@@ -216,6 +216,10 @@ class UpdateLayout:
         """Plans of the last rollout's micro-batches, by the identity of their `completion_ids`."""
         self._attention: str | None = None
         self._steps_per_update, self._regroups = 1 if args is None else args.gradient_accumulation_steps, False
+        if args is not None:
+            # PyTorch's first choice on Hopper and Blackwell, cuDNN, builds a plan of tens of milliseconds for each new
+            # shape, and lengths are new in every batch.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         if self.name in REGROUPING_LAYOUTS:
             per_generation, per_update = args.steps_per_generation, self._steps_per_update
             self._regroups = per_generation % per_update == 0 or per_update % per_generation == 0

@@ -102,6 +102,7 @@ class TransformersGenerator(ThreadedGenerator):
         from accelerate.utils import extract_model_from_parallel
 
         check_adapters(model)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length: for every token
         # DDP's own forward may broadcast buffers: a collective call, which ranks of unequal load must not make.
         self._model: nn.Module = extract_model_from_parallel(model)
         self._stop_token_ids = frozenset(stop_token_ids)
