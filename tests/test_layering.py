@@ -323,13 +323,13 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sandbox": (1561, 8),
     "features/search": (230, 2),
     "features/serve": (1053, 7),
-    "generation": (3999, 21),
+    "generation": (4000, 21),
     "recording": (1574, 8),
-    "rewards": (1180, 9),
+    "rewards": (1215, 9),
     "rollout": (2892, 15),
-    "tools": (2528, 12),
+    "tools": (2529, 12),
     "trainers": (6392, 17),
-    "update": (2061, 9),
+    "update": (2065, 9),
 }
 
 

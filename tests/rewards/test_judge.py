@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from agent_r1_trl import InfrastructureError, StopReason
 from agent_r1_trl.environments import ToolEnv
@@ -20,6 +21,7 @@ from tests.hosted import error, said, whole
 from tests.judges import judge_server, parts_of, texts_of, verdict
 from tests.recording.examples import two_turns
 from tests.servers import vllm_server
+from tests.trainers.helpers import make_trainer, scored_batch
 
 NO_WAIT = ("retry-after-ms", "1")
 
@@ -219,6 +221,58 @@ def test_processes_share_the_verdicts(tmp_path):
         assert len(seen.bodies) == num_asked + 1, "another rubric is another question"
 
 
+# -------------------------------------------------------------------- turns
+
+
+def test_turns_are_scored_in_one_request_with_what_their_calls_returned():
+    one = two_turns()
+    with judge_server(score=lambda text: 9 if "tool" in text else 4) as (url, seen):
+        made = judge(url, turns=True, columns=["answer"])
+        assert made(trajectory=[one, one, two_turns(stop_reason=StopReason.TOOL_FAILURE)], answer=["42"] * 3) == [
+            [0.9, 0.4]
+        ] * 2 + [None]
+    [body] = seen.bodies
+    assert (
+        "turns of one agent" in body["messages"][0]["content"] and parts_of(body)["Known to you alone, answer"] == "42"
+    )
+    first, last = texts_of(body)
+    assert one.turns[0].observations[0]["content"] in first and one.final_text in last
+    assert "role" in parts_of(body)["The task"]
+
+
+def test_a_summary_has_no_score_and_without_a_verdict_no_turn_has_one():
+    one = two_turns()
+    one.turns[0].summary_request = {"role": "user", "content": "Sum up."}
+    assert one.turns[0].is_summary
+    with judge_server(score=lambda text: 4) as (url, _):
+        assert judge(url, turns=True)(trajectory=[one]) == [[None, 0.4]]
+    with judge_server(faults=[whole(verdict(1.0))]) as (url, _):
+        assert judge(url, turns=True)(trajectory=[cut := two_turns()]) == [None]
+    assert cut.error == "judge: 1 scores for 2 texts"
+
+
+def test_a_judge_of_turns_and_one_of_trajectories_say_where_they_belong():
+    with pytest.raises(ValueError, match=r"turns=True: such a judge is one of turn_reward_funcs"):
+        scored(judge("http://x", turns=True), "a")
+    with pytest.raises(ValueError, match=r"turns=False: such a judge is one of reward_funcs"):
+        judge("http://x")(trajectory=[two_turns()])
+
+
+def test_a_training_is_paid_by_turn_and_loses_what_the_judge_did_not_score(tmp_path):
+    with judge_server(score=lambda text: 8 if "tool" in text else 2, faults=[error(400)]) as (url, _):
+        trainer = make_trainer(tmp_path, turn_reward_funcs=[judge(url, turns=True, max_concurrency=1)])
+        batch = scored_batch(trainer)
+    items = trainer.last_trajectories
+    lost = [item.error is not None for item in items]
+    assert sum(lost) >= 1 and not all(lost)
+    assert batch["tool_mask"][torch.tensor(lost)].sum() == 0 or not batch["advantages"][torch.tensor(lost)].any()
+    for item in items:
+        paid = [turn.reward_parts.get("judge", 0.0) for turn in item.turns]
+        assert paid == (
+            [0.0] * len(paid) if item.error else [0.8 if turn.observations else 0.2 for turn in item.turns]
+        )
+
+
 # -------------------------------------------------------------------- environments, recipes
 
 
@@ -237,8 +291,10 @@ def test_an_environment_is_scored_by_it_and_fails_with_the_judge():
             asyncio.run(env.outcome_reward(two_turns()))
         assert asyncio.run(env.outcome_reward(two_turns())) == 0.4
         assert parts_of(seen.bodies[0]).keys() == {"The task", "Known to you alone, answer", "Text 1"}
-        with pytest.raises(ValueError, match=r"JudgeReward\.ranking=True: an environment knows one trajectory"):
+        with pytest.raises(ValueError, match=r"JudgeReward\.ranking=True: an environment knows one outcome"):
             asyncio.run(judge(url, ranking=True).outcome(two_turns()))
+        with pytest.raises(ValueError, match=r"JudgeReward\.turns=True: .* Use turn_reward_funcs"):
+            asyncio.run(judge(url, turns=True).outcome(two_turns()))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +306,7 @@ def test_an_environment_is_scored_by_it_and_fails_with_the_judge():
         ({"max_calls": 0}, "JudgeReward.max_calls=0 must be a whole number >= 1, or None"),
         ({"columns": "answer"}, "JudgeReward.columns='answer' must be a list"),
         ({"max_cost": 1.0}, "JudgeReward.max_cost=1 without prices"),
+        ({"turns": True, "whole": True}, "JudgeReward.turns=True and whole=True exclude each other"),
         ({"options": "seed"}, "JudgeReward.options='seed' must be a mapping"),
         ({"cache": "no/such/folder/x.sqlite"}, "JudgeReward.cache='no/such/folder/x.sqlite' cannot be used"),
         ({"rubrik": "x"}, "JudgeReward: there is no option 'rubrik'. Did you mean 'rubric'?"),

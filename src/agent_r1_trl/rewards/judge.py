@@ -1,9 +1,9 @@
-"""Rewards that another model gives, the judge: to each text alone, or to those of a prompt compared with each other.
+"""Rewards that another model gives, the judge: to each text alone, to those of a prompt compared, or to turns.
 
 What the policy wrote, and what it read, is data to the judge, fenced by marks that its author cannot know. What goes
 wrong is a state and no error: a server that is down or talks nonsense, and a limit that is reached, score nothing.
 
-Ranking a group in one call is what RULER does (OpenPipe's ART). Not covered: rewards for single turns.
+Ranking a group in one call is what RULER does (OpenPipe's ART).
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ Answer with a JSON object of two fields: "reason", a text of a few sentences, an
 number(s) from 0 (worst) to {best:g} (best), one for each text in the order in which you read them."""
 _COMPARE = """ The texts answer the same task: compare them with each other, and give two of them different scores if \
 one is better. Their order means nothing."""
+_TURNS = """ The texts are the turns of one agent in their order, each with what its calls returned: score what each \
+contributes, given what was known before it. What comes later makes no earlier turn better or worse."""
 _SCHEMA = {
     "type": "object",
     "properties": {"reason": {"type": "string"}, "scores": {"type": "array", "items": {"type": "number"}}},
@@ -69,13 +71,16 @@ _SCHEMA = {
 
 Verdict = list[float] | str
 """Scores, one for each text; or why there are none."""
+_Asked = tuple[str, tuple[str, ...]]
+"""A task, and the texts that a request shows with it."""
 
 
 @dataclass(kw_only=True, eq=False)
 class JudgeReward:
     """A reward function, from 0 to 1, behind an OpenAI-compatible endpoint (the extra `hosted`).
 
-    It is passed as one of `reward_funcs`; without `ranking`, `outcome` serves an environment's `outcome_reward` too.
+    It is passed as one of `reward_funcs`, or with `turns` of `turn_reward_funcs`; with neither `ranking` nor `turns`,
+    `outcome` serves an environment's `outcome_reward` too.
     All its requests are made by a client of that call, which repeats those that may pass.
 
     Raises:
@@ -90,10 +95,13 @@ class JudgeReward:
     """Environment variable with the key; where it is not set, none is sent."""
     ranking: Flag = False
     """Compare the texts of a prompt, of all ranks, in one request; else each text has one of its own."""
+    turns: Flag = False
+    """Score each turn of a trajectory, all in one request, with its calls and their results; the last turn is the
+    answer. Summaries have no score."""
     columns: Annotated[list[str], Texts()] | None = None
     """Columns of the data set that the judge reads as well, such as a gold answer; None for none."""
     whole: Flag = False
-    """Show the conversation with its calls and their results; else the last message of the policy."""
+    """Show the conversation with its calls and their results; else the last message of the policy, or the turns."""
     max_chars: Count = 20_000
     """Characters of a text, or of the task, that are shown; the middle of longer ones is left out."""
     max_score: Positive = 10.0
@@ -137,6 +145,9 @@ class JudgeReward:
             yield "JudgeReward needs the package openai. Install it: pip install 'agent-r1-trl[hosted]'."
         if not self.url.startswith(("http://", "https://")):
             yield f"JudgeReward.url={shown(self.url)!r} is no address. Set one such as https://api.openai.com/v1."
+        if self.turns and (self.ranking or self.whole):
+            other = "ranking" if self.ranking else "whole"
+            yield f"JudgeReward.turns=True and {other}=True exclude each other. Set one of them, or make two judges."
         if self.max_cost is not None and not self.input_price + self.output_price:
             yield f"JudgeReward.max_cost={self.max_cost:g} without prices. Set input_price and output_price."
         if not isinstance(self.options, Mapping):
@@ -156,14 +167,21 @@ class JudgeReward:
         trajectory: Sequence[Trajectory] | None = None,
         log_metric: Any = None,
         **columns: Any,
-    ) -> list[float | None]:
-        """Score a batch of B trajectories, or of B completions as TRL passes them; None where there is no score."""
-        rows: list[tuple[str, str] | None] = []
-        for index, completion in enumerate(completions):
+    ) -> list[Any]:
+        """Score a batch of B trajectories, or of B completions as TRL passes them; None where there is no score.
+
+        With `turns` a score is a list, with a number for each turn and None for summaries.
+        """
+        if completions if self.turns else trajectory and not completions:
+            functions = "turn_reward_funcs" if self.turns else "reward_funcs"
+            refuse([f"JudgeReward.turns={self.turns}: such a judge is one of {functions}. Pass it there."])
+        rows: list[_Asked | None] = []
+        for index, item in enumerate((trajectory or ()) if self.turns else completions):
             is_judged = trajectory is None or not trajectory[index].stop_reason.is_infrastructure_failure
             given = {name: column[index] for name, column in columns.items() if name in (self.columns or ())}
-            row = self._task(prompts[index] if prompts else "", given), self._text(completion)
-            rows.append(row if is_judged else None)
+            texts = self._turns(item) if self.turns else (self._text(item),)
+            prompt = item.prompt_messages if self.turns else prompts[index] if prompts else ""
+            rows.append((self._task(prompt, given), texts) if is_judged and texts else None)
         verdicts = self._verdicts([row for row in rows if row is not None])
         scores = [None if row is None else verdicts[row] for row in rows]
         causes = [score for score in scores if isinstance(score, str)]
@@ -176,7 +194,9 @@ class JudgeReward:
             calls, cost = self._ledger.totals()
             log_metric(f"{self.name}/calls", calls)
             log_metric(f"{self.name}/cost", cost)
-        return [score if isinstance(score, float) else None for score in scores]
+        if self.turns:
+            return [self._for_all_turns(*pair) for pair in zip(trajectory or (), scores, strict=True)]
+        return [score[0] if isinstance(score, list) else None for score in scores]
 
     async def outcome(self, trajectory: Trajectory, example: Mapping[str, Any] | None = None) -> float:
         """The score of one trajectory, for an environment's `outcome_reward`; `example` holds `columns`.
@@ -184,9 +204,11 @@ class JudgeReward:
         Raises:
             InfrastructureError: there is no score; says why. The trajectory fails then, for no fault of the policy.
         """
-        refuse(["JudgeReward.ranking=True: an environment knows one trajectory. Use reward_funcs."] * self.ranking)
+        if self.ranking or self.turns:
+            name, functions = ("turns", "turn_reward_funcs") if self.turns else ("ranking", "reward_funcs")
+            refuse([f"JudgeReward.{name}=True: an environment knows one outcome. Use {functions}."])
         task, text = self._task(trajectory.prompt_messages, example or {}), self._text(trajectory.answered_messages)
-        [verdict] = await self._ask_all([(task, [text])])
+        [verdict] = await self._ask_all([(task, (text,))])
         if isinstance(verdict, str):
             raise InfrastructureError(f"{self.name}: {verdict}")
         return verdict[0]
@@ -208,12 +230,22 @@ class JudgeReward:
             completion = _as_lines(completion) if self.whole else _as_text(["", *said][-1])
         return self._short(completion if self.whole else strip_reasoning(completion))
 
+    def _turns(self, trajectory: Trajectory) -> tuple[str, ...]:
+        return tuple(self._short(_as_lines([turn.message, *turn.observations])) for turn in trajectory.env_turns)
+
+    @staticmethod
+    def _for_all_turns(trajectory: Trajectory, verdict: Verdict | None) -> list[float | None] | None:
+        if not isinstance(verdict, list):
+            return None
+        scores = iter(verdict)
+        return [None if turn.is_summary else next(scores) for turn in trajectory.turns]
+
     def _short(self, text: str) -> str:
         text, half = text.encode("utf-8", "replace").decode(), self.max_chars // 2  # lone surrogates are no JSON
         return text if len(text) <= self.max_chars else f"{text[:half]}\n[...]\n{text[len(text) - half :]}"
 
     def _body(self, task: str, texts: Sequence[str]) -> dict[str, Any]:
-        compare = _COMPARE if len(texts) > 1 else ""
+        compare = _TURNS if self.turns else _COMPARE if len(texts) > 1 else ""
         system = _SYSTEM.format(rubric=self.rubric.strip(), num=len(texts), best=self.max_score, compare=compare)
         parts = [task, *(_fenced(f"Text {number}", text) for number, text in enumerate(texts, start=1))]
         schema = {"name": "verdict", "strict": True, "schema": _SCHEMA}
@@ -228,26 +260,29 @@ class JudgeReward:
 
     # ---------------------------------------------------------------- asking
 
-    def _verdicts(self, rows: Sequence[tuple[str, str]]) -> dict[tuple[str, str], float | str]:
-        """(task, text) -> score or cause. With `ranking` all ranks must call it; each asks about groups of its own."""
-        asked: list[tuple[str, list[str]]] = [(task, [text]) for task, text in dict.fromkeys(rows)]
+    def _verdicts(self, rows: Sequence[_Asked]) -> dict[_Asked, Verdict]:
+        """With `ranking`, for rows of one text, all ranks must call it; each asks about groups of its own."""
+        asked = list(dict.fromkeys(rows))
         if self.ranking:
             from accelerate import PartialState
             from accelerate.utils import gather_object
 
             groups: dict[str, set[str]] = {}
-            for task, text in gather_object(list(rows)):
+            for task, (text,) in gather_object(list(rows)):
                 groups.setdefault(task, set()).add(text)
             # In the order of their hashes the texts do not tell who of the group wrote which.
-            asked = [(task, sorted(groups[task], key=_digest)) for task in sorted(groups)]
+            asked = [(task, tuple(sorted(groups[task], key=_digest))) for task in sorted(groups)]
             asked = asked[PartialState().process_index :: PartialState().num_processes]
         with ThreadPoolExecutor(1) as pool:  # this thread may run an event loop, as in a notebook
             verdicts = pool.submit(asyncio.run, self._ask_all(asked)).result()
-        found: list[tuple[tuple[str, str], float | str]] = []
-        for (task, texts), verdict in zip(asked, verdicts, strict=True):
-            scores: Sequence[float | str] = [verdict] * len(texts) if isinstance(verdict, str) else verdict
-            found += [((task, text), score) for text, score in zip(texts, scores, strict=True)]
-        return dict(gather_object(found) if self.ranking else found)
+        found: list[tuple[_Asked, Verdict]] = list(zip(asked, verdicts, strict=True))
+        if self.ranking:
+            found = gather_object([
+                ((task, (text,)), verdict if isinstance(verdict, str) else [verdict[number]])
+                for (task, texts), verdict in found
+                for number, text in enumerate(texts)
+            ])  # fmt: skip
+        return dict(found)
 
     async def _ask_all(self, asked: Sequence[tuple[str, Sequence[str]]]) -> list[Verdict]:
         """A verdict on each (task, texts)."""
