@@ -1,6 +1,7 @@
 """The transformers back end against transformers' own generate and against plain forward passes."""
 
 import asyncio
+import random
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3NextConfi
 
 from agent_r1_trl.generation import GenerationError, Generator, SamplingParams
 from agent_r1_trl.generation.local import generator as local
+from agent_r1_trl.generation.local.decoding import ParkedRow, PrefixCache
 from agent_r1_trl.generation.local.sampling import policy_logprobs
 from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
 
@@ -81,6 +83,21 @@ def test_sampled_frequencies_follow_the_distribution(model):
     counts = torch.bincount(torch.tensor([g.token_ids[0] for g in generations]), minlength=VOCAB)
     error = (counts / 4000 - probabilities).abs() / (probabilities * (1 - probabilities) / 4000).sqrt()
     assert error.max() < 4.5  # standard errors, 97 of them
+
+
+def test_parked_rows_never_take_more_than_their_share_and_leave_it_when_they_are_taken():
+    cache, draw = PrefixCache(max_bytes=100), random.Random(0)
+    for _ in range(300):
+        ids = [draw.randrange(3) for _ in range(draw.randrange(1, 9))]
+        if draw.random() < 0.5:
+            cache.put(ParkedRow(ids=ids, tensors=[torch.zeros(2, len(ids), 1, dtype=torch.uint8)] * 2))
+        else:
+            cache.take(ids)
+        assert cache._num_bytes == sum(4 * len(row.ids) for row in cache._rows) <= 100
+    cache.put(ParkedRow(ids=[1], tensors=[torch.zeros(101, dtype=torch.uint8)]))
+    assert not cache._rows
+    cache.clear()
+    assert cache._num_bytes == 0
 
 
 def test_a_sampled_stop_id_ends_the_turn_and_stays_in_it(model):

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ class ParkedRow:
     tensors: list[torch.Tensor]
     """Keys and values of layer 0, keys and values of layer 1, ...; each (heads, N, head size)."""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Bytes of memory that it takes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -196,12 +197,14 @@ class PrefixCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._rows: list[ParkedRow] = []
+        self._num_bytes = 0
 
     def put(self, row: ParkedRow) -> None:
         """Keep a row; the oldest ones make room."""
         self._rows.append(row)
-        while sum(kept.num_bytes for kept in self._rows) > self.max_bytes:
-            del self._rows[0]
+        self._num_bytes += row.num_bytes
+        while self._num_bytes > self.max_bytes:
+            self._num_bytes -= self._rows.pop(0).num_bytes
 
     def take(self, ids: list[int]) -> ParkedRow | None:
         """The longest row that `ids` continues by at least one token, removed."""
@@ -214,12 +217,14 @@ class PrefixCache:
             tail = max(0, length - self._TAIL)
             if ids[tail:length] == row.ids[tail:] and ids[:tail] == row.ids[:tail]:
                 best = row
-        self._rows = [row for row in self._rows if row is not best]
+        if best is not None:
+            self._rows = [row for row in self._rows if row is not best]
+            self._num_bytes -= best.num_bytes
         return best
 
     def clear(self) -> None:
         """Forget all rows."""
-        self._rows = []
+        self._rows, self._num_bytes = [], 0
 
 
 @contextmanager
