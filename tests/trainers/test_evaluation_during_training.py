@@ -8,6 +8,7 @@ import torch
 
 from agent_r1_trl.evaluation import evaluate
 from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.rewards import required
 from agent_r1_trl.trainers import evaluation as evaluation_module
 from agent_r1_trl.trainers.evaluation import EvaluationRows
 from agent_r1_trl.trajectory import StopReason
@@ -90,6 +91,19 @@ def test_a_row_that_nobody_scored_has_no_part_in_the_reward(tmp_path):
     metrics = trainer.evaluate()
     assert metrics["eval_rewards/odd/mean"] == pytest.approx((1 + 3) / 2)
     assert metrics["eval_reward"] == pytest.approx((0 + 11 + 2 + 33 + 4) / 5)
+
+
+def test_a_row_that_a_required_function_did_not_score_has_no_part_in_the_reward_either(tmp_path):
+    @required
+    def high(trajectory, **kwargs):
+        return [0.0 if item.info["number"] > 2 else None for item in trajectory]
+
+    trainer = make_trainer(
+        tmp_path, env=SumEnv, script=answer, eval_dataset=questions(5), reward_funcs=[high], **EVALUATION
+    )
+    metrics = trainer.evaluate()
+    assert metrics["eval_rollout/unscored_share"] == 0.6
+    assert metrics["eval_reward"] == metrics["eval_reward/outcome"] == (3 + 4) / 2
 
 
 def test_rows_that_fill_up_the_last_batch_of_several_processes_do_not_count(monkeypatch):

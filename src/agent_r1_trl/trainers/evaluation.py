@@ -88,8 +88,8 @@ class EvaluationRows:
             return metrics
         exact = length_metrics(self._records) | rollout_metrics(self._records, num_generations=group_size)
         values = torch.cat(self._rewards)  # (N, F)
-        totals = torch.tensor([record["reward"] for record in self._records], device=values.device)  # (N,)
-        exact["reward"] = totals.masked_fill(values.isnan().all(dim=1), torch.nan).nanmean().item()  # of scored rows
+        totals = [record["reward"] if record["in_baseline"] else math.nan for record in self._records]
+        exact["reward"] = torch.tensor(totals).nanmean().item()
         for name in names:  # functions of one name share a metric, as in TRL
             columns = [index for index, other in enumerate(names) if other == name]
             exact[f"rewards/{name}/mean"] = values[:, columns].nanmean(dim=0).nanmean().item()
