@@ -251,6 +251,12 @@ def test_a_summary_has_no_score_and_without_a_verdict_no_turn_has_one():
     assert cut.error == "judge: 1 scores for 2 texts"
 
 
+def test_a_trajectory_whose_time_was_up_before_its_first_turn_has_nothing_to_score_and_no_failure():
+    names = ("turns", "completion_ids", "action_mask", "logprobs", "turn_ids", "authors")
+    one = two_turns(**{name: [] for name in names}, stop_reason=StopReason.TIMEOUT)
+    assert judge("http://127.0.0.1:9", turns=True)(trajectory=[one]) == [[]] and one.error is None
+
+
 def test_a_judge_of_turns_and_one_of_trajectories_say_where_they_belong():
     with pytest.raises(ValueError, match=r"turns=True: such a judge is one of turn_reward_funcs"):
         scored(judge("http://x", turns=True), "a")

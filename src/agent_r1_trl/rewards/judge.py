@@ -181,9 +181,9 @@ class JudgeReward:
             given = {name: column[index] for name, column in columns.items() if name in (self.columns or ())}
             texts = self._turns(item) if self.turns else (self._text(item),)
             prompt = item.prompt_messages if self.turns else prompts[index] if prompts else ""
-            rows.append((self._task(prompt, given), texts) if is_judged and texts else None)
-        verdicts = self._verdicts([row for row in rows if row is not None])
-        scores = [None if row is None else verdicts[row] for row in rows]
+            rows.append((self._task(prompt, given), texts) if is_judged else None)
+        verdicts = self._verdicts([row for row in rows if row and row[1]])
+        scores = [None if row is None else verdicts[row] if row[1] else [] for row in rows]  # []: it has no turns
         causes = [score for score in scores if isinstance(score, str)]
         for item, score in zip(trajectory or (), scores, strict=False):
             if self.required and isinstance(score, str):
