@@ -258,7 +258,7 @@ def test_a_trajectory_whose_time_was_up_before_its_first_turn_has_nothing_to_sco
 
 
 def test_a_judge_of_turns_and_one_of_trajectories_say_where_they_belong():
-    with pytest.raises(ValueError, match=r"turns=True: such a judge is one of turn_reward_funcs"):
+    with pytest.raises(ValueError, match=r"turns=True: such a judge is one of turn_reward_funcs alone.*two objects"):
         scored(judge("http://x", turns=True), "a")
     with pytest.raises(ValueError, match=r"turns=False: such a judge is one of reward_funcs"):
         judge("http://x")(trajectory=[two_turns()])

@@ -174,7 +174,8 @@ class JudgeReward:
         """
         if completions if self.turns else trajectory and not completions:
             functions = "turn_reward_funcs" if self.turns else "reward_funcs"
-            refuse([f"JudgeReward.turns={self.turns}: such a judge is one of {functions}. Pass it there."])
+            text = f"JudgeReward.turns={self.turns}: such a judge is one of {functions} alone. Pass it there; for both"
+            refuse([f"{text}, make two judges (in a recipe two objects of a file of yours, without reward_options)."])
         rows: list[_Asked | None] = []
         for index, item in enumerate((trajectory or ()) if self.turns else completions):
             is_judged = trajectory is None or not trajectory[index].stop_reason.is_infrastructure_failure
