@@ -69,8 +69,10 @@ def test_igpo_adds_the_gains_to_the_turns():
 
 
 class GoldEnv(AddEnv):
+    gold = ("7",)
+
     def outcome_reward(self, trajectory):
-        trajectory.info["gold"] = ["7"]
+        trajectory.info["gold"] = self.gold
         return 1.0
 
 
@@ -90,6 +92,16 @@ def test_a_gain_is_what_the_model_says_of_the_answer_before_and_after_a_turn(tmp
     column = batch["gold_gain"][0]
     assert column[first.end - 1].item() == pytest.approx(gain, abs=1e-6) and column.count_nonzero() == 1
     assert batch["advantages"].any(), "outcomes are alike: the gains alone compare"
+
+
+def test_a_gold_answer_may_be_a_number_and_stand_behind_empty_ones(tmp_path, monkeypatch):
+    gains = []
+    for gold in ("0", 0, [0], [None, "", "0"], ("0", "1"), None, "", []):
+        monkeypatch.setattr(GoldEnv, "gold", gold)
+        trainer = make_trainer(tmp_path, env=GoldEnv, callbacks=[load("igpo").GoldGain()])
+        gains.append(scored_batch(trainer)["gold_gain"])
+    assert gains[0].any() and all(torch.equal(other, gains[0]) for other in gains[1:5])
+    assert not any(other.any() for other in gains[5:])
 
 
 def calls(rng, turn):

@@ -24,8 +24,9 @@ class GoldGain(RolloutCallback):
         contexts, golds, places = [], [], []
         for number, (row, index) in enumerate(zip(rows.rows, rows.index.tolist(), strict=True)):
             gold = None if index < 0 else trajectories[index].info.get("gold")
-            answer = gold[0] if isinstance(gold, list) and gold else gold
-            if not answer:
+            given = gold if isinstance(gold, list | tuple) else [gold]
+            answer = next((item for item in given if item not in (None, "")), None)
+            if answer is None:
                 continue
             ids = self.trainer.processing_class(self.template.format(answer), add_special_tokens=False)["input_ids"]
             for turn in sorted({turn for turn in row.turn_ids if turn >= 0}):
