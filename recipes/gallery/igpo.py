@@ -1,8 +1,8 @@
 """IGPO (arXiv 2510.14967): a turn earns by how much it makes the gold answer more likely.
 
 The gain of a turn is p(gold | context after it) - p(gold | context before it), with p the geometric mean over the
-answer's tokens; the last turn, which answers, has the outcome alone. Gains are process rewards of `turn_grpo`, whose
-normalisation does not pay for extra turns. In a recipe whose trajectories have `info["gold"]`, as SearchQAEnv's do:
+answer's tokens; the last turn, which answers, has the outcome alone. Gains are compared as process rewards are by
+`turn_grpo`, whose normalisation does not pay for extra turns. In a recipe whose trajectories have `info["gold"]`, as SearchQAEnv's do:
 
     callbacks: [recipes/gallery/igpo.py:GoldGain]
     advantage_estimator: recipes/gallery/igpo.py:IGPO
@@ -45,14 +45,14 @@ class GoldGain(RolloutCallback):
 
 
 def igpo(inputs):
-    """(N, T) advantages of `turn_grpo`, gains added to the turns' rewards."""
+    """(N, T) advantages of `turn_grpo`, and those of the gains, each compared with their own spread."""
     gains = torch.zeros_like(inputs.turn_rewards)
     gains.scatter_add_(1, inputs.turn_ids.clamp(min=0), inputs.columns["gold_gain"].to(gains) * (inputs.turn_ids >= 0))
-    rewards, gamma = inputs.turn_rewards + gains, inputs.settings.gamma_turn
-    advantages = compute_turn_group_advantages(
-        rewards, inputs.outcome_rewards, inputs.turn_ids, inputs.group_ids, gamma_turn=gamma
-    )
-    return Credit(advantages=advantages)
+    lost, gamma = 0 * inputs.outcome_rewards, inputs.settings.gamma_turn  # NaN stays
+    parts = [(inputs.turn_rewards, inputs.outcome_rewards), (gains, lost)]  # one spread for both would blow up either
+    places = (inputs.turn_ids, inputs.group_ids)
+    return Credit(advantages=sum(compute_turn_group_advantages(*part, *places, gamma_turn=gamma) for part in parts))
 
 
-IGPO = Estimator(name="igpo", compute=igpo, needs_group=True, options=("gamma_turn",))
+IGNORES = ("process_reward_weight", "outcome_reward_weight", "separate_process_advantages")  # all parts are normalised
+IGPO = Estimator(name="igpo", compute=igpo, needs_group=True, options=("gamma_turn",), ignores=IGNORES)
