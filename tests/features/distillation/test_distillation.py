@@ -40,6 +40,12 @@ def make(tmp_path, distillation, **options):
     return make_trainer(tmp_path, callbacks=[distillation], **options)
 
 
+def test_a_hint_may_be_a_number_also_zero(tmp_path):
+    numbers = questions().map(lambda row: {"hint": 0})
+    batch = scored_batch(make(tmp_path, SelfDistillation("hint"), train_dataset=numbers))
+    assert batch["has_teacher"].all()
+
+
 def teacher_of(trainer, item, content):
     """Log-probs of a completion after the prompt with this content."""
     tools = [tool.schema for tool in AddEnv.tools]

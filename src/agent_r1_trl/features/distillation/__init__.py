@@ -135,7 +135,7 @@ class SelfDistillation(RolloutCallback):
     def _hinted(self, item: Trajectory, hint: str | None) -> list[int] | None:
         """The prompt's ids with the hint; None where there is no hint, or no place for it."""
         last = max((i for i, message in enumerate(item.prompt_messages) if message["role"] == "user"), default=None)
-        if not hint or last is None or not isinstance(item.prompt_messages[last]["content"], str):
+        if hint in (None, "", []) or last is None or not isinstance(item.prompt_messages[last]["content"], str):
             return None
         message = item.prompt_messages[last]
         longer = [*item.prompt_messages]
