@@ -324,6 +324,7 @@ def test_what_cannot_be_replayed_is_named_with_the_first_thing_that_differs(tmp_
         ({"train_dataset": questions(8).map(lambda row: {"extra": 1})}, r"trajectory \d differs first in row"),
         ({"num_generations": 2}, r"trajectory \d differs first in (generation|example_id)"),
         ({"max_observation_tokens": 7}, limit),
+        ({"temperature": 0.5}, r"temperature=1.0 was recorded, .*=0.5: .*Set temperature to 1.0"),
     ):
         with pytest.raises(ReplayError, match=f"journal.replay=.*{message}"):
             train(tmp_path / "b", **replay, **change)

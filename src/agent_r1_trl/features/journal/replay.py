@@ -67,14 +67,14 @@ class JournalReplay:
             requests: as a rollout would take them.
             micro_step: of a training run; None for an evaluation.
             round_number: of a rollout that replaces groups of the micro-step's first one, from 1 on.
-            limits: those of the present run, by name; None if they are not compared.
+            limits: those of the present run, and in a training how it samples, by name; None if they are not compared.
 
         Raises:
             ReplayError: there is no such rollout, it is not complete, or a limit or one of the requests differs.
         """
         rollout = self._read(micro_step, round_number)
         where = "" if micro_step is None else f"the rollout of micro-step {micro_step}: "
-        recorded_limits = rollout.header.get("limits", {})
+        recorded_limits = rollout.header.get("limits", {}) | rollout.header.get("params", {})
         for name, value in (limits or {}).items():
             if "endpoint" in rollout.header and name.startswith("context."):
                 continue  # a hosted model reads every turn so far, whatever the recipe says

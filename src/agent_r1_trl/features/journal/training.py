@@ -134,7 +134,8 @@ class TrainingJournal(RolloutCallback):
             return None
         try:
             place = (position.micro_step, position.round)
-            trajectories = self._replay.replay(requests, *place, deciding_limits(limits))
+            params = asdict(self.trainer.args.sampling_params(is_training=True))
+            trajectories = self._replay.replay(requests, *place, deciding_limits(limits) | params)
         except ReplayError as error:
             if not position.round:
                 raise
