@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.features.echo_trap import Verdict, guard
 from agent_r1_trl.features.echo_trap.guard import GUARD, ROLLED_BACK, CollapsedError, RestartError, healthy_checkpoints
+from agent_r1_trl.features.journal import ReplayError
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -195,6 +196,16 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(
         trainer.train()
     assert guard_of(trainer).state.run != other
     assert [event["outcome"] for event in guard_of(trainer).state.events] == ["not possible", "taken"]
+
+
+def test_the_replay_of_a_run_that_went_back_says_how_it_is_made(tmp_path):
+    guarded(tmp_path / "a", {5: "collapsed"}, "rollback", journal={"keep": 9}).train()
+    options = {"per_device_train_batch_size": 4, "max_steps": 6, "journal": {"replay": str(tmp_path / "a")}}
+    with pytest.raises(ReplayError, match=r"differs first in seed.*set resume_from_checkpoint to that one"):
+        make_trainer(tmp_path / "b", **options).train()
+    replayed = make_trainer(tmp_path / "b", **options, **{"echo.actions": ["filter"]})
+    replayed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert replayed.state.global_step == 6
 
 
 def test_a_rollback_under_deepspeed_or_fsdp_ends_the_process_and_a_new_one_goes_on(tmp_path):
