@@ -46,6 +46,13 @@ def test_a_hint_may_be_a_number_also_zero(tmp_path):
     assert batch["has_teacher"].all()
 
 
+def test_a_hint_that_leaves_the_completion_no_room_in_the_model_is_none(tmp_path):
+    hints = questions(2).map(lambda row, index: {"hint": "x " * (900 if index else 1)}, with_indices=True)
+    trainer = make(tmp_path, SelfDistillation("hint"), train_dataset=hints)
+    batch = scored_batch(trainer)
+    assert batch["has_teacher"].tolist() == [item.example_id == "q0" for item in trainer.last_trajectories]
+
+
 def teacher_of(trainer, item, content):
     """Log-probs of a completion after the prompt with this content."""
     tools = [tool.schema for tool in AddEnv.tools]

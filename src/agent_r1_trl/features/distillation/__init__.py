@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -155,13 +156,18 @@ class SelfDistillation(RolloutCallback):
     def extra_columns(
         self, output: dict[str, Any], trajectories: Sequence[Trajectory], rows: Any
     ) -> Mapping[str, torch.Tensor]:
-        """`teacher`, (R, T) its log-probs, and `has_teacher`, (R,): a row whose context was rewritten has none."""
+        """`teacher`, (R, T) its log-probs, and `has_teacher`, (R,).
+
+        A row whose context was rewritten has none, nor one that with its hint is longer than the model's context.
+        """
         prompts = [self._hinted(*pair) for pair in zip(trajectories, self.hints(trajectories), strict=True)]
         is_first = output["is_first_row"].tolist()
+        most = self.trainer.rollouts.limits.max_model_length or math.inf
         chosen = [
             number
             for number, index in enumerate(rows.index.tolist())
-            if index >= 0 and is_first[number] and prompts[index] and trajectories[index].in_baseline
+            if index >= 0 and is_first[number] and trajectories[index].in_baseline
+            if (prompt := prompts[index]) and len(prompt) + len(rows.rows[number].completion_ids) <= most
         ]
         device, places = output["completion_mask"].device, torch.tensor(chosen, dtype=torch.long)
         kept = output[KEPT_IDS][places] if KEPT_IDS in output else None
