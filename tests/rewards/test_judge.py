@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,16 @@ def test_the_cost_never_exceeds_its_limit_also_while_calls_are_in_flight():
         [cause] = filter(None, errors)
         assert cause.startswith(f"judge: max_cost={2.5 * most:g} leaves no room for a call (")
         assert scored(reward, "e")[0] == [0.1], "two calls were cheaper than they might have been"
+
+
+@pytest.mark.parametrize(("cache", "calls"), [(None, 2), ("judge.sqlite", 1)])
+def test_what_is_logged_counts_the_calls_of_all_ranks_of_which_the_trainer_takes_the_mean(
+    tmp_path, monkeypatch, cache, calls
+):
+    monkeypatch.setattr("accelerate.PartialState", lambda: SimpleNamespace(num_processes=2))
+    with judge_server() as (url, _):
+        scored(judge(url, cache=cache and str(tmp_path / cache)), "a", log_metric=(metrics := {}).__setitem__)
+    assert metrics["judge/calls"] == calls
 
 
 ASK_ONCE = """

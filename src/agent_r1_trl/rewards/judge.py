@@ -192,9 +192,12 @@ class JudgeReward:
         if causes and not self.required:
             logger.warning("%s has not scored %d of %d texts: %s", self.name, len(causes), len(rows), causes[0])
         if log_metric is not None:
+            from accelerate import PartialState
+
             calls, cost = self._ledger.totals()
-            log_metric(f"{self.name}/calls", calls)
-            log_metric(f"{self.name}/cost", cost)
+            share = 1 if self.cache else PartialState().num_processes  # of ranks that count apart, the mean is logged
+            log_metric(f"{self.name}/calls", calls * share)
+            log_metric(f"{self.name}/cost", cost * share)
         if self.turns:
             return [self._for_all_turns(*pair) for pair in zip(trajectory or (), scores, strict=True)]
         return [score[0] if isinstance(score, list) else None for score in scores]
