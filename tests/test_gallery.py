@@ -73,7 +73,7 @@ def test_small_gains_do_not_blow_up_what_turns_earn_alike(tmp_path):
     alike = torch.tensor([[0.5, 0.0]] * 2)
     found = load("igpo").IGPO.estimate(inputs_of([1.0, 1.0], [0, 0], turn_rewards=alike, columns=columns)).advantages
     assert found.abs().max() < 1  # and not 0.5 in units of the gains
-    with pytest.raises(ValueError, match="process_reward_weight=0.3 has no effect with advantage_estimator='igpo'"):
+    with pytest.raises(ValueError, match=r"process_reward_weight=0\.3 has no effect with advantage_estimator='igpo'"):
         make_trainer(tmp_path, advantage_estimator=load("igpo").IGPO, process_reward_weight=0.3)
 
 

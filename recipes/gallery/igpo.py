@@ -2,7 +2,8 @@
 
 The gain of a turn is p(gold | context after it) - p(gold | context before it), with p the geometric mean over the
 answer's tokens; the last turn, which answers, has the outcome alone. Gains are compared as process rewards are by
-`turn_grpo`, whose normalisation does not pay for extra turns. In a recipe whose trajectories have `info["gold"]`, as SearchQAEnv's do:
+`turn_grpo`, whose normalisation does not pay for extra turns. In a recipe whose trajectories have `info["gold"]`, as
+SearchQAEnv's do:
 
     callbacks: [recipes/gallery/igpo.py:GoldGain]
     advantage_estimator: recipes/gallery/igpo.py:IGPO

@@ -131,7 +131,7 @@ def _difference(wanted: dict[str, Any], recorded: Sequence[dict[str, Any]], foun
     fix = "Pass the data and the settings of the recorded run."
     if name == "seed":
         fix += (
-            " If its echo guard went back to a checkpoint, set resume_from_checkpoint to that one, and echo.actions to "
-            "another one than rollback: the guard reads there that the draws are others."
+            " If its echo guard went back to a checkpoint, set resume_from_checkpoint to that one, and echo.actions "
+            "to another one than rollback: the guard reads there that the draws are others."
         )
     return f"differs first in {name}: {before[name]!r} was recorded, the run asks for {wanted[name]!r}. {fix}"
