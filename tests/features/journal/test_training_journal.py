@@ -13,6 +13,7 @@ from agent_r1_trl.features.journal import JournalReplay, ReplayError
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import pack, read_file
 from agent_r1_trl.features.journal.training import fingerprint, reads_environments
+from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv
@@ -306,6 +307,27 @@ def test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environme
     assert len(replayed.batches) == 4 and all(map(is_same, replayed.batches, whole.batches))
     assert "ends with optimizer step 4" in caplog.text
     assert not (tmp_path / "b" / "journal").exists()
+
+
+class Flaky(Generator):
+    """Fails in every seventh turn."""
+
+    def __init__(self, inner):
+        self.inner, self.num, self.requests = inner, 0, inner.requests
+
+    async def generate(self, prompt_ids, **options):
+        self.num += 1
+        if self.num % 7 == 0:
+            raise RuntimeError("flaky")
+        return await self.inner.generate(prompt_ids, **options)
+
+
+def test_a_replay_knows_of_the_tries_that_had_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr("agent_r1_trl.rollout.runner.RETRY_WAIT_S", 0.0)
+    whole = train(tmp_path / "a", journal={"keep": 9}, wrap_generator=Flaky, retry_failed=2)
+    replayed = train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, retry_failed=2)
+    tries, again = ([item.failed_tries for item in run.last_trajectories] for run in (whole, replayed))
+    assert any(tries) and again == tries
 
 
 def test_a_replay_with_another_reward_function_runs_it_on_the_recorded_completions(tmp_path):

@@ -11,6 +11,7 @@ from agent_r1_trl.features.journal.log import EVAL_FILE, FOLDER, rollout_file
 from agent_r1_trl.features.journal.reader import RecordedRollout, describe_request, read_rollout, read_trajectory
 from agent_r1_trl.features.journal.records import VERSION
 from agent_r1_trl.rollout import RolloutRequest
+from agent_r1_trl.rollout.failures import failure_of
 from agent_r1_trl.trajectory import Trajectory
 
 
@@ -88,12 +89,14 @@ class JournalReplay:
         trajectories = []
         for index, request in enumerate(requests):
             wanted = describe_request(request)
-            found = recorded.get(str(wanted))
+            found, failed = recorded.get(str(wanted)), []
             while again := recorded.get(str(wanted | {"attempt": wanted["attempt"] + 1})):  # the last try counts
+                failed += [failure_of(read_trajectory(found.end))] if found and found.end else []
                 wanted, found = again.request, again
             if found is None or found.end is None:
                 self._refuse(f"{where}trajectory {index} " + _difference(wanted, first_wave[index : index + 1], found))
             trajectories.append(read_trajectory(found.end))
+            trajectories[-1].failed_tries = [f"{cause.stop_reason}: {cause.error}" for cause in failed if cause]
         return trajectories
 
     def _read(self, micro_step: int | None, round_number: int) -> RecordedRollout:
