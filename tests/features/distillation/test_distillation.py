@@ -40,17 +40,31 @@ def make(tmp_path, distillation, **options):
     return make_trainer(tmp_path, callbacks=[distillation], **options)
 
 
+def test_two_of_them_need_two_names_and_each_is_logged_under_its_own(tmp_path):
+    first, second = SelfDistillation("hint"), SelfDistillation()
+    with pytest.raises(ValueError, match=r"two have the name 'distillation'.*Give one of them another name"):
+        make_trainer(tmp_path, callbacks=[first, second], train_dataset=with_hints())
+    second.name = "siblings"
+    trainer = make_trainer(tmp_path, callbacks=[first, second], train_dataset=with_hints(), env=PaidEnv, script=talk)
+    trainer.train()
+    entry = trainer.state.log_history[0]
+    assert (entry["distillation/hinted_share"], entry["siblings/hinted_share"]) == (0.5, 0.75)
+    assert entry["distillation"] != entry["siblings"] and entry["siblings/gap"] != 0
+
+
 def test_a_hint_may_be_a_number_also_zero(tmp_path):
     numbers = questions().map(lambda row: {"hint": 0})
     batch = scored_batch(make(tmp_path, SelfDistillation("hint"), train_dataset=numbers))
-    assert batch["has_teacher"].all()
+    assert batch["distillation/has_teacher"].all()
 
 
 def test_a_hint_that_leaves_the_completion_no_room_in_the_model_is_none(tmp_path):
     hints = questions(2).map(lambda row, index: {"hint": "x " * (900 if index else 1)}, with_indices=True)
     trainer = make(tmp_path, SelfDistillation("hint"), train_dataset=hints)
     batch = scored_batch(trainer)
-    assert batch["has_teacher"].tolist() == [item.example_id == "q0" for item in trainer.last_trajectories]
+    assert batch["distillation/has_teacher"].tolist() == [
+        item.example_id == "q0" for item in trainer.last_trajectories
+    ]
 
 
 def teacher_of(trainer, item, content):
@@ -67,14 +81,14 @@ def test_the_teacher_reads_the_hint_and_the_term_is_the_one_of_the_docstring(tmp
     trainer = make(tmp_path, SelfDistillation("hint", gate=gate, weight=0.5))
     batch = scored_batch(trainer)
     trainer.compute_loss(trainer.model, batch)
-    assert batch["has_teacher"].tolist() == [True] * 4 + [False] * 4
+    assert batch["distillation/has_teacher"].tolist() == [True] * 4 + [False] * 4
     terms, num = 0.0, 0
     for index, item in enumerate(trainer.last_trajectories[:4]):
         question = item.prompt_messages[0]["content"]
         teacher, student = (
             teacher_of(trainer, item, text) for text in (f"{question}\n\nHint: say {question.split()[1]}", question)
         )
-        torch.testing.assert_close(batch["teacher"][index, : len(teacher)], teacher, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(batch["distillation/teacher"][index, : len(teacher)], teacher, rtol=1e-4, atol=1e-5)
         mask = torch.tensor(item.action_mask).bool()
         d = (teacher - student).clamp(-2, 2)[mask]
         factor = {"sigmoid": d * torch.sigmoid(5 * d), "signed": d, "raise": torch.sigmoid(5 * d)}[gate]
@@ -100,7 +114,7 @@ def test_siblings_learn_from_the_best_of_their_group(tmp_path):
 
 def test_a_function_may_give_hints(tmp_path):
     trainer = make(tmp_path, SelfDistillation(lambda item, row: row["id"] if item.generation else ""))
-    assert scored_batch(trainer)["has_teacher"].tolist() == [False, True, True, True] * 2
+    assert scored_batch(trainer)["distillation/has_teacher"].tolist() == [False, True, True, True] * 2
 
 
 def test_the_function_may_be_async(tmp_path):

@@ -156,7 +156,7 @@ class SelfDistillation(RolloutCallback):
     def extra_columns(
         self, output: dict[str, Any], trajectories: Sequence[Trajectory], rows: Any
     ) -> Mapping[str, torch.Tensor]:
-        """`teacher`, (R, T) its log-probs, and `has_teacher`, (R,).
+        """`NAME/teacher`, (R, T) its log-probs, and `NAME/has_teacher`, (R,); NAME is `distillation`, or another.
 
         A row whose context was rewritten has none, nor one that with its hint is longer than the model's context.
         """
@@ -178,21 +178,21 @@ class SelfDistillation(RolloutCallback):
         has_teacher = torch.zeros(len(is_first), dtype=torch.bool, device=device)
         has_teacher[places.to(device)] = True
         share = self.trainer.accelerator.reduce(has_teacher.float().mean(), reduction="mean")
-        self.trainer.add_metrics({"distillation/hinted_share": share.item()})
-        return {"teacher": teacher, "has_teacher": has_teacher}
+        self.trainer.add_metrics({f"{self.name}/hinted_share": share.item()})
+        return {f"{self.name}/teacher": teacher, f"{self.name}/has_teacher": has_teacher}
 
     def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The action tokens of rows with a teacher; also of groups that a filter has left out."""
         in_loss = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-        return in_loss & inputs["has_teacher"].unsqueeze(1)
+        return in_loss & inputs[f"{self.name}/has_teacher"].unsqueeze(1)
 
     def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The term, summed over the tokens of `mask`; logs the mean of T - S."""
         student = log_probs.detach()
-        gap = torch.where(mask, inputs["teacher"] - student, 0.0)
+        gap = torch.where(mask, inputs[f"{self.name}/teacher"] - student, 0.0)
         sums = torch.stack([gap.sum().double(), mask.sum().double()])
         total, count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        self.trainer.add_metrics({"distillation/gap": total / count} if count else {})
+        self.trainer.add_metrics({f"{self.name}/gap": total / count} if count else {})
         weights = GATES[self.gate](gap.clamp(-self.clip, self.clip))
         old = inputs.get("old_per_token_logps")
         if old is not None:
