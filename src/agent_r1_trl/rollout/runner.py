@@ -425,17 +425,19 @@ class _FrozenHeap:
     With torch and transformers loaded, its visits there take a third of the processor time of our part of a rollout.
     """
 
-    _lock, _num_rollouts, _is_ours = threading.Lock(), 0, False
+    _lock, _num_rollouts, _is_ours, _is_theirs = threading.Lock(), 0, False, False
 
     @classmethod
     def add(cls, number: int) -> None:
         """So many rollouts more, or fewer."""
         with cls._lock:
-            # Nothing is done if the program has frozen objects itself, or has switched the collector off.
-            if cls._num_rollouts == 0 and gc.isenabled() and gc.get_freeze_count() == 0:
-                gc.collect(1)  # young garbage need not wait until the rollout has ended
-                gc.freeze()
-                cls._is_ours = True
+            # Nothing is done if the program, or vLLM, has frozen objects itself, or has switched the collector off.
+            if cls._num_rollouts == 0 and gc.isenabled() and not cls._is_theirs:
+                cls._is_theirs = gc.get_freeze_count() > 0  # which takes 0.1 s where there are some: asked once
+                if not cls._is_theirs:
+                    gc.collect(1)  # young garbage need not wait until the rollout has ended
+                    gc.freeze()
+                    cls._is_ours = True
             cls._num_rollouts += number
             if cls._num_rollouts == 0 and cls._is_ours:
                 gc.unfreeze()

@@ -55,21 +55,26 @@ class PoolExhaustedError(RuntimeError):
 
 
 class Job:
-    """One function call, with the context variables of where it was asked for."""
+    """One function call, with the context variables of where it was asked for.
 
-    def __init__(self, fn: Callable[[], Any]) -> None:
-        self.started: Future[None] = Future()
+    Args:
+        fn: the function.
+        thread: the only thread that may run it; None: a new one.
+    """
+
+    def __init__(self, fn: Callable[[], Any], thread: OwnThread | None = None) -> None:
+        self.placed: Future[None] = Future()
         self.finished: Future[Any] = Future()
-        for future in (self.started, self.finished):
+        for future in (self.placed, self.finished):
             future.set_running_or_notify_cancel()  # so that nobody who waits can cancel it
         self.is_abandoned = False
         self.seconds = 0.0
         """How long the function ran."""
         self.fn: Callable[[], Any] = functools.partial(contextvars.copy_context().run, fn)
+        self.thread = thread
 
     def run(self) -> None:
         """Run the function; called by the thread that does the work."""
-        self.started.set_result(None)
         began = time.monotonic()
         try:
             prepare_thread()
@@ -87,11 +92,11 @@ class Job:
     def refuse(self, reason: str) -> None:
         """Tell the caller that it will never run."""
         self.finished.set_exception(PoolExhaustedError(reason))
-        self.started.set_result(None)
+        self.placed.set_result(None)
 
 
 class DaemonThreadPool:
-    """Runs at most `max_workers` jobs at a time, not counting abandoned ones, on threads that end when none waits.
+    """Runs at most `max_workers` jobs at a time, not counting abandoned ones, each on a thread that ends with it.
 
     Args:
         max_workers: number of places; further jobs wait in the order of their submission.
@@ -111,22 +116,24 @@ class DaemonThreadPool:
         """Others that run."""
 
     async def run(
-        self, fn: Callable[[], T], *, timeout_s: float | None = None, queue_timeout_s: float | None = None
+        self,
+        fn: Callable[[], T],
+        *,
+        timeout_s: float | None = None,
+        queue_timeout_s: float | None = None,
+        thread: OwnThread | None = None,
     ) -> T:
         """Run `fn` on a thread and return its value.
 
         `timeout_s` is the longest that it may run, `queue_timeout_s` that it may wait for a place before; None for no
-        limit.
+        limit. `thread` is an environment's, which takes a place of the pool while it works.
 
         Raises:
             JobTimeoutError: the job ran for longer than `timeout_s` and was abandoned.
             PoolExhaustedError: no place became free in time, or none ever will.
             BaseException: whatever `fn` raised.
         """
-        job = Job(fn)
-        with self._lock:
-            self._queue.append(job)
-            self._serve()
+        job = Job(fn, thread)
         finished = asyncio.wrap_future(job.finished)
         try:
             await self._wait_for_place(job, queue_timeout_s)
@@ -143,49 +150,52 @@ class DaemonThreadPool:
                 finished.exception()  # marks it as retrieved
 
     async def _wait_for_place(self, job: Job, queue_timeout_s: float | None) -> None:
+        with self._lock:
+            self._queue.append(job)
+            self._serve()
+        if job.placed.done():
+            return
         end = math.inf if queue_timeout_s is None else time.monotonic() + queue_timeout_s
-        started = asyncio.wrap_future(job.started)
+        placed = asyncio.wrap_future(job.placed)
         try:
-            while not job.started.done():
-                await asyncio.wait({started}, timeout=min(POKE_S, max(0.0, end - time.monotonic())))
-                if not job.started.done() and time.monotonic() >= end:
+            while not job.placed.done():
+                await asyncio.wait({placed}, timeout=min(POKE_S, max(0.0, end - time.monotonic())))
+                if not job.placed.done() and time.monotonic() >= end:
                     raise PoolExhaustedError(f"no thread was free for {queue_timeout_s:g} s")
                 with self._lock:
                     self._serve()
         finally:
-            started.cancel()
+            placed.cancel()
 
     def _serve(self) -> None:
-        """Start threads for jobs that wait, while places are free; where the system has no more, the jobs wait on.
+        """Start jobs that wait, while places are free; where the system has no more threads, they wait on.
 
         If each place is held by a job that was abandoned, the jobs that wait are refused.
         """
         while self._queue and len(self._running) < self.max_workers:
             job = self._queue[0]
-            thread = threading.Thread(target=self._work, args=(job,), name="tool-worker", daemon=True)
+            work = functools.partial(self._work, job)
             try:
-                thread.start()
+                if job.thread is None or not job.thread.take(job, work):
+                    threading.Thread(target=work, name="tool-worker", daemon=True).start()
             except (RuntimeError, MemoryError):  # can't start new thread
                 return
             self._running.add(self._queue.popleft())
+            job.thread = None  # which holds the job, and ends when nobody holds it
+            job.placed.set_result(None)
         if all(job.is_abandoned for job in self._running):
             while self._queue:
                 num_hanging = self._num_abandoned + len(self._running)
                 self._queue.popleft().refuse(f"{num_hanging} earlier calls hang and never returned")
 
     def _work(self, job: Job) -> None:
-        """Run a job, and then those that wait."""
-        while True:
-            job.run()
-            with self._lock:
-                if job not in self._running:  # another job has its place
-                    self._num_abandoned -= 1
-                    return
+        job.run()
+        with self._lock:
+            if job in self._running:
                 self._running.discard(job)
-                if not self._queue:
-                    return
-                job = self._queue.popleft()
-                self._running.add(job)
+            else:  # another job has its place
+                self._num_abandoned -= 1
+            self._serve()
 
     def _abandon(self, job: Job) -> None:
         """Stop waiting for a job: a queued job never runs, a running one gives up its place if a spare is left."""
@@ -238,18 +248,26 @@ class OwnThread:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Calls that wait for the thread; None ends it."""
         self._last: Job | None = None
         self._end: Callable[[], Any] = lambda: None
 
-    async def run(self, fn: Callable[[], T], *, pool: DaemonThreadPool, **limits: float | None) -> T:
-        """Run `fn` and return its value; see `DaemonThreadPool.run`."""
-        job = Job(fn)
-        try:
-            return await pool.run(functools.partial(self._do, job), **limits)
-        finally:
-            job.is_abandoned = True  # without effect on one that has ended
+    def take(self, job: Job, work: Callable[[], None]) -> bool:
+        """Have the thread do the work of a job; False if it waits for this very job, which a call on it asked for.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        with self._lock:
+            busy = self._last if self._last is not None and not self._last.finished.done() else None
+            if busy is not None and not busy.is_abandoned:
+                return False
+            if busy is not None or self._thread is None or not self._thread.is_alive():
+                self._start()
+            self._last = job
+            self._inbox.put(work)
+            return True
 
     def end(self) -> None:
         """Let the thread end after the call that it runs."""
@@ -257,34 +275,18 @@ class OwnThread:
             self._end()
             self._thread = None
 
-    def _do(self, job: Job) -> Any:
-        """On a thread of the pool, which waits for the own one."""
-        with self._lock:
-            busy = self._last if self._last is not None and not self._last.finished.done() else None
-            is_inside = busy is not None and not busy.is_abandoned  # a call out of a call, which waits
-            if not is_inside:
-                if busy is not None or self._thread is None or not self._thread.is_alive():
-                    self._start()
-                self._last = job
-                self._inbox.put(job)
-        return job.fn() if is_inside else job.finished.result()
-
     def _start(self) -> None:
         self._end()
-        self._inbox = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._inbox,), name="environment", daemon=True)
-        try:
-            self._thread.start()
-        except (RuntimeError, MemoryError) as error:
-            self._thread = None
-            raise PoolExhaustedError("the system has no more threads") from error
-        self._end = weakref.finalize(self, self._inbox.put, None)
+        self._inbox, self._thread = queue.SimpleQueue(), None
+        thread = threading.Thread(target=_serve, args=(self._inbox,), name="environment", daemon=True)
+        thread.start()
+        self._thread, self._end = thread, weakref.finalize(self, self._inbox.put, None)
 
 
-def _serve(inbox: queue.SimpleQueue[Job | None]) -> None:
-    while (job := inbox.get()) is not None:
-        job.run()
-        del job  # it holds the environment
+def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := inbox.get()) is not None:
+        work()
+        del work  # it holds the environment
 
 
 own_thread: ContextVar[OwnThread | None] = ContextVar("own_thread", default=None)
@@ -296,5 +298,4 @@ async def run_on_own_thread(fn: Callable[[], T], *, pool: DaemonThreadPool, **li
 
     `limits`: `timeout_s` and `queue_timeout_s` of `DaemonThreadPool.run`.
     """
-    thread = own_thread.get()
-    return await (pool.run(fn, **limits) if thread is None else thread.run(fn, pool=pool, **limits))
+    return await pool.run(fn, thread=own_thread.get(), **limits)  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ class _AgentRun:
 def is_agent(make: Callable[[], Any], timeout_s: float) -> bool:
     """Whether this makes agents; False if it makes nothing, which the checks of environments report."""
     with contextlib.closing(Caller(timeout_s)) as caller:
-        made = caller.call("making the environment", OwnThread().run(make, pool=shared_pool(8)))
+        made = caller.call("making the environment", shared_pool(8).run(make, thread=OwnThread()))
     return hasattr(made.value, "drive")
 
 

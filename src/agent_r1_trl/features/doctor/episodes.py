@@ -125,7 +125,7 @@ class EnvTrial:
 
     def new(self, thread: OwnThread) -> Any:
         """Make a fresh environment on a thread."""
-        made = self.caller.call("making the environment", thread.run(self.make, pool=shared_pool(8)))
+        made = self.caller.call("making the environment", shared_pool(8).run(self.make, thread=thread))
         if made.failure:
             fix = (
                 "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...). "
