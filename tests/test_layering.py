@@ -310,7 +310,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "environments": (1316, 8),
     "evaluation": (1193, 7),
     "features/__init__.py": (132, 1),
-    "features/distillation": (218, 1),
+    "features/distillation": (219, 1),
     "features/doctor": (2237, 9),
     "features/doors": (2655, 12),
     "features/echo_trap": (1912, 9),
@@ -326,9 +326,9 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "generation": (4005, 21),
     "recording": (1574, 8),
     "rewards": (1219, 9),
-    "rollout": (2892, 15),
-    "tools": (2529, 12),
-    "trainers": (6392, 17),
+    "rollout": (2895, 15),
+    "tools": (2530, 12),
+    "trainers": (6424, 17),
     "update": (2065, 9),
 }
 

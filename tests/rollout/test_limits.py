@@ -122,6 +122,23 @@ def test_parallel_results_share_the_limit_and_one_note(limit):
     assert sum(lengths) >= limit / 2 and max(lengths[:-1]) - min(lengths[:-1]) <= 1
 
 
+@pytest.mark.parametrize("others", [[{"type": "text", "text": "a fact " * 40}], {"fact": "long " * 40}], ids=type)
+def test_observations_of_text_blocks_and_data_are_limited_as_text_is(others):
+    class OtherEnv(AddEchoEnv):
+        async def step(self, message):
+            found = await super().step(message)
+            contents = [others, "a text " * 40, [{"type": "text", "text": "42"}]]
+            return found._replace(observations=[{**found.observations[0], "content": item} for item in contents])
+
+    chat = chat_of()
+    turn = calls(*[("echo", {"text": "x"})] * 3)
+    limits = {"max_observation_tokens": 60, "max_completion_length": 10_000, "max_turns": 1}
+    trajectory, _ = roll_out([turn], env=OtherEnv, chat=chat, limits=limits)
+    first, second, third = (message["content"] for message in trajectory.turns[0].observations)
+    assert third == "42" and "fact" in first and second.startswith("a text") and second.endswith("[truncated]")
+    assert sum(map(chat.count, (first, second, third))) <= 60
+
+
 # -------------------------------------------------------------------- unusable calls
 
 

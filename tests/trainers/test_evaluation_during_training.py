@@ -295,6 +295,28 @@ def test_an_evaluation_that_failed_says_nothing_of_a_set_whose_name_begins_alike
     assert trainer.state.best_metric == 2.0
 
 
+def test_a_best_metric_that_no_evaluation_set_has_is_refused_before_the_run(tmp_path):
+    sets = {"hard": questions(5), "easy": questions(3)}
+    options = BEST | EVALUATION
+    for metric in ("reward", "eval_loss", "hardreward"):
+        message = rf"metric_for_best_model='{metric}' .*'hard': .*Set metric_for_best_model='eval_hard_reward'"
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, env=SumEnv, eval_dataset=sets, metric_for_best_model=metric, **options)
+    make_trainer(tmp_path, env=SumEnv, eval_dataset=sets, metric_for_best_model="easy_reward", **options)
+
+
+@pytest.mark.parametrize(("metric", "better"), [(None, "eval_reward"), ("hard_loss", "eval_hard_reward")])
+def test_the_loss_as_the_best_metric_is_warned_of(tmp_path, caplog, metric, better):
+    sets = questions(5) if metric is None else {"hard": questions(5)}
+    options = EVALUATION | {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options |= {"load_best_model_at_end": True, "eval_dataset": sets, "env": SumEnv}
+    make_trainer(tmp_path, metric_for_best_model=metric, **options)
+    assert f"Set metric_for_best_model='{better}'." in caplog.text
+    caplog.clear()
+    make_trainer(tmp_path, metric_for_best_model=better, **options)
+    assert "metric_for_best_model" not in caplog.text
+
+
 def test_failed_rows_are_excluded_from_the_reward_of_an_evaluation(tmp_path, monkeypatch, caplog):
     trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
     monkeypatch.setattr(DownEnv, "is_down", lambda self, example: example["id"] in ("q3", "q4"))

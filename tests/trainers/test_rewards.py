@@ -150,6 +150,7 @@ def test_turn_rewards_say_which_trajectories_they_score():
     [
         (None, "mine returned None for 2 trajectories"),
         ([[0.0, 0.0]], "mine returned 1 values for 2"),
+        ({(0.0, 0.0), (1.0, 1.0)}, "mine returned \\{.*\\} for 2 trajectories"),
         ([1.0, 2.0], "mine returned 1.0 for the turns of Trajectory"),
         ([[1.0], [1.0]], "mine returned 1 values for the turns of Trajectory"),
         ([["much", 0.0], None], "mine returned 'much' for Trajectory"),

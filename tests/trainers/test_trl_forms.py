@@ -382,6 +382,26 @@ def test_functions_see_the_state_and_log_columns_and_metrics(tmp_path):
     assert trainer.last_trajectories[0].tool_results[0].content in {"1", "2", "3", "4"}
 
 
+def test_a_column_that_a_function_logs_now_and_then_stays_beside_its_rows(tmp_path):
+    """The table holds the last 8 rows: evaluations of 2, and rollouts of 8."""
+
+    def logs(completions, trainer_state, log_extra, **kwargs):
+        if len(completions) == 2 and trainer_state.global_step:
+            log_extra("step", [trainer_state.global_step] * 2)
+        return [float(trainer_state.global_step)] * len(completions)
+
+    args = plain_config(
+        tmp_path, log_completions=True, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2,
+        per_device_eval_batch_size=2, num_generations_eval=1, per_device_train_batch_size=8,
+    )  # fmt: skip
+    arguments = {"tools": [add], "args": args, "eval_dataset": questions().select(range(2))}
+    trainer = build(tmp_path, reward_funcs=logs, **arguments)
+    trainer.train()
+    assert list(trainer._logs["extra"]["step"]) == [None] * 6 + [2] * 2
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert table["step"].tolist()[-2:] == [1, 1] and table["logs"].tolist() == [0.0] * 6 + [1.0] * 2
+
+
 def test_trainer_environments_and_tools_are_those_of_trl(tmp_path):
     trl, ours = roll_out_pair(tmp_path, call_then_answer, environment_factory=Totals, tools=[async_add])
     assert sorted(item.total for item in trl.environments) == sorted(item.total for item in ours.environments)

@@ -117,7 +117,8 @@ async def _sample_turns(
         observations, _, end = await take_step(draft, session, limits, turn_index)
         if end is not None:
             return end
-        turn.observations = shortened(observations, ROUGH, limits.max_observation_tokens)
+        with named():
+            turn.observations = shortened(observations, ROUGH, limits.max_observation_tokens)
         spent.length += sum(map(_estimated, turn.observations))
     return StopReason.MAX_TURNS
 

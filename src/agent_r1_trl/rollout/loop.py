@@ -16,6 +16,7 @@ from typing import Any
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
+from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import (
     Generation,
@@ -293,8 +294,7 @@ def shortened(observations: Sequence[Message], chat: Any, max_tokens: int) -> li
     """
     # The bound keeps a tokenizer from reading megabytes while every trajectory waits; no token is that long.
     limit = MAX_CHARS_PER_TOKEN * max_tokens
-    contents = [observation.get("content") for observation in observations]
-    texts = [content if isinstance(content, str) else "" for content in contents]
+    texts = [as_text(observation.get("content"), "observations") for observation in observations]
     if all(map(str.isascii, texts)) and 2 * sum(map(len, texts)) <= max_tokens:
         return list(observations)  # no tokenizer makes two tokens of a character
     counts = [chat.count(text[:limit]) for text in texts]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from agent_r1_trl.environments.factory import EnvFactory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.pool import prepare_threads_with
-from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.config import MultiTurnConfig
+
+logger = logging.getLogger(__name__)
 
 
 def as_list(functions: Any) -> list[Any]:
@@ -158,6 +161,32 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
             f"{num_rows * config.num_generations}."
         )
     return train_dataset
+
+
+def check_best_metric(config: MultiTurnConfig, eval_dataset: Any) -> None:
+    """Look at what the best checkpoint is chosen by, which else shows at the first evaluation, or never.
+
+    Raises:
+        ValueError: of several evaluation sets none has such a metric.
+    """
+    best = config.metric_for_best_model
+    if best is None or str(getattr(config.eval_strategy, "value", config.eval_strategy)) == "no":
+        return
+    name, sets = f"eval_{best.removeprefix('eval_')}", [*eval_dataset] if isinstance(eval_dataset, Mapping) else []
+    if sets and not name.startswith(tuple(f"eval_{key}_" for key in sets)):
+        raise ValueError(
+            f"metric_for_best_model={best!r} with eval_dataset={{{', '.join(f'{key!r}: ...' for key in sets)}}}: the "
+            "metrics of each set have its name, so no evaluation has this one. Set metric_for_best_model="
+            f"'eval_{sets[0]}_reward', or another metric of one of the sets."
+        )
+    if name.endswith("_loss") and is_main_process():
+        logger.warning(
+            "metric_for_best_model=%r (what load_best_model_at_end takes if nothing is set): advantages are relative, "
+            "so a better policy has no smaller loss, and the best checkpoint will be one at random. Set "
+            "metric_for_best_model='%s'.",
+            best,
+            f"{name.removesuffix('loss')}reward",
+        )
 
 
 _NO_PROMPT = [{"role": "user", "content": ""}]

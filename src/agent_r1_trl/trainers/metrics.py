@@ -173,10 +173,11 @@ def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> No
     logs["advantages"].extend(accelerator.gather(advantages).tolist())
     logs["prompt"].extend(shown_all(gather_object([item.prompt_messages for item in batch.trajectories])))
     logs["completion"].extend(shown_all(gather_object(batch.completions)))
-    names = sorted(set(gather_object(list(batch.extra_columns))))  # the same order on all ranks
-    for name in names:
+    names = {*logs["extra"], *gather_object(list(batch.extra_columns))}  # also of batches that had none
+    for name in sorted(names):  # the same order on all ranks
         column = batch.extra_columns.get(name, [None] * len(batch.rows))
         logs["extra"][name].extend(shown_all(gather_object(column)))
+        logs["extra"][name].extendleft([None] * (len(logs["prompt"]) - len(logs["extra"][name])))
     for name in sorted(set(gather_object(list(trainer._pending_metrics)))):  # what functions gave to `log_metric`
         given = trainer._pending_metrics.get(name, [])
         stats = torch.tensor([sum(given), len(given)], dtype=torch.float32, device=accelerator.device)

@@ -31,6 +31,7 @@ from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRP
 from agent_r1_trl.trainers.construction import (
     as_list,
     as_trl_sees,
+    check_best_metric,
     check_callbacks,
     check_overrides,
     check_tokenizer,
@@ -175,6 +176,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         classes = kwargs.get("reward_processing_classes")
         kwargs |= trl_rewards(as_list(reward_funcs), self.rewards.columns, config, classes)
         self.features = Callbacks(config, train_dataset)
+        check_best_metric(config, eval_dataset)
         train_dataset = trl_dataset(train_dataset, config, eval_dataset)
         with as_trl_sees(config, len(self.rewards.columns)):
             super().__init__(model, args=config, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)

@@ -351,7 +351,7 @@ def _drawn(returned: Any) -> Any:
 def _one_each(returned: Any, count: int, said: str, things: str) -> list[Any]:
     """What a function returned as a list of `count` values."""
     try:
-        values = [] if isinstance(returned, dict | str) else list(returned)
+        values = [] if isinstance(returned, dict | set | str) else list(returned)  # a set has no order
     except TypeError:  # a single number, or None
         values = []
     if len(values) != count:

@@ -58,6 +58,17 @@ def test_a_hint_may_be_a_number_also_zero(tmp_path):
     assert batch["distillation/has_teacher"].all()
 
 
+def test_a_prompt_of_text_blocks_is_hinted_as_one_of_text_is(tmp_path):
+    def in_blocks(row):
+        return {"prompt": [{"role": "user", "content": [{"type": "text", "text": row["prompt"][0]["content"]}]}]}
+
+    teachers = []
+    for name, rows in {"text": with_hints(), "blocks": with_hints().map(in_blocks)}.items():
+        batch = scored_batch(make(tmp_path / name, SelfDistillation("hint"), train_dataset=rows))
+        teachers.append(batch["distillation/teacher"])
+    assert teachers[0].any() and torch.equal(*teachers)
+
+
 def test_a_hint_that_leaves_the_completion_no_room_in_the_model_is_none(tmp_path):
     hints = questions(2).map(lambda row, index: {"hint": "x " * (900 if index else 1)}, with_indices=True)
     trainer = make(tmp_path, SelfDistillation("hint"), train_dataset=hints)

@@ -309,6 +309,15 @@ def test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environme
     assert not (tmp_path / "b" / "journal").exists()
 
 
+def test_a_replay_goes_on_where_the_last_step_of_an_epoch_has_fewer_micro_batches(tmp_path):
+    """Of the three rollouts of an epoch, its first step takes two and its second one."""
+    options = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    train(tmp_path / "a", journal={"keep": 9}, train_dataset=questions(3), **options)
+    replay = {"replay": str(tmp_path / "a")}
+    replayed = train(tmp_path / "b", journal=replay, train_dataset=questions(3), **options)
+    assert replayed.state.global_step == 4 and len(replayed.batches) == 6
+
+
 class Flaky(Generator):
     """Fails in every seventh turn."""
 

@@ -152,7 +152,7 @@ class TrainingJournal(RolloutCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End a replay behind the last recorded rollout, so that `max_steps` and schedules can stay as they were."""
-        micro_step = state.global_step * args.gradient_accumulation_steps
+        micro_step = self.trainer._step  # the last step of an epoch may have fewer micro-batches than the others
         begins_rollout = micro_step % (args.steps_per_generation * args.num_iterations) == 0
         if self._replay is not None and begins_rollout and micro_step not in self._replay.micro_steps:
             logger.warning("The replayed journal ends with optimizer step %d, and so does the run.", state.global_step)
