@@ -323,7 +323,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sandbox": (1561, 8),
     "features/search": (230, 2),
     "features/serve": (1053, 7),
-    "generation": (4005, 21),
+    "generation": (4016, 21),
     "recording": (1574, 8),
     "rewards": (1219, 9),
     "rollout": (2892, 15),
