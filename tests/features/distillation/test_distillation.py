@@ -58,6 +58,20 @@ def test_a_hint_may_be_a_number_also_zero(tmp_path):
     assert batch["distillation/has_teacher"].all()
 
 
+def test_a_prompt_in_blocks_takes_a_hint_as_one_in_a_string_does(tmp_path):
+    def in_blocks(row):
+        blocks = [{"type": "text", "text": row["prompt"][0]["content"]}]
+        return {**row, "prompt": [{"role": "user", "content": blocks}]}
+
+    rows = [row | {"hint": "say 1"} for row in questions(2)]
+    first, second = (
+        scored_batch(make(tmp_path / str(number), SelfDistillation("hint"), train_dataset=Dataset.from_list(data)))
+        for number, data in enumerate([rows, [*map(in_blocks, rows)]])
+    )
+    assert first["distillation/has_teacher"].all()
+    torch.testing.assert_close(first["distillation/teacher"], second["distillation/teacher"])
+
+
 def test_a_hint_that_leaves_the_completion_no_room_in_the_model_is_none(tmp_path):
     hints = questions(2).map(lambda row, index: {"hint": "x " * (900 if index else 1)}, with_indices=True)
     trainer = make(tmp_path, SelfDistillation("hint"), train_dataset=hints)

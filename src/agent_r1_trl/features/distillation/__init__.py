@@ -26,6 +26,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.settings import NotNegative, Positive, check_value
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rewards import wait_for
@@ -136,11 +137,12 @@ class SelfDistillation(RolloutCallback):
     def _hinted(self, item: Trajectory, hint: str | None) -> list[int] | None:
         """The prompt's ids with the hint; None where there is no hint, or no place for it."""
         last = max((i for i, message in enumerate(item.prompt_messages) if message["role"] == "user"), default=None)
-        if hint in (None, "", []) or last is None or not isinstance(item.prompt_messages[last]["content"], str):
+        if hint in (None, "", []) or last is None:
             return None
         message = item.prompt_messages[last]
         longer = [*item.prompt_messages]
-        longer[last] = {**message, "content": message["content"] + self.text.replace("{hint}", str(hint))}
+        content = as_text(message["content"], "prompt") + self.text.replace("{hint}", str(hint))
+        longer[last] = {**message, "content": content}
         plain, hinted = (self.trainer.chat.encode_prompt(messages) for messages in (item.prompt_messages, longer))
         num_same = next(
             (i for i, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), len(plain)
