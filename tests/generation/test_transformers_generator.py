@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig
+from transformers import LlamaConfig, MambaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig, RwkvConfig
 
 from agent_r1_trl.generation import GenerationError, Generator, SamplingParams
 from agent_r1_trl.generation.local import generator as local
@@ -38,6 +38,7 @@ FAMILIES = {
         "linear_num_value_heads": 4,
         "num_experts": 0,
     },
+    "a state alone": {"config_class": MambaConfig},
 }
 
 
@@ -49,6 +50,11 @@ def test_greedy_ids_equal_transformers_generate_on_ragged_prompts(family):
         expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert generation.token_ids == expected[0, len(prompt) :].tolist()
         assert generation.logprobs == pytest.approx(forward_logprobs(model, prompt, generation, 1.0), abs=1e-5)
+
+
+def test_a_model_whose_cache_cannot_be_passed_is_refused():
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM.* past_key_values.* Set use_vllm=True"):
+        make_generator(tiny_model(config_class=RwkvConfig))
 
 
 def test_rows_that_arrive_while_others_run_sample_the_same_ids(model):

@@ -13,6 +13,8 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma2PreTrainedModel,
+    MambaConfig,
+    MambaModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
@@ -203,3 +205,9 @@ def test_a_model_whose_attention_cannot_be_exchanged_is_not_told_to_exchange_it(
         use_packed_attention(
             FalconModel(FalconConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2))
         )
+
+
+def test_a_model_without_attention_is_not_told_to_load_another_one():
+    config = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2)
+    with pytest.raises(ValueError, match=r"the kinds linear_attention, .* do not cover. Set update_layout='grouped'"):
+        use_packed_attention(MambaModel(config))

@@ -13,6 +13,7 @@ from agent_r1_trl.trajectory import StopReason, Trajectory
 MAX_TEXT, MAX_CAUSES = 500, 5
 """Characters of an error that are kept, and causes that a message lists."""
 DOCTOR = "Run `agent-r1-trl doctor` on this environment and data set."
+NOT_SCORED = "not_scored"
 
 
 class NothingRolledOutError(RunError):
@@ -51,7 +52,7 @@ def failure_of(trajectory: Trajectory) -> FailureCause | None:
         return None
     error = trajectory.error or "the prompt leaves no room for a completion"
     return FailureCause(
-        stop_reason=trajectory.stop_reason.value if has_failed else "not_scored",
+        stop_reason=trajectory.stop_reason.value if has_failed else NOT_SCORED,
         error=shown(error.strip()).rstrip(".")[:MAX_TEXT],
         example_id=shown(trajectory.example_id),
     )

@@ -123,11 +123,11 @@ def _flaw(base: Any, *, share_prefixes: bool) -> tuple[str, str]:
     what = f"the attention implementation {used!r}"
     if not base._can_set_attn_implementation():
         return "an attention of its own, which packed rows do not cover", ""
-    if not _is_flash(used) and used not in ("sdpa", PACKED_ATTENTION):
-        return f"{what}, which packed rows do not cover", "Load it with attn_implementation='sdpa'"
     kinds = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
     if others := kinds - {"full_attention", "sliding_attention"}:
         return f"layers of the kinds {', '.join(sorted(others))}, which packed rows do not cover", ""
+    if not _is_flash(used) and used not in ("sdpa", PACKED_ATTENTION):
+        return f"{what}, which packed rows do not cover", "Load it with attn_implementation='sdpa'"
     if _is_flash(used) and share_prefixes:
         fix = "Set update_layout='packed', load it with attn_implementation='sdpa'"
         return f"{what}, which knows no prefix that rows share", fix

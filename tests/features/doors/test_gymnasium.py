@@ -1,9 +1,11 @@
 """GymnasiumEnv: actions and observations of every kind in text, ends and limits kept apart, seeds."""
 
 import functools
+import io
 import math
 import sys
 from collections import deque
+from typing import ClassVar
 
 import gymnasium
 import pytest
@@ -196,6 +198,39 @@ def test_what_text_cannot_choose_or_show_is_refused_by_name(make, words, monkeyp
     with pytest.raises(ValueError) as caught:
         make()
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+class Drawn(gymnasium.Env):
+    """An environment that says it draws text, and one way to keep or break that."""
+
+    metadata: ClassVar[dict] = {"render_modes": ["human", "ansi"]}
+    observation_space = gymnasium.spaces.Discrete(4)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, render_mode=None, drawing=None):
+        self.render_mode, self.drawing = render_mode, drawing
+
+    def reset(self, *, seed=None, options=None):
+        return 3, {}
+
+    def render(self):
+        return super().render() if self.drawing == "none of its own" else self.drawing
+
+
+gymnasium.register("Drawn-v0", entry_point=Drawn, disable_env_checker=True, order_enforce=False)
+
+
+def test_a_drawing_that_is_no_text_is_refused_and_a_stream_of_text_is_read():
+    drawn = functools.partial(GymnasiumEnv, "Drawn-v0")
+    assert "|x|" in text_of_prompt(drawn(make_kwargs={"drawing": io.StringIO("|x|")}))
+    for drawing in (None, "none of its own"):
+        with pytest.raises(ValueError, match=r"Drawn-v0.*'ansi'.*returned None.*make_kwargs=\{'render_mode': None\}"):
+            drawn(make_kwargs={"drawing": drawing}).reset({"seed": 1})
+    assert text_of_prompt(drawn(make_kwargs={"drawing": None, "render_mode": None})) == "3"
+
+
+def text_of_prompt(env):
+    return env.reset({"seed": 1})[-1]["content"]
 
 
 def test_a_row_with_a_level_is_told_that_there_are_seeds():

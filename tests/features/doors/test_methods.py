@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 
@@ -51,6 +52,10 @@ class Stack:
     @property
     def broken(self):
         raise RuntimeError("properties are not read")
+
+    @functools.cached_property
+    def broken_later(self):
+        raise RuntimeError("nor those that are read once")
 
     def _private(self):
         """Nobody's business."""

@@ -204,8 +204,10 @@ def test_a_required_reward_that_is_missing_is_in_no_loss_and_counts_as_a_failure
 
 def test_a_judge_that_is_away_from_the_start_or_stays_away_ends_the_run(tmp_path):
     trainer = make_trainer(tmp_path / "start", max_steps=3, reward_funcs=[silent_for()])
-    with pytest.raises(NothingRolledOutError, match="All 8 trajectories failed: 8 x not_scored: HTTP 503"):
+    with pytest.raises(NothingRolledOutError, match="All 8 trajectories failed: 8 x not_scored: HTTP 503") as error:
         trainer.train()
+    assert "Correct the reward function, or resume" in str(error.value)
+    assert "doctor" not in str(error.value), "the doctor calls no reward function"
     assert trainer.state.global_step == 0
     options = {"failures": {"max_share": 0.25, "window": 4}, "train_dataset": questions(4), "max_steps": 9}
     trainer = make_trainer(tmp_path / "later", reward_funcs=[silent_for("q0", "q1")], **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import math
 import random
 import re
@@ -261,8 +262,21 @@ class GymnasiumEnv(PackagedEnv):
         if self.format_observation:
             return self.format_observation(observation)
         if self.env.render_mode == "ansi" and not isinstance(observation, str):
-            return _COLOURED.sub(r"[\1]", str(self.env.render())).strip("\n")
+            return _COLOURED.sub(r"[\1]", self._drawing()).strip("\n")
         return _written(observation)
+
+    def _drawing(self) -> str:
+        try:
+            drawn: Any = self.env.render()
+        except NotImplementedError:
+            drawn = None
+        text = drawn.getvalue() if isinstance(drawn, io.StringIO) else drawn
+        if not isinstance(text, str):
+            self.refuse(
+                f"its metadata list the render mode 'ansi', and render() returned {drawn!r:.80}, which is no text. "
+                "Pass make_kwargs={'render_mode': None} to write its observations out, or format_observation."
+            )
+        return text
 
 
 def _size(space: Any) -> int:

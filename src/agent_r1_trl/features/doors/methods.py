@@ -54,7 +54,9 @@ def tools_from(
     # Of the class: reading the object's own attributes would run its properties.
     found = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     kinds = (classmethod, staticmethod, functools.partialmethod, Tool)
-    known = [name for name, value in found.items() if inspect.isroutine(value) or isinstance(value, kinds)]
+    # A `functools.cached_property` is a routine to inspect, and no call.
+    routines = {name for name, value in found.items() if callable(value) and inspect.isroutine(value)}
+    known = [name for name, value in found.items() if name in routines or isinstance(value, kinds)]
     public = [name for name in known if not name.startswith("_")]
     names = select_names(f"tools_from({kind.__name__})", public, include, exclude)
     with _places_lock:

@@ -15,6 +15,7 @@ from accelerate.utils import gather_object
 
 from agent_r1_trl.rollout.failures import (
     DOCTOR,
+    NOT_SCORED,
     FailureCause,
     NothingRolledOutError,
     count_causes,
@@ -124,13 +125,13 @@ class FailureBudget(RolloutCallback):
         found = [failure for _, failures in self._rollouts for failure in failures]
         causes, num_failed = count_causes(found), len(found) - found.count(None)
         if found and not self._has_rolled_out and not may_be_one_row:
-            return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {DOCTOR}"
+            return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {_advice(causes)}"
         is_full = sum(num for num, _ in self._rollouts) >= self.window
         if is_full and num_failed > self.max_share * len(found):
             return (
                 f"{num_failed} of the last {len(found)} trajectories failed, a larger share than "
-                f"failures.max_share={self.max_share} allows: {describe_causes(causes)}. Correct the environment or "
-                f"the data, or raise failures.max_share. {DOCTOR}"
+                f"failures.max_share={self.max_share} allows: {describe_causes(causes)}. "
+                f"{_advice(causes, ', or raise failures.max_share')}"
             )
         return None
 
@@ -146,3 +147,10 @@ class FailureBudget(RolloutCallback):
                     cause,
                     " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
                 )
+
+
+def _advice(causes: Sequence[FailureCause], choice: str = "") -> str:
+    """What to do; not to ask the doctor, who calls no reward function, where nothing but these failed."""
+    if all(cause.stop_reason == NOT_SCORED for cause in causes):
+        return f"Correct the reward function{choice}, or resume when what it asks answers again."
+    return f"Correct the environment or the data{choice}. {DOCTOR}"

@@ -26,6 +26,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What models call the argument that is their cache: from transformers 5.24 on, before, and before in Mamba's."""
+
 
 def join_rows(rows: list[list[torch.Tensor]], lengths: list[int]) -> DynamicCache:
     """A left-padded cache of the first `lengths[i]` tokens of each row (as `RowCache.copy_row` returns them)."""
@@ -258,9 +261,16 @@ class ModelRunner:
         self.can_move_rows = can_hold(base.config)
         """Whether rows can join a running batch, leave it, and be continued later."""
         self.config = base.config
-        self._prefill_options: dict[str, Any] = {}
-        if "logits_to_keep" in inspect.signature(base.forward).parameters:
-            self._prefill_options["logits_to_keep"] = 1
+        parameters = inspect.signature(base.forward).parameters
+        self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # What a model does not name goes into its **kwargs, and it would read each token as if it were the first.
+        names = [name for name in CACHE_NAMES if name in parameters]
+        if not names:
+            raise ValueError(
+                f"{type(base).__name__}: its forward takes none of {', '.join(CACHE_NAMES)}, so it would be sampled "
+                "from it without what came before. Set use_vllm=True if vLLM has it, or take another model."
+            )
+        self._cache_name = names[0]
         self.device = base.get_input_embeddings().weight.device
         self.clear()
 
@@ -341,7 +351,9 @@ class ModelRunner:
             cache, mask = self._fixed
             mask = torch.cat([mask, mask.new_ones(len(ids), 1)], dim=1)
             self._fixed = (cache, mask)
-            logits = self._forward(ids, mask, self._lengths, cache)
+            # A state holds no padding that is to be masked, and Mamba would take the mask for that of the new tokens.
+            has_attention = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
+            logits = self._forward(ids, mask if has_attention else None, self._lengths, cache)
         else:
             self._rows.open_column()
             logits = self._forward(ids, self._rows.visible_mask(1), self._lengths, self._rows)
@@ -364,15 +376,14 @@ class ModelRunner:
         return order
 
     def _forward(
-        self, ids: list[list[int]], mask: torch.Tensor, positions: torch.Tensor, cache: Any, **options: Any
+        self, ids: list[list[int]], mask: torch.Tensor | None, positions: torch.Tensor, cache: Any, **options: Any
     ) -> torch.Tensor:
         """Logits at the last position, (n, V)."""
         output = self.model(
             input_ids=torch.tensor(ids, device=self.device),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
-            **options,
+            **{self._cache_name: cache, **options},
         )
         return output.logits[:, -1]
