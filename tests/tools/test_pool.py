@@ -8,7 +8,7 @@ import time
 import pytest
 
 from agent_r1_trl.tools import DaemonThreadPool, shared_pool
-from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError
+from agent_r1_trl.tools.pool import JobTimeoutError, OwnThread, PoolExhaustedError
 
 
 def test_it_runs_functions_on_daemon_threads():
@@ -163,3 +163,23 @@ def test_the_wait_for_a_place_has_a_limit_of_its_own():
         assert await pool.run(lambda: 1, queue_timeout_s=5) == 1
 
     asyncio.run(main())
+
+
+def test_a_call_on_an_own_thread_takes_that_thread_alone_and_one_out_of_it_another():
+    pool, own, before = DaemonThreadPool(2), OwnThread(), {*threading.enumerate()}
+
+    def new_threads():
+        return sorted(thread.name for thread in {*threading.enumerate()} - before)
+
+    def call_inside():
+        inner = pool.run(new_threads, thread=own, queue_timeout_s=5)
+        return asyncio.run(inner)
+
+    async def main():
+        first = await pool.run(new_threads, thread=own)
+        return first, await pool.run(call_inside, thread=own)
+
+    first, inside = asyncio.run(main())
+    assert first == ["environment"]
+    assert [name for name in inside if name in ("environment", "tool-worker")] == ["environment", "tool-worker"]
+    own.end()

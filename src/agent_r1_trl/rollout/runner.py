@@ -433,7 +433,7 @@ class _FrozenHeap:
         with cls._lock:
             # Nothing is done if the program, or vLLM, has frozen objects itself, or has switched the collector off.
             if cls._num_rollouts == 0 and gc.isenabled() and not cls._is_theirs:
-                cls._is_theirs = gc.get_freeze_count() > 0  # which takes 0.1 s where there are some: asked once
+                cls._is_theirs = gc.get_freeze_count() > 0  # which visits all of them: asked once
                 if not cls._is_theirs:
                     gc.collect(1)  # young garbage need not wait until the rollout has ended
                     gc.freeze()
