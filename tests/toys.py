@@ -1,5 +1,8 @@
 """What many tests use: two tools, the environments that offer them, and what a policy says in them."""
 
+import gc
+import time
+
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import tool
@@ -75,3 +78,12 @@ def unfold(options):
 def limits_of(**options):
     """`RolloutLimits` of options in which `"context.turns": 1` stands for a key of a mapping."""
     return RolloutLimits(**unfold(options))
+
+
+def is_freed(reference, timeout_s=10.0):
+    """Whether what a weak reference points to is gone; a thread that ends may hold it for a moment."""
+    deadline = time.monotonic() + timeout_s
+    while reference() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return reference() is None

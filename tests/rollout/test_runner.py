@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError
 
 import pytest
@@ -21,7 +22,7 @@ from agent_r1_trl.rollout.runner import _FrozenHeap
 from agent_r1_trl.trajectory import StopReason
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, chat_of, random_script
-from tests.toys import AddEchoEnv, call, say
+from tests.toys import AddEchoEnv, call, is_freed, say
 
 DIGEST = int.from_bytes(hashlib.blake2b(b'[7, "q1", 0]', digest_size=8).digest(), "big") >> 1
 
@@ -228,7 +229,7 @@ def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
     before = {thread for thread in threading.enumerate() if thread.name == "rollout"}
     runner = make_runner([chat_of().encode_reply(say())])
     runner.run(requests_for(1))
-    loop = runner._loop
+    loop = runner._thread.loop
     (thread,) = {item for item in threading.enumerate() if item.name == "rollout"} - before
     assert thread.daemon
     runner.close()
@@ -238,6 +239,16 @@ def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
     assert loop.is_closed()
     assert runner.run(requests_for(1))[0].stop_reason is StopReason.DONE
     runner.close()
+
+
+def test_a_dropped_runner_is_freed_and_its_thread_ends():
+    runner = make_runner([chat_of().encode_reply(say())])
+    runner.run(requests_for(1))
+    thread, dropped = runner._thread, weakref.ref(runner)
+    del runner
+    assert is_freed(dropped)
+    thread.join(timeout=10)
+    assert not thread.is_alive() and thread.loop.is_closed()
 
 
 def test_it_runs_inside_a_running_event_loop(runner_of):

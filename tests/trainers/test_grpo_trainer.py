@@ -1,12 +1,16 @@
 """The trainer as a whole: what it logs, records, evaluates and repeats."""
 
 import re
+import weakref
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig
 
 from agent_r1_trl.recording import read_records
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from tests.toys import is_freed
 from tests.trainers.helpers import PlainEnv, make_trainer, questions
 
 GLOSSARY = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -105,3 +109,21 @@ def test_lora_trains_the_adapter_and_samples_from_it(tmp_path):
     ours = torch.tensor(trajectory.logprobs)
     torch.testing.assert_close(adapted[start:].gather(1, sampled[:, None])[:, 0], ours, rtol=0, atol=1e-4)
     assert (plain[start:].gather(1, sampled[:, None])[:, 0] - ours).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"record_trajectories": "jsonl", "save_strategy": "steps", "save_steps": 1, "eval_dataset": questions(4)},
+        {"script": None, "peft_config": LoraConfig(r=2, task_type="CAUSAL_LM"), "update_layout": "shared"},
+        {"script": None, "trainer": MultiTurnPPOTrainer, "num_generations": 1},
+    ],
+    ids=["scripted", "lora, own generator", "ppo"],
+)
+def test_a_dropped_trainer_is_freed_with_its_model(tmp_path, options):
+    """Else the next one in a notebook, or in a search for settings, finds no memory."""
+    trainer = make_trainer(tmp_path, max_completion_length=60, **options)
+    trainer.train()
+    dropped = weakref.ref(trainer), weakref.ref(trainer.model)
+    del trainer
+    assert all(map(is_freed, dropped))

@@ -439,6 +439,25 @@ def test_a_reward_model_scores_conversations_with_tools(tmp_path):
 # -------------------------------------------------------------------- columns of the data set
 
 
+def test_a_column_that_some_rows_of_a_stream_lack_is_none_there(tmp_path):
+    rows = [{"prompt": [{"role": "user", "content": "add"}]} | ({"answer": i} if i % 2 else {}) for i in range(4)]
+    seen = []
+
+    def reads(completions, answer, **kwargs):
+        seen.append(answer)
+        return [1.0] * len(completions)
+
+    def pays(trajectory, answer, **kwargs):
+        seen.append(answer)
+        return [None] * len(trajectory)
+
+    data = IterableDataset.from_generator(lambda: iter(rows))
+    args = plain_config(tmp_path, per_device_train_batch_size=8, shuffle_dataset=False)
+    options = {"reward_funcs": reads, "turn_reward_funcs": pays, "tools": [add], "train_dataset": data}
+    scored_batch(build(tmp_path, args=args, **options))
+    assert seen == [[None] * 4 + [1] * 4] * 2
+
+
 TAKEN = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "trajectory"]
 
 

@@ -142,7 +142,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Any, Any, Any]:
 
     The first has all settings as they were given, defaults included, in its attribute `settings`.
     """
-    config_class = trainer_class(find_trainer(argv)).config_class
+    config_class = config_class_of(find_trainer(argv))
     about = "Train an agent (--trainer ppo --help lists the settings of PPO)."
     parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND, about=about)
     script_args, args, model_args = parser.parse(argv, defaults=device_defaults())
@@ -162,6 +162,13 @@ def find_trainer(argv: Sequence[str]) -> str:
     recipe = {} if path is None else read_recipe(path)
     given = [texts[0] for flag, texts in words_of(argv) if flag in ("trainer", "algo") and texts]
     return str([recipe.get("trainer", TrainArguments.trainer), *given][-1])
+
+
+def config_class_of(name: str) -> Any:
+    """The class of the settings for a value of `trainer`; ours come without TRL's trainer, which imports all of vLLM."""
+    if name in TRAINERS:
+        return getattr(trainers, TRAINERS[name].replace("Trainer", "Config"))
+    return trainer_class(name).config_class
 
 
 def trainer_class(name: str) -> Any:

@@ -81,8 +81,8 @@ class HostedRunner(RolloutRunner):
     def close(self) -> None:
         """Stop what is running, close the connections, and end the event loop's thread."""
         self.stop()
-        if self._loop is not None and self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(cast(Any, self.generator).aclose(), self._loop).result(10)
+        if self._thread is not None and self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(cast(Any, self.generator).aclose(), self._thread.loop).result(10)
         super().close()
 
 

@@ -13,6 +13,7 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
@@ -91,8 +92,7 @@ class RolloutRunner:
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
         self._warned_of: set[str] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.current_thread()  # that of the loop, if there is one
+        self._thread: _LoopThread | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @property
@@ -144,7 +144,7 @@ class RolloutRunner:
     ) -> Future[list[Trajectory]]:
         """`run` that returns at once; `stop` ends it early, and the future is then cancelled."""
         slots = [_Slot(*self._opened(request, journal)) for request in requests]
-        answer, loop = Future[list[Trajectory]](), self._event_loop()
+        answer, thread = Future[list[Trajectory]](), self._loop_thread()
 
         def copy_outcome(ended: Future[list[Trajectory]]) -> None:
             if answer.done():  # the loop was given up
@@ -161,8 +161,8 @@ class RolloutRunner:
 
         watchdog = Watchdog(
             drafts,
-            loop,
-            self._thread,
+            thread.loop,
+            thread,
             interval_s=self.limits.watchdog_interval,
             stall_timeout_s=self.limits.stall_timeout,
             give_up=functools.partial(self._give_up, slots, answer, journal),
@@ -172,7 +172,7 @@ class RolloutRunner:
         answer.add_done_callback(lambda _: watchdog.stop())
         answer.add_done_callback(publish(drafts))
         watchdog.start()
-        self._submit(self._run_all(slots, params or self.params, journal), loop).add_done_callback(copy_outcome)
+        self._submit(self._run_all(slots, params or self.params, journal), thread).add_done_callback(copy_outcome)
         return answer
 
     def _opened(self, request: RolloutRequest, journal: Journal | None) -> tuple[Draft, EnvSession, Generator]:
@@ -265,10 +265,10 @@ class RolloutRunner:
         Returns:
             Whether all environments are closed, or were given up by their own time limit.
         """
-        loop = self._loop
-        if loop is None:
+        thread = self._thread
+        if thread is None:
             return True
-        stopping = asyncio.run_coroutine_threadsafe(_cancel(self._in_flight), loop)
+        stopping = asyncio.run_coroutine_threadsafe(_cancel(self._in_flight), thread.loop)
         try:
             stopping.result(timeout_s)
         except TimeoutError:
@@ -283,8 +283,8 @@ class RolloutRunner:
 
         Once `is_cancelled` says that the run is told to end, the wait takes `CLOSE_TIMEOUT_S` at the longest.
         """
-        loop, deadline = self._event_loop(), time.monotonic() + timeout_s
-        future = self._submit(coroutine, loop)
+        thread, deadline = self._loop_thread(), time.monotonic() + timeout_s
+        future = self._submit(coroutine, thread)
         while not is_cancelled.is_set() and time.monotonic() < deadline:
             if wait_for_futures([future], LOOK_S).done:
                 break
@@ -293,12 +293,12 @@ class RolloutRunner:
         except CancelledError:
             return None
         except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
-            self._loop = None
+            self._thread = None
             self._in_flight.clear()
-            end_when_free(loop)
+            thread.end_when_free()
             return None
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> Future[T]:
+    def _submit(self, coroutine: Coroutine[Any, Any, T], thread: _LoopThread) -> Future[T]:
         """Run it where the trajectories run, as a task that `stop` ends."""
 
         async def tracked() -> T:
@@ -310,7 +310,7 @@ class RolloutRunner:
             finally:
                 self._in_flight.discard(task)
 
-        return asyncio.run_coroutine_threadsafe(tracked(), loop)
+        return asyncio.run_coroutine_threadsafe(tracked(), thread.loop)
 
     def _give_up(
         self, slots: Sequence[_Slot], answer: Future[list[Trajectory]], journal: Journal | None, error: Exception
@@ -319,7 +319,7 @@ class RolloutRunner:
 
         Trajectories that have not ended are infrastructure failures; a loop whose thread is gone ends the run.
         """
-        lost, self._loop = self._loop, None
+        lost, self._thread = self._thread, None
         self._in_flight.clear()
         trajectories = []
         for each in slots:
@@ -333,41 +333,62 @@ class RolloutRunner:
         async def close_all() -> None:
             await asyncio.gather(*(each.session.close() for each in slots), return_exceptions=True)
 
-        closing = asyncio.run_coroutine_threadsafe(close_all(), self._event_loop())
+        closing = asyncio.run_coroutine_threadsafe(close_all(), self._loop_thread().loop)
         with contextlib.suppress(Exception):  # said in the log; what is lost must not hold up the rest
             closing.result(timeout=2 * CLOSE_TIMEOUT_S)
         self.environments = [each.session.env for each in slots]
         if lost is not None:  # if it ever wakes up, it ends what ran on it, and then itself
-            end_when_free(lost)
+            lost.end_when_free()
         if isinstance(error, LoopLostError):
-            for task in asyncio.all_tasks(lost) if lost is not None else ():
+            for task in asyncio.all_tasks(lost.loop) if lost is not None else ():
                 with contextlib.suppress(RuntimeError):  # nobody will go on with it, and Python would complain later
                     task.get_coro().close()  # type: ignore[union-attr]
             answer.set_exception(error)
         else:
             answer.set_result(trajectories)
 
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None or not self._thread.is_alive():
-            loop = self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run_loop, args=(loop,), name="rollout", daemon=True)
-            self._thread.start()
-        return self._loop
-
-    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        prepare_thread()
-        loop.run_forever()
-        while self._loop is loop:
-            logger.warning("A tool or environment stopped the event loop of the rollout; it goes on.")
-            loop.run_forever()
-        loop.close()
+    def _loop_thread(self) -> _LoopThread:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = _LoopThread()
+            # It knows nothing of the runner: else a trainer that is dropped would stay, with its model.
+            weakref.finalize(self, self._thread.end).atexit = False
+        return self._thread
 
     def close(self) -> None:
         """Stop what is running, and end the event loop's thread."""
         self.stop()
-        loop, self._loop = self._loop, None
-        if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
+
+
+class _LoopThread(threading.Thread):
+    """An event loop, and the thread on which it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rollout", daemon=True)
+        self.loop, self._is_over = asyncio.new_event_loop(), False
+        self.start()
+
+    def run(self) -> None:
+        """The thread's own."""
+        prepare_thread()
+        self.loop.run_forever()
+        while not self._is_over:
+            logger.warning("A tool or environment stopped the event loop of the rollout; it goes on.")
+            self.loop.run_forever()
+        self.loop.close()
+
+    def end(self) -> None:
+        """Nothing runs on it any more."""
+        self._is_over = True
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def end_when_free(self) -> None:
+        """It is held by a call: end what runs on it, and then itself, once that call lets go of it."""
+        self._is_over = True
+        end_when_free(self.loop)
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -322,7 +323,9 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         Where ranks may have different numbers of trajectories, the first one of `filler` fills up those that have
         fewer, since TRL gathers equally many values from all.
         """
-        self.rewards.place_on_turns(batch.trajectories, batch.rows)
+        # Rows of a stream may have different columns: functions get None where a row lacks what some row of a rank has.
+        columns = dict.fromkeys(sorted(set().union(*gather_object([{*chain(*batch.rows)}]))))
+        self.rewards.place_on_turns(batch.trajectories, [columns | row for row in batch.rows])
         parts: Any = {"tokenizer": self._tokenizer, "is_single_turn": self.env_factory is SingleTurnEnv}
         calls = batch.reward_arguments(**parts)
         num, num_missing = len(calls), 0
@@ -332,7 +335,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.environments = None if batch.environments is None else [*batch.environments, *[None] * num_missing]
         self._scored = batch
         try:
-            values = self._calculate_rewards(*map(list, zip(*calls, strict=True)))
+            examples, *rest = map(list, zip(*calls, strict=True))
+            values = self._calculate_rewards([columns | row for row in examples], *rest)
         finally:
             self._scored = None
         check_reward_values(
