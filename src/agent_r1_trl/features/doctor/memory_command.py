@@ -24,7 +24,7 @@ from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import read_recipe
-from agent_r1_trl.cli.train import find_trainer, trainer_class
+from agent_r1_trl.cli.train import config_class_of, find_trainer
 from agent_r1_trl.features.doctor.memory import (
     GIB,
     PHASES,
@@ -81,7 +81,7 @@ def read_setup(argv: Sequence[str]) -> MemorySetup:
     Raises:
         UsageError: there is a mistake in one of them, or the run cannot be estimated.
     """
-    trainer = trainer_class(find_trainer(argv)).config_class
+    trainer = config_class_of(find_trainer(argv))
     about = "Estimate the memory that a recipe needs on each GPU."
     kinds = (MemoryArguments, TrainArguments, trainer, ModelConfig)
     parser = RecipeParser(kinds, command="agent-r1-trl memory", about=about, elsewhere=OF_RECIPES)
