@@ -165,7 +165,7 @@ def find_trainer(argv: Sequence[str]) -> str:
 
 
 def config_class_of(name: str) -> Any:
-    """The class of the settings for a value of `trainer`; ours come without TRL's trainer, which imports all of vLLM."""
+    """The class of the settings for a value of `trainer`; ours come without TRL's trainer, which imports vLLM."""
     if name in TRAINERS:
         return getattr(trainers, TRAINERS[name].replace("Trainer", "Config"))
     return trainer_class(name).config_class

@@ -323,7 +323,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         Where ranks may have different numbers of trajectories, the first one of `filler` fills up those that have
         fewer, since TRL gathers equally many values from all.
         """
-        # Rows of a stream may have different columns: functions get None where a row lacks what some row of a rank has.
+        # Rows of a stream may have different columns: functions get None where a row lacks what another row has.
         columns = dict.fromkeys(sorted(set().union(*gather_object([{*chain(*batch.rows)}]))))
         self.rewards.place_on_turns(batch.trajectories, [columns | row for row in batch.rows])
         parts: Any = {"tokenizer": self._tokenizer, "is_single_turn": self.env_factory is SingleTurnEnv}
