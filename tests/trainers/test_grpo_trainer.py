@@ -127,3 +127,15 @@ def test_a_dropped_trainer_is_freed_with_its_model(tmp_path, options):
     dropped = weakref.ref(trainer), weakref.ref(trainer.model)
     del trainer
     assert all(map(is_freed, dropped))
+
+
+@pytest.mark.slow
+def test_a_compiled_policy_is_sampled_as_it_is(tmp_path):
+    """A compiled module hides the names of its weights, and the signature of its forward."""
+    found = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer = make_trainer(tmp_path, script=None, max_completion_length=40, max_steps=2, **options)
+        trainer.train()
+        found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert hasattr(trainer.model_wrapped, "_orig_mod"), "nothing was compiled"
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
