@@ -13,6 +13,7 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from agent_r1_trl.update import packing
 from agent_r1_trl.update.batching import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
@@ -73,6 +74,18 @@ def test_a_branch_behind_another_one_sees_the_stretches_of_its_own_past():
         PackedSegment(0, 2), PackedSegment(2, 4, ((0, 2),)), PackedSegment(4, 5, ((0, 2),)),
         PackedSegment(5, 6, ((0, 2), (4, 5))), PackedSegment(6, 7, ((0, 2), (4, 5))),
     ]  # fmt: skip
+
+
+def test_a_long_branch_is_computed_in_steps(monkeypatch):
+    monkeypatch.setattr(packing, "STEP_ON_CPU", 2)
+    ids = torch.tensor([[1, 1, 1, 2, 3, 4, 5, 6, 9], [1, 1, 1, 7, 8, 9, 9, 9, 9]])
+    batch = pack(ids, torch.ones_like(ids), torch.tensor([[1] * 6, [1] + [0] * 5]), share_prefixes=True)
+    assert batch.input_ids.tolist() == [[1, 1, 1, 2, 3, 4, 5, 6]]
+    assert batch.layout.segments == [
+        PackedSegment(0, 3), PackedSegment(3, 5, ((0, 3),)), PackedSegment(5, 7, ((0, 3), (3, 5))),
+        PackedSegment(7, 8, ((0, 3), (3, 7))),
+    ]  # fmt: skip
+    assert batch.layout.seen == [[], [0], [0, 1], [0, 1, 2]]
 
 
 def test_the_head_reads_a_token_that_rows_share_once():
@@ -168,7 +181,9 @@ def gradients_of(model, log_probs, entropies, weights):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize(
+    ("share_prefixes", "step"), [(False, 100), (True, 100), (True, 2)], ids=["packed", "shared", "shared, in steps"]
+)
 @pytest.mark.parametrize("rows", [ragged, forked])
 @pytest.mark.parametrize(
     ("kind", "checkpointing"),
@@ -180,7 +195,8 @@ def gradients_of(model, log_probs, entropies, weights):
         *(pytest.param(*both, marks=pytest.mark.matrix) for both in OTHERS),
     ],
 )
-def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, checkpointing, rows):
+def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, step, checkpointing, rows, monkeypatch):
+    monkeypatch.setattr(packing, "STEP_ON_CPU", step)
     family, options = MODELS[kind]
     model = make_model(family, **options).train()
     ids, mask, scored = rows()

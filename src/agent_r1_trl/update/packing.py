@@ -33,6 +33,9 @@ from torch import nn
 from agent_r1_trl.update.kept_head import kept_head
 from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
 
+STEP, STEP_ON_CPU = 1024, 256
+"""Tokens of a branch that one call of the attention computes; on a GPU calls cost more than what they compute."""
+
 
 @dataclass(frozen=True)
 class PackedSegment:
@@ -184,7 +187,7 @@ def pack(
         alike, copies = torch.cat(alike, dim=1).unique(dim=0, return_inverse=True)
         sources, labels, kept = alike[:, 0], alike[:, 1], None if kept is None else alike[:, 2:].int()
     layout = Layout(
-        segments=[piece.segment for piece in pieces],
+        segments=[part for piece in pieces for part in _in_steps(piece.segment, device)],
         scored=scored.to(device),
         sources=sources.to(device),
         copies=copies.to(device),
@@ -239,6 +242,19 @@ def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
         longer = [row for row in group if len(tokens[row]) > end]
         branch(longer, end, (*(prefix[:-1] if is_adjacent else prefix), joined))
     return pieces
+
+
+def _in_steps(segment: PackedSegment, device: torch.device) -> Iterator[PackedSegment]:
+    """A branch in short parts, each of which sees those before it.
+
+    Attention under a mask computes what is masked, too: half of the square that a branch is by itself. A row without
+    prefix needs no mask.
+    """
+    whole = segment.end - segment.start
+    step = whole if not segment.prefix else STEP_ON_CPU if device.type == "cpu" else STEP
+    for start in range(segment.start, segment.end, step):
+        before = ((segment.start, start),) if start > segment.start else ()
+        yield PackedSegment(start, min(start + step, segment.end), segment.prefix + before)
 
 
 def common_length(first: np.ndarray, second: np.ndarray) -> int:
