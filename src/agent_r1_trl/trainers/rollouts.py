@@ -243,7 +243,7 @@ class Rollouts:
                 torch.no_grad(),
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
             ):
-                policy = getattr(policy, "_orig_mod", policy)  # compiled, it has other names, and is slow at new lengths
+                policy = getattr(policy, "_orig_mod", policy)  # compiled: other names, and slow at new lengths
                 metrics = self.sync(policy, position.optimizer_step)
                 if not position.round:
                     self.features.call("weights_synced", policy, position)
