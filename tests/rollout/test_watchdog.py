@@ -18,7 +18,7 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.rollout.runner import end_when_free
+from agent_r1_trl.rollout.runner import LoopThread
 from agent_r1_trl.rollout.watchdog import Watchdog, reported
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason
@@ -213,13 +213,14 @@ def test_a_rollout_that_waits_for_the_sampler_alone_is_reported_less_often(caplo
     assert caplog.messages == []
 
 
-def test_a_loop_that_never_gets_free_leaves_no_coroutine_that_nobody_has_awaited():
-    loop = asyncio.new_event_loop()
+def test_a_loop_that_never_gets_free_leaves_no_coroutine_that_nobody_has_awaited(monkeypatch):
+    monkeypatch.setattr(LoopThread, "start", lambda self: None)
+    thread = LoopThread()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        end_when_free(loop)
-        loop.close()
-        end_when_free(loop)  # it is closed
-        del loop
+        thread.end()
+        thread.loop.close()
+        thread.end()  # it is closed
+        del thread
         gc.collect()
     assert not [warning for warning in said if "never awaited" in str(warning.message)]

@@ -92,7 +92,7 @@ class RolloutRunner:
         self.environments: list[Any] = []
         """The environments of the last run, in the order of its requests (None where none could be made)."""
         self._warned_of: set[str] = set()
-        self._thread: _LoopThread | None = None
+        self._thread: LoopThread | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     @property
@@ -295,10 +295,10 @@ class RolloutRunner:
         except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
             self._thread = None
             self._in_flight.clear()
-            thread.end_when_free()
+            thread.end()
             return None
 
-    def _submit(self, coroutine: Coroutine[Any, Any, T], thread: _LoopThread) -> Future[T]:
+    def _submit(self, coroutine: Coroutine[Any, Any, T], thread: LoopThread) -> Future[T]:
         """Run it where the trajectories run, as a task that `stop` ends."""
 
         async def tracked() -> T:
@@ -338,7 +338,7 @@ class RolloutRunner:
             closing.result(timeout=2 * CLOSE_TIMEOUT_S)
         self.environments = [each.session.env for each in slots]
         if lost is not None:  # if it ever wakes up, it ends what ran on it, and then itself
-            lost.end_when_free()
+            lost.end()
         if isinstance(error, LoopLostError):
             for task in asyncio.all_tasks(lost.loop) if lost is not None else ():
                 with contextlib.suppress(RuntimeError):  # nobody will go on with it, and Python would complain later
@@ -347,9 +347,9 @@ class RolloutRunner:
         else:
             answer.set_result(trajectories)
 
-    def _loop_thread(self) -> _LoopThread:
+    def _loop_thread(self) -> LoopThread:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = _LoopThread()
+            self._thread = LoopThread()
             # It knows nothing of the runner: else a trainer that is dropped would stay, with its model.
             weakref.finalize(self, self._thread.end).atexit = False
         return self._thread
@@ -362,7 +362,7 @@ class RolloutRunner:
             thread.end()
 
 
-class _LoopThread(threading.Thread):
+class LoopThread(threading.Thread):
     """An event loop, and the thread on which it runs."""
 
     def __init__(self) -> None:
@@ -380,15 +380,20 @@ class _LoopThread(threading.Thread):
         self.loop.close()
 
     def end(self) -> None:
-        """Nothing runs on it any more."""
+        """Cancel what runs on it, once a call that may hold it lets go of it, and end it; from any thread."""
         self._is_over = True
-        with contextlib.suppress(RuntimeError):  # it is closed
-            self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def end_when_free(self) -> None:
-        """It is held by a call: end what runs on it, and then itself, once that call lets go of it."""
-        self._is_over = True
-        end_when_free(self.loop)
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            self.loop.stop()
+
+        with contextlib.suppress(RuntimeError):  # it is closed
+            # The coroutine is made on the loop: one that never gets free leaves none behind that nobody has awaited.
+            self.loop.call_soon_threadsafe(lambda: self.loop.create_task(end()))
 
 
 @dataclass(eq=False)
@@ -422,22 +427,6 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
         if not task.cancelling():  # a second time would interrupt its closing
             task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def end_when_free(loop: asyncio.AbstractEventLoop) -> None:
-    """Have a loop of another thread cancel whatever runs on it and stop, once it is free; nothing if it is closed."""
-
-    async def end() -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-        loop.stop()
-
-    with contextlib.suppress(RuntimeError):  # it is closed
-        # The coroutine is made on the loop: one that never gets free leaves none behind that nobody has awaited.
-        loop.call_soon_threadsafe(lambda: loop.create_task(end()))
 
 
 class _FrozenHeap:

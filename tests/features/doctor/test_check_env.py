@@ -636,13 +636,13 @@ def test_tools_that_reset_chooses_are_checked_and_rolled_out_in_every_row():
 def test_a_call_that_is_left_alone_ends_its_event_loop_once_it_lets_go_of_it(monkeypatch):
     monkeypatch.setattr(caller_module, "_GRACE_S", 0.0)
     caller, wakes_up = caller_module.Caller(0.1), threading.Event()
-    blocked = caller._loop
+    blocked = caller._thread.loop
 
     async def block():
         wakes_up.wait(10)
 
     assert "did not come back" in caller.call("env.reset", block()).failure
-    used = caller._loop
+    used = caller._thread.loop
     assert used is not blocked and caller.call("env.reset", asyncio.sleep(0, "value")).value == "value"
     wakes_up.set()
     caller.close()

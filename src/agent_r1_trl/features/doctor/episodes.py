@@ -11,7 +11,6 @@ import concurrent.futures
 import inspect
 import json
 import re
-import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.report import Level, Report, describe_error
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout import Draft, EnvironmentFailure, EnvSession, RolloutRequest
-from agent_r1_trl.rollout.runner import end_when_free
+from agent_r1_trl.rollout.runner import LoopThread
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
 from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory
@@ -59,7 +58,7 @@ class Caller:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._loop = _start_loop()
+        self._thread = LoopThread()
 
     def call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> CallOutcome:
         """Wait for a coroutine; never raises. `name` is what a timeout calls it."""
@@ -75,28 +74,18 @@ class Caller:
             except BaseException as error:  # SystemExit as well: it would end the loop
                 return too_slow if limit.expired() else CallOutcome(failure=describe_error(error))
 
-        future = asyncio.run_coroutine_threadsafe(guarded(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(guarded(), self._thread.loop)
         try:
             return future.result(timeout=self.timeout_s + _GRACE_S)
         except concurrent.futures.TimeoutError:
             # It blocks and may never let go of the loop: leave that loop to it and go on with another.
-            end_when_free(self._loop)
-            self._loop = _start_loop()
+            self._thread.end()
+            self._thread = LoopThread()
             return too_slow
 
     def close(self) -> None:
         """End what still runs, and the thread of the event loop."""
-        end_when_free(self._loop)
-
-
-def _start_loop() -> asyncio.AbstractEventLoop:
-    def run() -> None:
-        loop.run_forever()
-        loop.close()
-
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=run, name="check-loop", daemon=True).start()
-    return loop
+        self._thread.end()
 
 
 @dataclass(kw_only=True)
