@@ -261,8 +261,9 @@ class ModelRunner:
         self.can_move_rows = can_hold(base.config)
         """Whether rows can join a running batch, leave it, and be continued later."""
         self.config = base.config
-        # What stands in place of a forward, such as a wrapper that measures it, need not show what it passes on.
-        parameters = {**inspect.signature(type(base).forward).parameters, **inspect.signature(base.forward).parameters}
+        parameters = dict(inspect.signature(base.forward).parameters)
+        if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):  # it may stand for the class's
+            parameters |= inspect.signature(type(base).forward).parameters
         self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         # What a model does not name goes into its **kwargs, and it would read each token as if it were the first.
         names = [name for name in CACHE_NAMES if name in parameters]
