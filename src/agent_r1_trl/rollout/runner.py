@@ -381,6 +381,8 @@ class LoopThread(threading.Thread):
 
     def end(self) -> None:
         """Cancel what runs on it, once a call that may hold it lets go of it, and end it; from any thread."""
+        if self._is_over:  # a second task would come to a loop that has stopped
+            return
         self._is_over = True
 
         async def end() -> None:
