@@ -8,7 +8,6 @@ import json
 import logging
 import threading
 import time
-import warnings
 import weakref
 from concurrent.futures import CancelledError
 
@@ -240,20 +239,6 @@ def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
     assert loop.is_closed()
     assert runner.run(requests_for(1))[0].stop_reason is StopReason.DONE
     runner.close()
-
-
-def test_a_thread_that_is_ended_twice_leaves_no_coroutine_that_nobody_has_awaited():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for _ in range(20):
-            runner = make_runner([chat_of().encode_reply(say())])
-            runner.run(requests_for(1))
-            thread = runner._thread
-            runner.close()
-            thread.end()
-            thread.join(timeout=10)
-            gc.collect()
-    assert not [warning for warning in said if "never awaited" in str(warning.message)]
 
 
 def test_a_dropped_runner_is_freed_and_its_thread_ends():

@@ -224,3 +224,16 @@ def test_a_loop_that_never_gets_free_leaves_no_coroutine_that_nobody_has_awaited
         del thread
         gc.collect()
     assert not [warning for warning in said if "never awaited" in str(warning.message)]
+
+
+def test_a_loop_that_is_ended_twice_leaves_no_coroutine_that_nobody_has_awaited():
+    thread, is_open = LoopThread(), threading.Event()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        thread.loop.call_soon_threadsafe(is_open.wait)
+        thread.end()
+        thread.loop.call_soon_threadsafe(thread.end)  # its task would be made when the loop has been stopped
+        is_open.set()
+        thread.join(timeout=10)
+        gc.collect()
+    assert not thread.is_alive() and not [item for item in said if "never awaited" in str(item.message)]
