@@ -440,7 +440,7 @@ def test_a_reward_model_scores_conversations_with_tools(tmp_path):
 
 
 def test_a_column_that_some_rows_of_a_stream_lack_is_none_there(tmp_path):
-    rows = [{"prompt": [{"role": "user", "content": "add"}]} | ({"answer": i} if i % 2 else {}) for i in range(4)]
+    question = {"prompt": [{"role": "user", "content": "add"}]}
     seen = []
 
     def reads(completions, answer, **kwargs):
@@ -451,10 +451,10 @@ def test_a_column_that_some_rows_of_a_stream_lack_is_none_there(tmp_path):
         seen.append(answer)
         return [None] * len(trajectory)
 
-    data = IterableDataset.from_generator(lambda: iter(rows))
-    args = plain_config(tmp_path, per_device_train_batch_size=8, shuffle_dataset=False)
-    options = {"reward_funcs": reads, "turn_reward_funcs": pays, "tools": [add], "train_dataset": data}
-    scored_batch(build(tmp_path, args=args, **options))
+    args = plain_config(tmp_path, per_device_train_batch_size=8)
+    trainer = build(tmp_path, args=args, reward_funcs=reads, turn_reward_funcs=pays, tools=[add])
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._generate_and_score_completions([question] * 4 + [question | {"answer": 1}] * 4)
     assert seen == [[None] * 4 + [1] * 4] * 2
 
 
