@@ -54,17 +54,17 @@ def check_rewards(run):
 
 # -------------------------------------------------------------------- Harbor
 
-EVENTS = []
-
 
 class FolderEnv(HarborBashEnv):
     """Harbor's environment with a folder in place of a sandbox; its verifier compares the answer with the task's."""
+
+    events: list  # of a subclass for each test: what another test left is stopped whenever it is collected
 
     async def _start(self, task_dir):
         await self._stop()
         self._task = Path(task_dir)
         self._env = types.SimpleNamespace(folder=tempfile.TemporaryDirectory(), exec=self._run_in_folder)
-        EVENTS.append("start")
+        self.events.append("start")
         return (self._task / "instruction.md").read_text()
 
     async def _run_in_folder(self, command, timeout_sec):
@@ -72,7 +72,7 @@ class FolderEnv(HarborBashEnv):
         return types.SimpleNamespace(stdout=done.stdout, stderr=done.stderr, return_code=done.returncode)
 
     async def _verify(self):
-        EVENTS.append("verify")
+        self.events.append("verify")
         with contextlib.suppress(OSError):
             return float((Path(self._env.folder.name) / "answer.txt").read_text() == self._task.name)
         return 0.0
@@ -80,7 +80,7 @@ class FolderEnv(HarborBashEnv):
     async def _stop(self):
         if self._env is not None:
             self._env = self._env.folder.cleanup()
-            EVENTS.append("stop")
+            self.events.append("stop")
 
 
 def bash_turns(rng, turn):
@@ -93,15 +93,15 @@ def test_harbors_verifier_is_asked_when_the_reward_function_reads_the_reward(tmp
         (task := tmp_path / "suite" / "tasks" / f"task-{number}").mkdir(parents=True)
         (task / "instruction.md").write_text(f"Write task-{number}.")
         (task / "task.toml").write_text('[metadata]\ndifficulty_level = "easy"\n')
-    EVENTS.clear()
-    spec = HarborSpec(str(tmp_path / "suite"), agent=FolderEnv)
+    agent = type("Agent", (FolderEnv,), {"events": (events := [])})
+    spec = HarborSpec(str(tmp_path / "suite"), agent=agent)
     run = train(tmp_path / "out", spec, bash_turns, trainer)
     check_rewards(run)
     assert run.last_trajectories[0].messages[0]["content"].startswith("Write task-")
-    started = EVENTS.count("start")
-    assert started == EVENTS.count("verify") == 16
+    started = events.count("start")
+    assert started == events.count("verify") == 16
     gc.collect()
-    assert EVENTS.count("stop") == started - len(run.environments)  # those of the last step may still be read
+    assert events.count("stop") == started - len(run.environments)  # those of the last step may still be read
 
 
 # -------------------------------------------------------------------- OpenReward
