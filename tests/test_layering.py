@@ -307,7 +307,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "chat": (2553, 11),
     "cli": (3158, 15),
     "critic": (558, 2),
-    "environments": (1316, 8),
+    "environments": (1338, 8),
     "evaluation": (1193, 7),
     "features/__init__.py": (132, 1),
     "features/distillation": (219, 1),

@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import subprocess
+import sys
 from typing import ClassVar
 
 import pytest
@@ -278,3 +280,38 @@ def test_reward_functions_receive_the_users_instances_and_no_adapters():
     mine.environment = "an attribute of the user's"
     assert users_environments([adapter, mine, None], TRLEnvAdapter) == [adapter.environment, mine, None]
     assert users_environments([FunctionToolsEnv([multiply]), None], FunctionToolsEnv) is None
+
+
+LEFT_TO_THE_EXIT = """
+import asyncio, dataclasses, threading
+from agent_r1_trl.environments import TRLEnvAdapter
+
+@dataclasses.dataclass  # not hashable
+class Sandbox:
+    name: str = "sandbox"
+
+    def __post_init__(self):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def reset(self, **row):
+        pass
+
+    def look(self) -> str:
+        '''Look around.'''
+
+    async def _stop(self):
+        print("stopped", flush=True)
+
+    def __del__(self):
+        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result()
+
+dropped, kept = TRLEnvAdapter(Sandbox), TRLEnvAdapter(Sandbox)
+del dropped
+print("the last line", flush=True)
+"""
+
+
+def test_an_environment_that_ends_by_del_does_not_hold_up_the_end_of_the_script():
+    done = subprocess.run([sys.executable, "-c", LEFT_TO_THE_EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.split("\n"), done.stderr) == (["stopped", "the last line", "stopped", ""], "")

@@ -13,8 +13,11 @@ Unlike in TRL, every trajectory has its own instance, so its state still exists 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -187,7 +190,26 @@ class TRLEnvAdapter(ToolEnv):
                 f"environment_factory: {type(instance).__name__} has no method reset(self, **row); TRL environments "
                 "must define it."
             )
+        if hasattr(type(instance), "__del__"):
+            _ENDED_BY_DEL[id(instance)] = instance
         return instance
+
+
+_ENDED_BY_DEL: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Instances by id: they need not be hashable."""
+
+
+@atexit.register
+def _end_instances() -> None:
+    """End what is left by `__del__`, the only end that TRL's classes have, while its threads run.
+
+    Python calls it later, and Harbor's then waits for ever for a thread that is no more.
+    """
+    for instance in list(_ENDED_BY_DEL.values()):
+        kind: Any = type(instance)
+        with contextlib.suppress(Exception):
+            instance.__class__ = type(kind)(kind.__name__, (kind,), {"__slots__": (), "__del__": lambda self: None})
+            kind.__del__(instance)
 
 
 def _append(content: Any, observation: Any) -> Any:
