@@ -215,7 +215,7 @@ def test_the_batch_never_exceeds_its_limits(monkeypatch):
     assert [g.token_ids for g in limited] == expected
 
 
-def test_a_failing_forward_fails_its_requests_with_the_cause_and_nothing_else():
+def test_a_failing_forward_fails_its_requests_with_the_cause_and_nothing_else(caplog):
     model = tiny_model()
     generator = make_generator(model)
     handle = model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken layer")))
@@ -226,10 +226,11 @@ def test_a_failing_forward_fails_its_requests_with_the_cause_and_nothing_else():
             return_exceptions=True,
         )
 
-    errors = asyncio.run(failing())
+    errors = [*asyncio.run(failing()), *asyncio.run(failing())]
     assert all(isinstance(error, GenerationError) for error in errors)
     assert all(isinstance(error.__cause__, ZeroDivisionError) for error in errors)
     assert "broken layer" in str(errors[0])
+    assert [record.exc_info[1] for record in caplog.records] == [errors[0].__cause__], "its traceback, once"
     handle.remove()
     assert len(run(generator, [PROMPTS[0]])[0].token_ids) == 12
 

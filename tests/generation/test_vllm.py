@@ -170,7 +170,7 @@ def test_a_cancelled_request_leaves_the_engine(engine, policy):
     assert generation.token_ids == run(engine, [PROMPTS[1]], seeds=[1], max_tokens=9)[0].token_ids
 
 
-def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engine, policy, monkeypatch):
+def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engine, policy, monkeypatch, caplog):
     def broken():
         raise ZeroDivisionError("broken kernel")
 
@@ -179,6 +179,7 @@ def test_a_failing_step_fails_its_requests_with_the_cause_and_nothing_else(engin
         with pytest.raises(GenerationError, match="broken kernel") as caught:
             run(engine, PROMPTS)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.__cause__ in [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert len(run(engine, [PROMPTS[0]], params=GREEDY, max_tokens=3)[0].token_ids) <= 3
     assert engine._engine.get_num_unfinished_requests() == 0
 

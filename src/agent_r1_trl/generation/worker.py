@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -12,6 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
+
+logger = logging.getLogger(__name__)
 
 _IDLE_S = 2.0  # an idle worker thread ends, so a forgotten close() leaks nothing; the next request starts another
 _POLL_S = 0.1  # how soon an idle worker notices that the program ends
@@ -62,6 +65,7 @@ class ThreadedGenerator(Generator):
         self._changed = threading.Condition()  # guards _waiting, _worker and _is_closed
         self._worker: threading.Thread | None = None
         self._is_closed = False
+        self._said: tuple[type[BaseException], ...] = (GenerationError,)  # classes of errors that are in the log
 
     async def generate(
         self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
@@ -174,6 +178,12 @@ class ThreadedGenerator(Generator):
 
     def _fail_all(self, error: BaseException) -> None:
         raise NotImplementedError
+
+    def _say(self, error: BaseException) -> None:
+        """Write where a model failed, once for errors of one class: trajectories keep the error's text alone."""
+        if not isinstance(error, self._said):
+            self._said += (type(error),)
+            logger.error("%s: the model failed, and what it sampled fails with it.", self._name, exc_info=error)
 
     def _deliver(self) -> None:
         """Answer the requests that have ended."""

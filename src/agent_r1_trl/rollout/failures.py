@@ -12,7 +12,6 @@ from agent_r1_trl.trajectory import StopReason, Trajectory
 
 MAX_TEXT, MAX_CAUSES = 500, 5
 """Characters of an error that are kept, and causes that a message lists."""
-DOCTOR = "Run `agent-r1-trl doctor` on this environment and data set."
 NOT_SCORED = "not_scored"
 
 
@@ -81,10 +80,20 @@ def describe_causes(causes: Sequence[FailureCause]) -> str:
     return "; ".join(parts)
 
 
+def what_to_do(causes: Sequence[FailureCause], choice: str = "") -> str:
+    """The advice for a message that lists these causes; the doctor calls no reward function and asks no policy."""
+    reasons = {cause.stop_reason for cause in causes}
+    if reasons == {NOT_SCORED}:
+        return f"Correct the reward function{choice}, or resume when what it asks answers again."
+    if reasons == {StopReason.GENERATION_ERROR.value}:
+        return f"Correct the model or what it is sampled with{choice}, or try again when the server answers."
+    return f"Correct the environment or the data{choice}. Run `agent-r1-trl doctor` on this environment and data set."
+
+
 def check_some_rolled_out(trajectories: Sequence[Trajectory]) -> None:
     """Refuse a rollout in which every trajectory ended in an infrastructure failure."""
     causes = count_causes(map(failure_of, trajectories))
     if sum(cause.count for cause in causes) == len(trajectories):
         raise NothingRolledOutError(
-            f"All {len(trajectories)} trajectories failed: {describe_causes(causes)}. {DOCTOR}"
+            f"All {len(trajectories)} trajectories failed: {describe_causes(causes)}. {what_to_do(causes)}"
         )

@@ -230,7 +230,7 @@ async def sample_turn(
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
             raise  # the trajectory was cancelled, not the engine's request
-        cause = f" ({error.__cause__})" if error.__cause__ else ""
+        cause = f" ({error.__cause__})" if error.__cause__ and str(error.__cause__) not in str(error) else ""
         raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
     with named(GenerationFailure):
         message = chat.parse(generation.token_ids, prefix, tools or None, position=position)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from agent_r1_trl.features.reliability.failures import MAX_WARNINGS, FailureBudget
 from agent_r1_trl.rewards import required
 from agent_r1_trl.rollout import NothingRolledOutError
-from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes
+from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, what_to_do
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.trainers.helpers import AddEnv, make_trainer, questions, scored_batch
 
@@ -85,6 +85,18 @@ def test_the_error_names_the_causes_the_setting_and_the_fix():
         "1 x environment_error: lost (first in example 'q1'). Correct the environment or the data, or raise "
         "failures.max_share. Run `agent-r1-trl doctor` on this environment and data set."
     )
+
+
+@pytest.mark.parametrize(
+    ("reasons", "advice"),
+    [
+        (["generation_error", "generation_error"], "Correct the model or what it is sampled with, or "),
+        (["generation_error", "environment_error"], "Correct the environment or the data. Run `agent-r1-trl doctor`"),
+        (["not_scored"], "Correct the reward function, or resume"),
+    ],
+)
+def test_the_advice_is_of_what_failed(reasons, advice):
+    assert what_to_do([failed(stop_reason=reason) for reason in reasons]).startswith(advice)
 
 
 def test_every_cause_is_warned_of_once_and_a_flood_of_them_ends(caplog):

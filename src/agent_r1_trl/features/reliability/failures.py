@@ -14,13 +14,12 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from agent_r1_trl.rollout.failures import (
-    DOCTOR,
-    NOT_SCORED,
     FailureCause,
     NothingRolledOutError,
     count_causes,
     describe_causes,
     failure_of,
+    what_to_do,
 )
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
@@ -125,13 +124,13 @@ class FailureBudget(RolloutCallback):
         found = [failure for _, failures in self._rollouts for failure in failures]
         causes, num_failed = count_causes(found), len(found) - found.count(None)
         if found and not self._has_rolled_out and not may_be_one_row:
-            return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {_advice(causes)}"
+            return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {what_to_do(causes)}"
         is_full = sum(num for num, _ in self._rollouts) >= self.window
         if is_full and num_failed > self.max_share * len(found):
             return (
                 f"{num_failed} of the last {len(found)} trajectories failed, a larger share than "
                 f"failures.max_share={self.max_share} allows: {describe_causes(causes)}. "
-                f"{_advice(causes, ', or raise failures.max_share')}"
+                f"{what_to_do(causes, ', or raise failures.max_share')}"
             )
         return None
 
@@ -147,10 +146,3 @@ class FailureBudget(RolloutCallback):
                     cause,
                     " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
                 )
-
-
-def _advice(causes: Sequence[FailureCause], choice: str = "") -> str:
-    """What to do; not to ask the doctor, who calls no reward function, where nothing but these failed."""
-    if all(cause.stop_reason == NOT_SCORED for cause in causes):
-        return f"Correct the reward function{choice}, or resume when what it asks answers again."
-    return f"Correct the environment or the data{choice}. {DOCTOR}"

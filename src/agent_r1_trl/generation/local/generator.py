@@ -246,6 +246,7 @@ class TransformersGenerator(ThreadedGenerator):
                 self._rows.extend([*self._resuming, *map(_ActiveRow, self._waiting)])
                 self._resuming.clear()
                 self._waiting.clear()
+        self._say(error)
         for row in self._rows:
             row.request.fail(error)
         self._forget_rows()

@@ -284,6 +284,7 @@ class VLLMGenerator(ThreadedGenerator):
 
     def _fail_all(self, error: BaseException) -> None:
         """End everything that runs or waits with the error as its cause."""
+        self._say(error)
         with self._engine_lock, suppress(Exception):  # the engine may be beyond repair; the requests end all the same
             self._engine.abort_request(list(self._running))
         with self._changed:
