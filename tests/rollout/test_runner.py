@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 import weakref
@@ -360,3 +361,51 @@ def test_the_garbage_collector_looks_at_the_rollouts_own_objects_only_while_one_
         assert gc.get_freeze_count() > 1000, "what the program has frozen itself stays so"
     finally:
         gc.freeze()
+
+
+@pytest.mark.parametrize(("every_s", "num_alive"), [(0.0, 4), (math.inf, 16)])
+def test_environments_that_refer_to_themselves_are_collected_in_time(monkeypatch, every_s, num_alive):
+    """What a rollout leaves behind is set aside by the next one, where Python's own collections pass it by."""
+    made = weakref.WeakSet()
+
+    class Stateful(AddEchoEnv):
+        def __init__(self):
+            super().__init__()
+            made.add(self)
+            self.itself = self  # as with methods for tools
+
+    monkeypatch.setattr(_FrozenHeap, "_num_rollouts", 0)  # the suite has set its own aside
+    gc.unfreeze()
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        monkeypatch.setattr("agent_r1_trl.rollout.runner.COLLECT_EVERY_S", every_s)
+        runner = make_runner([chat_of().encode_reply(say())], env=Stateful)
+        for _ in range(8):
+            runner.run(requests_for(2))
+        assert len(made) == num_alive, "those of the last rollout, and of the one before"
+    finally:
+        gc.set_threshold(*before)
+        gc.freeze()
+
+
+def test_an_environment_lives_until_the_next_rollout_has_ended():
+    made = weakref.WeakSet()
+
+    class Counted(AddEchoEnv):
+        def __init__(self):
+            super().__init__()
+            made.add(self)
+
+    runner = make_runner([chat_of().encode_reply(say())], env=Counted)
+    gc.disable()
+    try:
+        for _ in range(3):
+            answer = runner.start(requests_for(2))
+            answer.result()
+            deadline = time.monotonic() + 10
+            while len(made) > 2 and time.monotonic() < deadline:  # a watchdog that ends holds them for a moment
+                time.sleep(0.01)
+            assert len(made) == len(runner.environments) == 2
+    finally:
+        gc.enable()

@@ -82,9 +82,9 @@ def draw_plan(seed: int) -> Plan:
     rng = random.Random(f"soak {seed}")
     sampler = "engine" if seed % 20 == 19 else _CYCLE[seed % 20]
     faults = rng.sample(IN_THE_TASK, rng.randrange(4))
-    others = [None, *SIGNALS, *ON_DISK, *IN_THE_NUMBERS]
-    if sampler == "server":
-        others += [*ON_SERVERS, *ON_SERVERS]
+    others = [None, *SIGNALS, *IN_THE_NUMBERS]
+    # Weights reach servers through files: without room for them there is nothing to sample from, and the run ends.
+    others += [*ON_SERVERS, *ON_SERVERS] if sampler == "server" else ON_DISK
     other = rng.choice(others)
     return Plan(
         seed=seed,

@@ -1,5 +1,6 @@
 """The trainer as a whole: what it logs, records, evaluates and repeats."""
 
+import gc
 import re
 import weakref
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
@@ -126,6 +128,30 @@ def test_a_dropped_trainer_is_freed_with_its_model(tmp_path, options):
     dropped = weakref.ref(trainer), weakref.ref(trainer.model)
     del trainer
     assert all(map(is_freed, dropped))
+
+
+def test_environments_of_a_step_are_gone_once_the_next_one_is_sampled(tmp_path):
+    """Without Python's collector, which seldom visits what is old; a sandbox may end with its environment alone."""
+    made, alive = weakref.WeakSet(), []
+
+    class Counted(PlainEnv):
+        def __init__(self):
+            super().__init__()
+            made.add(self)
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            alive.append(len(made))
+
+    trainer = make_trainer(tmp_path, env=Counted, callbacks=[Count()], max_steps=3)
+    gc.collect()
+    others = len(made)  # those that the construction has asked
+    gc.disable()
+    try:
+        trainer.train()
+    finally:
+        gc.enable()
+    assert [number - others for number in alive] == [8, 8, 8]
 
 
 @pytest.mark.slow

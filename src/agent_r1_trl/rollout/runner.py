@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import logging
+import math
 import threading
 import time
 import weakref
@@ -41,6 +42,8 @@ RETRY_WAIT_S = 0.5
 """Seconds before the second try of a failed trajectory; doubled before each further one."""
 STOP_TIMEOUT_S = CLOSE_TIMEOUT_S + 10.0
 """Seconds that `stop` waits for environments to be closed."""
+COLLECT_EVERY_S = 60.0
+"""Seconds after which the start of a rollout has all garbage collected, which takes up to one."""
 LOOK_S = 0.2
 """Seconds between two looks at whether the run is told to end."""
 
@@ -169,7 +172,8 @@ class RolloutRunner:
         )
         _FrozenHeap.add(1)
         answer.add_done_callback(lambda _: _FrozenHeap.add(-1))
-        answer.add_done_callback(lambda _: watchdog.stop())
+        stop_watching = watchdog.has_ended.set  # a future keeps its callbacks, and the watchdog the future
+        answer.add_done_callback(lambda _: stop_watching())
         answer.add_done_callback(publish(drafts))
         watchdog.start()
         self._submit(self._run_all(slots, params or self.params, journal), thread).add_done_callback(copy_outcome)
@@ -438,16 +442,21 @@ class _FrozenHeap:
     """
 
     _lock, _num_rollouts, _is_ours, _is_theirs = threading.Lock(), 0, False, False
+    _collected_at = -math.inf
 
     @classmethod
     def add(cls, number: int) -> None:
         """So many rollouts more, or fewer."""
         with cls._lock:
-            # Nothing is done if the program, or vLLM, has frozen objects itself, or has switched the collector off.
-            if cls._num_rollouts == 0 and gc.isenabled() and not cls._is_theirs:
-                cls._is_theirs = gc.get_freeze_count() > 0  # which visits all of them: asked once
+            if cls._num_rollouts == 0 and gc.isenabled():
+                # Young garbage need not wait until the rollout has ended. What is older, such as environments whose
+                # methods are tools, would be set aside again and again.
+                is_due = time.monotonic() - cls._collected_at >= COLLECT_EVERY_S
+                gc.collect(2 if is_due else 1)
+                cls._collected_at = time.monotonic() if is_due else cls._collected_at
+                # The program, or vLLM, may have frozen objects itself: asked once, since it visits all of them.
+                cls._is_theirs = cls._is_theirs or gc.get_freeze_count() > 0
                 if not cls._is_theirs:
-                    gc.collect(1)  # young garbage need not wait until the rollout has ended
                     gc.freeze()
                     cls._is_ours = True
             cls._num_rollouts += number

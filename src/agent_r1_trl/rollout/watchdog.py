@@ -65,7 +65,8 @@ class Watchdog:
         self._drafts, self._loop, self._thread, self._give_up = drafts, loop, thread, give_up
         self._interval_s, self._stall_timeout_s = interval_s, stall_timeout_s
         self._tick_s = min(1.0, (interval_s or 4.0) / 4, (stall_timeout_s or 4.0) / 4)
-        self._has_ended = threading.Event()
+        self.has_ended = threading.Event()
+        """Set it when the rollout has ended."""
         self._asked_at: float | None = None
         """When the loop was asked to answer; None once it has."""
         self._said_at = self._moved_at = time.monotonic()
@@ -75,14 +76,10 @@ class Watchdog:
         """Begin to watch."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def stop(self) -> None:
-        """The rollout has ended."""
-        self._has_ended.set()
-
     def _watch(self) -> None:
         try:
             self._postpone_exit()
-            while not self._has_ended.wait(self._tick_s):
+            while not self.has_ended.wait(self._tick_s):
                 self._postpone_exit()
                 if self._has_given_up(time.monotonic()):
                     return

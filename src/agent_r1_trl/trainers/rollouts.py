@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -415,11 +416,14 @@ class Rollout:
         self.seconds = 0.0
         """Wall time from start to end."""
         start = time.perf_counter()
+        # A future keeps its callbacks: one that held this would be a cycle, and environments would outlive their step.
+        this = weakref.ref(self)
 
         def finish(_: Any) -> None:
-            self.seconds = time.perf_counter() - start
-            self.environments = users_environments(runner.environments, runner.env_factory)
-            self._has_ended.set()
+            if (rollout := this()) is not None:
+                rollout.seconds = time.perf_counter() - start
+                rollout.environments = users_environments(runner.environments, runner.env_factory)
+                rollout._has_ended.set()
 
         self._has_ended = threading.Event()
         self._runner = runner
