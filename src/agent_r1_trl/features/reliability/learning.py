@@ -171,12 +171,13 @@ class LearningReport(RolloutCallback):
 
 
 def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
-    """What each tool answered in them; calls that reached no tool do not count."""
+    """What each tool answered in them; calls that reached no tool do not count, nor answers that end the episode."""
     found: dict[str, Answers] = {}
-    for result in (result for item in trajectories for result in item.tool_results):
+    pairs = ((turn, result) for item in trajectories for turn in item.turns for result in turn.tool_results)
+    for turn, result in pairs:
         if result.error in _FAILURES:
             one = Answers(num_failed=1)
-        elif not result.is_error:
+        elif not result.is_error and turn.observations:
             text = result.content if result.content.strip() else ""
             one = Answers(num=1, texts={text}, arguments={str(result.call.arguments)})
         else:
