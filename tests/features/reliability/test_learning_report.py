@@ -149,6 +149,14 @@ class Scored:
         self.total_reward = reward
 
 
+def test_the_summary_of_a_run_in_which_nothing_was_scored_says_so():
+    report, unscored = LearningReport("out", records=True), Scored(0.0)
+    assert not report.summary()
+    unscored.in_baseline = False
+    report.take([unscored] * 8, step=1, group_size=4)
+    assert report.summary() == "No trajectory was scored: the model has learned nothing."
+
+
 def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
     report = LearningReport("out", records=True)
     for step, num_right in enumerate([8, 12, 16, 0], 1):
