@@ -155,7 +155,7 @@ def test_trl_reads_the_conversations_of_a_run(tmp_path):
     ("arguments", "message"),
     [
         ((), "--min_reward: not set"),
-        (("--min_reward", "5"), "no whole trajectory"),
+        (("--min_reward", "5"), "(stop 'done', scored, in one context) earned that much. Pass a smaller one if there"),
         (("--min_reward", "1", "--output", "a.csv"), "must be a new .jsonl file"),
     ],
 )

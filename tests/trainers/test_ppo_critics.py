@@ -146,9 +146,10 @@ class Worse(MultiTurnPPOTrainer):
         return {"eval_loss": float(self.state.global_step)}
 
 
-@pytest.mark.parametrize("kind", ["adapter", *nightly("head", "model")])
-def test_the_best_model_brings_its_critic(tmp_path, kind):
-    memory = Remember()
+@pytest.mark.parametrize("kind", ["adapter", "head", *nightly("model")])
+def test_the_best_model_brings_its_critic(tmp_path, kind, monkeypatch):
+    memory, said = Remember(), []
+    monkeypatch.setattr("transformers.trainer.logger.warning", said.append)
     trainer = make_ppo(
         tmp_path, kind, trainer=Worse, max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="steps",
         eval_steps=1, load_best_model_at_end=True, metric_for_best_model="eval_loss", eval_dataset=questions(),
@@ -156,6 +157,7 @@ def test_the_best_model_brings_its_critic(tmp_path, kind):
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert not [text for text in said if "keys" in text], "the critic has a file of its own"
     for name, value in trainer.model.named_parameters():
         torch.testing.assert_close(value, memory.seen[1][name], msg=name)
     assert all(

@@ -65,6 +65,17 @@ def test_a_row_is_in_the_baseline_unless_the_machine_failed_or_nobody_scored_it(
     assert [item.outcome_reward for item in trajectories[:3]] == [pytest.approx(4.1), pytest.approx(3.1), 1.1]
 
 
+def test_a_trajectory_that_nobody_scored_is_warned_of_once_and_a_failure_never(caplog):
+    rewards, table = rewards_of("keep"), {"functions": [len], "names": ["length"], "weights": [1.0]}
+    failed = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
+    rewards.place_on_outcomes([failed, two_turns()], torch.tensor([[NAN], [1.0]]), **table)
+    assert not caplog.messages
+    for _ in range(2):
+        rewards.place_on_outcomes([two_turns(), two_turns()], torch.tensor([[NAN], [NAN]]), **table)
+    (said,) = caplog.messages
+    assert said.startswith("All reward functions returned None for a trajectory")
+
+
 def test_none_is_0_beside_another_reward_unless_the_function_is_required():
     def asked(completions, **columns): ...
 

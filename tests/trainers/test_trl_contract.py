@@ -35,6 +35,7 @@ def source(name):
         ("_load_best_model", ["self"]),
         ("save_model", ["self", "output_dir", "_internal_call"]),
         ("_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
+        ("_issue_warnings_after_load", ["self", "load_result"]),
         ("_push_from_checkpoint", ["self", "checkpoint_folder"]),
         ("_get_output_dir", ["self", "trial"]),
         (

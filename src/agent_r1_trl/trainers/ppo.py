@@ -392,6 +392,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         load_critic(self.model if model is None else model, Path(resume_from_checkpoint))
         self._refresh_critic()
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Not of the critic's weights, which stand in a file of their own."""
+        missing = [name for name in load_result.missing_keys if not is_critic_name(name)]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
     def _load_best_model(self) -> None:
         super()._load_best_model()
         if not self.is_deepspeed_enabled:  # whose checkpoint holds the critic as well

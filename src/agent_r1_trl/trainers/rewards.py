@@ -36,6 +36,8 @@ from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
 
+logger = logging.getLogger(__name__)
+
 
 def environment_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
     """Column of `env=`: the return that the trajectory holds already; None where it is not in the baseline."""
@@ -75,6 +77,7 @@ class Rewards:
         self._pays_calls = form is not None and form.pays_calls
         self._has_turn_reward: list[bool] = []
         """Per trajectory of the batch: whether its turns were rewarded."""
+        self._warned_of_none = False
         weights = args.turn_reward_weights
         if weights is not None and len(weights) != len(self.turn_reward_funcs):
             raise ValueError(
@@ -128,7 +131,14 @@ class Rewards:
                     note_missing(trajectory, f"reward_funcs: {name}")
             has_failed = trajectory.stop_reason.is_infrastructure_failure
             is_missing = trajectory.error is not None and not has_failed
-            trajectory.is_scored = not is_missing and not all(math.isnan(value) for value in row)
+            is_nothing = all(math.isnan(value) for value in row)
+            trajectory.is_scored = not is_missing and not is_nothing
+            if is_nothing and not (has_failed or is_missing or self._warned_of_none):
+                self._warned_of_none = True
+                logger.warning(
+                    "All reward functions returned None for a trajectory, which is then not in the baseline. Reported "
+                    "once; rollout/unscored_share counts on."
+                )
             for function, name, weight, value in zip(functions, names, weights, row, strict=True):
                 if not math.isnan(value) and function not in self.columns:
                     trajectory.outcome_reward += weight * value
@@ -432,21 +442,17 @@ def check_finite(values: torch.Tensor, calculate: Any) -> None:
 
 @contextlib.contextmanager
 def rows_not_logged() -> Iterator[None]:
-    """While it lasts, TRL's warning about a row that no reward function scored does not contain the row."""
-    unscored = "All reward functions returned None"
+    """While it lasts, TRL does not warn of a row that no reward function scored: it would print the whole row."""
 
-    def shorten(record: logging.LogRecord) -> bool:
-        if unscored in str(record.msg):
-            why = "(None is also the reward of an infrastructure failure)"
-            record.msg, record.args = f"{unscored} for at least one trajectory {why}. It is not in the baseline.", ()
-        return True
+    def is_other(record: logging.LogRecord) -> bool:
+        return "All reward functions returned None" not in str(record.msg)
 
-    logger = logging.getLogger("trl.trainer.grpo_trainer")
-    logger.addFilter(shorten)
+    trl_logger = logging.getLogger("trl.trainer.grpo_trainer")
+    trl_logger.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(shorten)
+        trl_logger.removeFilter(is_other)
 
 
 # -------------------------------------------------------------------- the rows of the data set

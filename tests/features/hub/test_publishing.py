@@ -159,9 +159,8 @@ def test_a_row_that_no_reward_function_scored_is_not_logged(tmp_path, caplog):
         train_dataset=Dataset.from_list([{"id": f"q{i}", "prompt": "question", "secret": "SECRET"} for i in range(2)]),
     )
     trainer.train()
-    said = [item.getMessage() for item in caplog.records if "reward functions returned None" in item.getMessage()]
-    assert said and all("infrastructure failure" in text for text in said)
-    assert "SECRET" not in caplog.text
+    assert "reward functions returned None" not in caplog.text, "an environment failed, no reward function"
+    assert "RuntimeError: down" in caplog.text and "SECRET" not in caplog.text
 
 
 KEY = "sk-live-0123456789"

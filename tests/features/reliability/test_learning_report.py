@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.reliability.learning import LearningReport
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.tools import tool
@@ -88,6 +89,26 @@ def test_a_tool_that_says_nothing_is_named(tmp_path, how, said, caplog):
     assert ("All 16 answers of the tool 'look'" in trainer.features["learning"].summary()) is bool(said)
 
 
+def test_a_tool_that_ends_the_episode_may_always_say_the_same(tmp_path, caplog):
+    class Submit(ToolEnv):
+        @tool
+        def submit(self, answer: str) -> str:
+            """Submit an answer.
+
+            Args:
+                answer: Any text.
+            """
+            return "Submitted."
+
+        def is_done(self, message):
+            return True
+
+    make_trainer(
+        tmp_path, env=Submit, script=lambda rng, turn: calls(("submit", {"answer": str(rng.random())}))
+    ).train()
+    assert "answers of the tool" not in caplog.text
+
+
 def test_the_summary_names_a_tool_that_failed_in_every_call_and_no_call_that_reached_none(tmp_path):
     def script(rng, turn):
         broken = say("<tool_call>\n{oops\n</tool_call>")
@@ -122,10 +143,18 @@ def test_a_tool_that_never_works_ends_the_run_at_its_first_rollout(tmp_path, how
 class Scored:
     """As much of a trajectory as the report reads."""
 
-    in_baseline, tool_results = True, ()
+    in_baseline, turns = True, ()
 
     def __init__(self, reward):
         self.total_reward = reward
+
+
+def test_the_summary_of_a_run_in_which_nothing_was_scored_says_so():
+    report, unscored = LearningReport("out", records=True), Scored(0.0)
+    assert not report.summary()
+    unscored.in_baseline = False
+    report.take([unscored] * 8, step=1, group_size=4)
+    assert report.summary() == "No trajectory was scored: the model has learned nothing."
 
 
 def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():

@@ -78,8 +78,8 @@ def _write_sft(arguments: argparse.Namespace) -> str:
     rows = list(map(dump_json, sft_rows(arguments.run, min_reward=least, tools=tools, split=split)))
     if not rows:
         raise UsageError(
-            f"--min_reward {least:g}: no whole trajectory of {arguments.run} earned that much. Pass a smaller one; "
-            f"agent-r1-trl view {arguments.run} --list shows rewards."
+            f"--min_reward {least:g}: no whole trajectory of {arguments.run} (stop 'done', scored, in one context) "
+            f"earned that much. Pass a smaller one if there are any; agent-r1-trl view {arguments.run} --list shows."
         )
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     return f"{path}: {len(rows)} conversations"

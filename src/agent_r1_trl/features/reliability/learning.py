@@ -83,6 +83,7 @@ class LearningReport(RolloutCallback):
     def begin_run(self) -> None:
         """Forget an earlier run of the same trainer."""
         self.rollouts: list[RolloutResult] = []
+        self._has_rolled_out = False
         self.answers: dict[str, Answers] = {}
         self._warned_of: set[str] = set()
         """Names of tools, and "" for the rewards."""
@@ -104,6 +105,7 @@ class LearningReport(RolloutCallback):
 
     def take(self, trajectories: Sequence[Trajectory], *, step: int, group_size: int) -> None:
         """Take in this rank's trajectories, which `step` is the first to train on; warn of what teaches nothing."""
+        self._has_rolled_out = True
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
         groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
         groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
@@ -146,7 +148,7 @@ class LearningReport(RolloutCallback):
     def summary(self) -> str:
         """What the run did to the reward, a fact per line; "" without a rollout."""
         if not self.rollouts:
-            return ""
+            return "No trajectory was scored: the model has learned nothing." if self._has_rolled_out else ""
         seconds = {} if self.trainer is None else self.trainer.seconds
         rollout_s, update_s = (seconds.get(name, 0.0) - self._seconds.get(name, 0.0) for name in ("rollout", "update"))
         first, last, num = self.rollouts[0], self.rollouts[-1], len(self.rollouts)
@@ -171,12 +173,13 @@ class LearningReport(RolloutCallback):
 
 
 def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
-    """What each tool answered in them; calls that reached no tool do not count."""
+    """What each tool answered in them; calls that reached no tool do not count, nor answers that end the episode."""
     found: dict[str, Answers] = {}
-    for result in (result for item in trajectories for result in item.tool_results):
+    pairs = ((turn, result) for item in trajectories for turn in item.turns for result in turn.tool_results)
+    for turn, result in pairs:
         if result.error in _FAILURES:
             one = Answers(num_failed=1)
-        elif not result.is_error:
+        elif not result.is_error and turn.observations:
             text = result.content if result.content.strip() else ""
             one = Answers(num=1, texts={text}, arguments={str(result.call.arguments)})
         else:
