@@ -318,7 +318,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/hub": (965, 7),
     "features/inspector": (819, 5),
     "features/journal": (1331, 9),
-    "features/reliability": (1427, 9),
+    "features/reliability": (1430, 9),
     "features/sampling": (756, 7),
     "features/sandbox": (1561, 8),
     "features/search": (230, 2),
@@ -328,7 +328,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1219, 9),
     "rollout": (2923, 15),
     "tools": (2530, 12),
-    "trainers": (6433, 17),
+    "trainers": (6444, 17),
     "update": (2081, 9),
 }
 
