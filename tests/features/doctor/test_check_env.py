@@ -248,6 +248,22 @@ def test_every_tool_is_called_even_if_the_first_one_ends_the_episode():
     assert_finds(Ending, "error", "tools", "NameError")
 
 
+def test_an_episode_may_end_with_the_last_of_some_guesses():
+    class Guessing(GoodEnv):
+        def reset(self, example):
+            self.num_calls = 0
+            return super().reset(example)
+
+        def process_reward(self, call, result):
+            self.num_calls += 1
+            return super().process_reward(call, result)
+
+        def is_done(self, message):
+            return self.num_calls >= 6
+
+    assert not [item.message for item in problems(Guessing) if "No episode ended" in item.message]
+
+
 def test_it_works_inside_a_running_event_loop():
     async def main():
         return problems(GoodEnv)

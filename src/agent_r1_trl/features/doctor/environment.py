@@ -37,8 +37,8 @@ from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Message, StopReason
 
 NUM_EPISODES, TIMEOUT_S = 3, 10.0
-MAX_ANSWERS = 8
-"""Answers after which an episode that has not ended counts as endless."""
+MAX_STEPS = 16
+"""Answers and calls after which an episode that has not ended counts as endless."""
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold", "solution")
 DEFAULT_EXAMPLE = {
     "prompt": [{"role": "user", "content": "What is the capital of Norway?"}],
@@ -239,7 +239,7 @@ def _check_steps(trial: EnvTrial) -> None:
             episode = trial.run(row, "a valid call or a plain answer", left)
             has_ended |= episode.steps[-1].done
             left = left[len(episode.steps) :]
-        has_ended = has_ended or _answers_to_the_end(trial, episode)
+        has_ended = has_ended or _goes_on_to_the_end(trial, episode, tools)
         for what, message in _broken_calls(tools).items():
             step = trial.step(trial.fresh(row)[0], message, what)
             if step.done:
@@ -251,7 +251,7 @@ def _check_steps(trial: EnvTrial) -> None:
         for what, message in _odd_messages(tools).items():
             trial.step(trial.fresh(row)[0], message, what)
     if not has_ended:
-        text = "No episode ended, neither after tool calls nor after an answer: all trajectories will run into limits."
+        text = f"No episode ended within {MAX_STEPS} calls and answers: if none ever does, all trajectories run into limits."
         report.warning("step", text, "Return done=True from step when the task is over.")
     report.ok("step", "step survives good, bad and odd messages and keeps its contract.")
     tools = list({found.name: found for tools in trial.tools_of_row.values() for found in tools}.values())
@@ -261,10 +261,12 @@ def _check_steps(trial: EnvTrial) -> None:
     report.ok("tools", f"Described, and called once: {names}.{beside}" if tools else "No tools.")
 
 
-def _answers_to_the_end(trial: EnvTrial, episode: EnvEpisode) -> bool:
-    """Whether the episode ends if the model goes on answering: there may be several user turns."""
-    steps = (trial.step(episode.session, _answer(NONSENSE), "a plain answer") for _ in range(MAX_ANSWERS))
-    return any(step.done for step in steps)
+def _goes_on_to_the_end(trial: EnvTrial, episode: EnvEpisode, tools: Sequence[Tool]) -> bool:
+    """Whether the episode ends if the model goes on answering and calling: after some user turns, or guesses."""
+    *calls, answer = _valid_messages(tools)
+    turns = itertools.cycle([pair for call in calls for pair in (answer, call)] or [answer])
+    messages = itertools.islice(turns, MAX_STEPS)
+    return any(trial.step(episode.session, message, "a valid call or a plain answer").done for message in messages)
 
 
 # ---------------------------------------------------------------- the outcome
