@@ -71,3 +71,12 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, name, con
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataFileError, match=f"dataset_name='.*{name}'.*{said}"):
         load_rows("dataset_name", str(tmp_path / name))
+
+
+def test_a_directory_with_a_card_is_read_again_after_a_change(tmp_path):
+    """`datasets` knows such a directory by the card alone, and would train on the older rows."""
+    card = {"configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "rows.jsonl"}]}]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(card)}\n---\n")
+    for answer in ("Oslo", "Lima"):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"answer": answer}))
+        assert load_rows("dataset_name", str(tmp_path))["answer"] == [answer]

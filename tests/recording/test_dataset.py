@@ -1,6 +1,7 @@
 """Recorded trajectories as a data set that `datasets` reads, and as conversations for supervised fine-tuning."""
 
 import json
+import shutil
 
 import pytest
 from datasets import load_dataset
@@ -51,6 +52,16 @@ def test_load_dataset_reads_the_numbers_of_every_trajectory(run_folder, tmp_path
             assert [(turn["start"], turn["end"], turn["reward"]) for turn in row["turns"]] == [
                 (turn.start, turn.end, turn.reward) for turn in item.turns
             ]
+
+
+def test_an_export_to_the_same_folder_is_no_older_one_from_the_cache(run_folder, tmp_path):
+    for steps in ([1], [1, 2]):
+        run = tmp_path / f"run{len(steps)}"
+        for step in steps:
+            TrajectoryStore(run).write(step, [two_turns()])
+        write_dataset(run, tmp_path / "data")
+        assert read(tmp_path / "data", tmp_path / "cache")["train"].num_rows == len(steps)
+        shutil.rmtree(tmp_path / "data")
 
 
 def test_messages_and_rows_are_those_of_the_trajectory(run_folder, tmp_path):

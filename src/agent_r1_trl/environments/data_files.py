@@ -102,6 +102,9 @@ def _load_dataset(setting: str, name: str, config: str | None, split: str, **opt
         if is_local and any((Path(name) / item).exists() for item in ("state.json", "dataset_dict.json")):
             loaded = load_from_disk(name)
             return loaded[split] if isinstance(loaded, dict) else loaded
+        if is_local:  # a part of the cache's key: beside a card `datasets` would take what it read of older files
+            items = [Path(name), *Path(name).rglob("*")]
+            options["description"] = str(max(item.lstat().st_mtime_ns for item in items))
         return load_dataset(name, config, split=split, **options)
     except Exception as error:  # a wrong name, no network, a broken file: of many types
         if "corresponds to no data" in str(error):  # of a file with a header alone, or `[]`
@@ -109,7 +112,11 @@ def _load_dataset(setting: str, name: str, config: str | None, split: str, **opt
         cause = error.__cause__ or error
         reason = f"{type(cause).__name__}: {' '.join(str(cause).splitlines()[:1]).rstrip('.')}."
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") == "1" and not is_local else ""
-        what = f": cannot be read as {name}" if options else f", split {split!r}: cannot be loaded{offline}"
+        what = (
+            f": cannot be read as {name}"
+            if "data_files" in options
+            else f", split {split!r}: cannot be loaded{offline}"
+        )
         raise DataFileError(
             f"{setting}{what}. {reason} Pass a data file (text in UTF-8, a row for each example), a directory, or the "
             "id of a data set on the Hub, and one of its splits."

@@ -88,7 +88,8 @@ def write_dataset(run: str | Path, folder: str | Path, *, title: str = "") -> di
         raise ValueError(
             f"{str(run)!r}: no trajectories are recorded there. Train or evaluate with record_trajectories: jsonl."
         )
-    (target / "README.md").write_text(_card(counts, title or target.name), encoding="utf-8")
+    sizes = {split: (target / "data" / f"{split}-00000.parquet").stat().st_size for split in counts}
+    (target / "README.md").write_text(_card(counts, sizes, title or target.name), encoding="utf-8")
     return counts
 
 
@@ -154,13 +155,17 @@ def _text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _card(counts: dict[str, int], title: str) -> str:
+def _card(counts: dict[str, int], sizes: dict[str, int], title: str) -> str:
+    """`sizes` are bytes. `datasets` takes a directory with the same metadata for the one that it has in its cache."""
     import yaml
 
     files = [{"split": split, "path": f"data/{split}-*.parquet"} for split in counts]
     metadata = {
         "pretty_name": title,
         "tags": ["agent-r1-trl", "trl", "agent", "tool-use", "reinforcement-learning"],
+        "dataset_info": {
+            "splits": [{"name": name, "num_bytes": sizes[name], "num_examples": counts[name]} for name in counts]
+        },
         "configs": [{"config_name": "default", "data_files": files}],
     }
     splits = ", ".join(f"`{split}`: {count}" for split, count in counts.items())

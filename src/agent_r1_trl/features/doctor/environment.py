@@ -251,7 +251,7 @@ def _check_steps(trial: EnvTrial) -> None:
         for what, message in _odd_messages(tools).items():
             trial.step(trial.fresh(row)[0], message, what)
     if not has_ended:
-        text = f"No episode ended within {MAX_STEPS} calls and answers: if none ever does, all trajectories run into limits."
+        text = f"No episode ended within {MAX_STEPS} calls and answers: if none ever does, all run into limits."
         report.warning("step", text, "Return done=True from step when the task is over.")
     report.ok("step", "step survives good, bad and odd messages and keeps its contract.")
     tools = list({found.name: found for tools in trial.tools_of_row.values() for found in tools}.values())
