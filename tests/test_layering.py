@@ -328,7 +328,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1219, 9),
     "rollout": (2923, 15),
     "tools": (2530, 12),
-    "trainers": (6444, 17),
+    "trainers": (6440, 17),
     "update": (2081, 9),
 }
 

@@ -486,7 +486,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     critic_max_grad_norm: NotNegative | None = setting(
         None,
         "Limit of the critic's gradient norm, which is clipped apart from the policy's. 0: not clipped. None: "
-        "max_grad_norm. DeepSpeed and FSDP clip one norm over both, and refuse a number here.",
+        "max_grad_norm. DeepSpeed clips one norm over both, and refuses a number here.",
     )
     value_loss_coef: NotNegative = setting(0.5, "Weight of the value loss.")
     cliprange_value: Annotated[float, Number(above=0, may_be_infinite=True)] = setting(

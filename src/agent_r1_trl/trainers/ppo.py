@@ -37,9 +37,6 @@ from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batching import TrainingRows, pad_lists, whole_rows, with_one_more
 from agent_r1_trl.update.losses import explained_variance, value_loss
 
-_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
-
-
 # -------------------------------------------------------------------- what cannot be combined
 
 
@@ -54,16 +51,15 @@ def check_optimizer_setup(args: Any, accelerator: Any) -> None:
         check_deepspeed_config(plugin.deepspeed_config, args)
     if clips_apart(accelerator):
         return
-    name = accelerator.distributed_type.value
     if args.critic_max_grad_norm is not None:
         raise ValueError(
-            f"critic_max_grad_norm={args.critic_max_grad_norm} with {name}, which clips one norm over all parameters. "
-            "Remove critic_max_grad_norm; max_grad_norm then limits policy and critic together."
+            f"critic_max_grad_norm={args.critic_max_grad_norm} with DeepSpeed, which clips one norm over all "
+            "parameters. Remove critic_max_grad_norm; max_grad_norm then limits policy and critic together."
         )
     if args.max_grad_norm > 0:
         warnings.warn(
-            f"{name} clips one gradient norm over policy and critic together (max_grad_norm={args.max_grad_norm}), so "
-            "a large gradient of the critic makes the policy's step smaller. max_grad_norm=0 switches clipping off.",
+            f"DeepSpeed clips one gradient norm over policy and critic together (max_grad_norm={args.max_grad_norm}), "
+            "so a large gradient of the critic makes the policy's step smaller. max_grad_norm=0 switches it off.",
             stacklevel=2,
         )
 
@@ -129,8 +125,8 @@ def parameters_by_role(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
 
 
 def clips_apart(accelerator: Any) -> bool:
-    """Whether gradients are ours to clip, and not an engine's."""
-    return accelerator.distributed_type not in _ENGINES
+    """Whether gradients are ours to clip, and not DeepSpeed's."""
+    return accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
 def clip_by_role(model: nn.Module, args: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
