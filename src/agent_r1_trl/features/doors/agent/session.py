@@ -41,17 +41,6 @@ _warned: set[str] = set()
 
 
 @dataclass(eq=False)
-class _Sampler:
-    """What the rollout samples a call with, and where it is recorded."""
-
-    draft: Draft
-    generator: Generator
-    chat: ChatFormat
-    limits: RolloutLimits
-    params: SamplingParams
-
-
-@dataclass(eq=False)
 class _SampledCall:
     """One request, and the turn that answers it."""
 
@@ -61,7 +50,6 @@ class _SampledCall:
     connection: asyncio.BaseTransport
     task: asyncio.Task[tuple[Generation, Message, float]]
     is_main: bool = False
-    began: float = 0.0
     answer: dict[str, Any] | None = None
     """Once a client has heard it."""
 
@@ -87,7 +75,7 @@ class AgentSession:
         self.asked: Asked | None = None
         """The last request."""
         self.has_ended = False
-        self._begun: asyncio.Future[_Sampler] = loop.create_future()
+        self._begun: asyncio.Future[None] = loop.create_future()
         self._calls: dict[tuple[str, bool], list[_SampledCall]] = {}
         self._turns: dict[str, Turn] = {}
         """By the identity of its answer."""
@@ -101,8 +89,9 @@ class AgentSession:
         self, draft: Draft, generator: Generator, chat: ChatFormat, limits: RolloutLimits, params: SamplingParams
     ) -> None:
         """Answer calls from now on."""
+        self._draft, self._generator, self._chat, self._limits, self._params = draft, generator, chat, limits, params
         self._held, self._variables = Held(chat), contextvars.copy_context()
-        self._begun.set_result(_Sampler(draft, generator, chat, limits, params))
+        self._begun.set_result(None)
 
     def end(self) -> None:
         """Answer no call any more."""
@@ -133,18 +122,17 @@ class AgentSession:
             self.called.set_result(asked.messages)
         await asyncio.wait({self._begun})
         self._check_open()
-        sampler = self._begun.result()
         try:
             context = self._held.context(asked.messages, asked.tools)
         except ChatFormatError as error:
-            _count(sampler.draft, "agent/refused", agent_refused=str(error))
+            self._count("agent/refused", agent_refused=str(error))
             raise
         call = self._same(context.key, is_retry=is_retry, is_trained=is_trained)
         if call is None:
-            max_tokens = self._max_tokens(sampler, context, asked, is_trained=is_trained)
+            max_tokens = self._max_tokens(context, asked, is_trained=is_trained)
             if max_tokens is None:
                 return completion("chatcmpl-end", MODEL, {"content": SPENT}, "length", len(context.ids), 0)
-            call = self._start(sampler, context, asked, connection, max_tokens, is_trained=is_trained)
+            call = self._start(context, asked, connection, max_tokens, is_trained=is_trained)
         call.connection = connection
         await asyncio.wait({call.task})
         self._check_open()
@@ -153,7 +141,7 @@ class AgentSession:
         if connection.is_closing():
             raise ConnectionResetError
         if call.answer is None:
-            call.answer = self._hear(sampler, call)
+            call.answer = self._hear(call)
         return call.answer
 
     def _check_open(self) -> None:
@@ -168,9 +156,9 @@ class AgentSession:
 
     # ---------------------------------------------------------------- what a call may spend
 
-    def _max_tokens(self, sampler: _Sampler, context: HeldContext, asked: Asked, *, is_trained: bool) -> int | None:
+    def _max_tokens(self, context: HeldContext, asked: Asked, *, is_trained: bool) -> int | None:
         """How many tokens may be sampled; None for a final text in their place."""
-        draft, limits = sampler.draft, sampler.limits
+        draft, limits = self._draft, self._limits
         if not is_trained:
             room = limits.turn_budget(len(context.ids), 0)
             self._check_length(room, len(context.ids))
@@ -182,7 +170,7 @@ class AgentSession:
         budget = limits.turn_budget(len(context.ids) - num_spent, num_spent)
         if len(draft.turns) + len(calls) >= limits.max_turns:
             if self.limit is None and budget > 0:
-                self._go_on(sampler, context)  # what was observed last is part of the trajectory
+                self._go_on(context)  # what was observed last is part of the trajectory
             return self._refuse(StopReason.MAX_TURNS, len(context.ids))
         if budget < 1:
             is_first = not draft.turns and not calls
@@ -210,7 +198,6 @@ class AgentSession:
 
     def _start(
         self,
-        sampler: _Sampler,
         context: HeldContext,
         asked: Asked,
         connection: asyncio.BaseTransport,
@@ -223,27 +210,27 @@ class AgentSession:
         # A conversation that goes on is sampled as an environment's; the order of arrival decides nothing.
         depth = 0 if context.before is None else context.before.depth
         place = (depth,) if is_main else (depth, context.key, len(same), "trained" if is_trained else "untrained")
-        request = sampler.draft.request
+        request = self._draft.request
         sampling = sample_turn(
             Draft(request=request, prompt_ids=context.ids),
-            sampler.generator,
-            sampler.chat,
+            self._generator,
+            self._chat,
             context.tools,
-            sampler.params,
+            self._params,
             max_tokens,
             derive_seed(request.seed, *place),
         )
         task = asyncio.get_running_loop().create_task(sampling, context=self._variables)
-        call = _SampledCall(asked, context, is_trained, connection, task, is_main, time.perf_counter())
-        task.add_done_callback(lambda task: self._look_at(sampler, call))
+        call = _SampledCall(asked, context, is_trained, connection, task, is_main)
+        task.add_done_callback(lambda task: self._look_at(call))
         same.append(call)
         if is_main:
             self._main = call
-        sampler.draft.enter(f"turn {len(sampler.draft.turns)}: generation")
+        self._draft.enter(f"turn {len(self._draft.turns)}: generation")
         self._warn(asked)
         return call
 
-    def _look_at(self, sampler: _Sampler, call: _SampledCall) -> None:
+    def _look_at(self, call: _SampledCall) -> None:
         """A turn has been sampled, or could not be."""
         if call.task.cancelled() or self.has_ended:
             return
@@ -252,16 +239,16 @@ class AgentSession:
                 self.over.set_exception(error)
             return
         generation, _, _ = call.task.result()
-        if found := _first_stop(sampler.chat, generation.token_ids, call.asked.stop):
-            self._cut(sampler, call, found, "stop")
+        if found := _first_stop(self._chat, generation.token_ids, call.asked.stop):
+            self._cut(call, found, "stop")
 
-    def _cut(self, sampler: _Sampler, call: _SampledCall, num_tokens: int, stop: Any) -> None:
+    def _cut(self, call: _SampledCall, num_tokens: int, stop: Any) -> None:
         """Keep the first tokens of a turn: they were sampled as they would have been."""
         generation, message, _ = call.task.result()
         generation.cut(num_tokens)
         generation.stop = stop
         ids = call.context.ids
-        cut = sampler.chat.parse(
+        cut = self._chat.parse(
             generation.token_ids, ids[-PREFIX_TOKENS:], call.context.tools or None, position=len(ids)
         )
         message.clear()
@@ -279,17 +266,17 @@ class AgentSession:
 
     # ---------------------------------------------------------------- what has been heard
 
-    def _hear(self, sampler: _Sampler, call: _SampledCall) -> dict[str, Any]:
+    def _hear(self, call: _SampledCall) -> dict[str, Any]:
         """Record a turn, as its answer is handed over; returns the answer."""
-        draft, limits, context = sampler.draft, sampler.limits, call.context
+        draft, limits, context = self._draft, self._limits, call.context
         generation, message, seconds = call.task.result()
         num_turns = len(draft.turns)
         identity = f"chatcmpl-{self.key[-8:]}-{num_turns if call.is_trained else 'untrained'}"
         if call.is_trained:
-            self._go_on(sampler, context)
+            self._go_on(context)
             room = limits.turn_budget(*draft.lengths)  # others may have spent some of it meanwhile
             if len(generation.token_ids) > max(room, 1):
-                self._cut(sampler, call, max(room, 1), "length")
+                self._cut(call, max(room, 1), "length")
         is_cut = generation.stop == "length"
         message = cut_message(message, len(generation.token_ids)) if is_cut else message
         message = _without(message, call.asked.stop)
@@ -302,9 +289,9 @@ class AgentSession:
             self._main = held if self._main is call else self._main
             self.limit = StopReason.MAX_COMPLETION_LENGTH if is_cut and limits.room(*draft.lengths) < 1 else None
             if context.drift:
-                _count(draft, f"drift/{context.drift}", agent_drift=context.difference)
+                self._count(f"drift/{context.drift}", agent_drift=context.difference)
             if call.asked.overridden:
-                _count(draft, "agent/overridden", agent_overridden=", ".join(call.asked.overridden))
+                self._count("agent/overridden", agent_overridden=", ".join(call.asked.overridden))
         draft.enter(f"turn {len(draft.turns)}: agent")
         finish = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
         answer = completion(identity, MODEL, message, finish, len(context.ids), len(generation.token_ids))
@@ -313,9 +300,9 @@ class AgentSession:
             answer["choices"][0]["token_ids"] = list(generation.token_ids)
         return answer
 
-    def _go_on(self, sampler: _Sampler, context: HeldContext) -> None:
+    def _go_on(self, context: HeldContext) -> None:
         """Let the next turn stand after a context: in the row that it extends, or in one of its own."""
-        draft = sampler.draft
+        draft = self._draft
         if not draft.turns:
             draft.prompt_messages, draft.prompt_ids = context.messages, context.ids
             return
@@ -342,12 +329,12 @@ class AgentSession:
                 ToolResult(call=replace(call), content=texts[call.id], error=unknown.get(call.name)) for call in calls
             ]
 
-
-def _count(draft: Draft, name: str, **notes: str) -> None:
-    """Count something in a trajectory, and note it in words the first time."""
-    draft.info[name] = draft.info.get(name, 0) + 1
-    for key, text in notes.items():
-        draft.info.setdefault(key, text)
+    def _count(self, name: str, **notes: str) -> None:
+        """Count something in the trajectory, and note it in words the first time."""
+        info = self._draft.info
+        info[name] = info.get(name, 0) + 1
+        for key, text in notes.items():
+            info.setdefault(key, text)
 
 
 def _first_stop(chat: ChatFormat, ids: list[int], stops: tuple[str, ...]) -> int:
