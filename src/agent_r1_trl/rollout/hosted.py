@@ -179,12 +179,10 @@ async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> tuple
         raise GenerationFailure(f"an answer in another form than OpenAI's ({error}): {str(record)[:200]}") from error
 
 
-def read_answer(given: Message, turn: int) -> Message:
-    """A server's message as environments read it; calls without a usable id get one with the number of the turn."""
-    message: Message = {
-        "role": "assistant",
-        "content": as_text(given.get("content") or given.get("refusal"), "answer"),
-    }
+def read_answer(given: Message, turn: int, where: str = "answer") -> Message:
+    """A message of an assistant as environments read it; calls without a usable id get one with the turn's number."""
+    content = as_text(given.get("content") or given.get("refusal"), where)
+    message: Message = {"role": "assistant", "content": content}
     reasoning = given.get("reasoning_content") or given.get("reasoning")
     if isinstance(reasoning, str) and reasoning:
         message["reasoning_content"] = reasoning

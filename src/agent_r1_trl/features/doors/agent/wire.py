@@ -11,7 +11,7 @@ from typing import Any
 
 from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.errors import APIError
-from agent_r1_trl.tools.calls import read_calls
+from agent_r1_trl.rollout.hosted import read_answer
 from agent_r1_trl.trajectory import Message
 
 NO_RETRY = {"x-should-retry": "false"}
@@ -119,23 +119,17 @@ def read_messages(given: Sequence[Mapping[str, Any]], before: Sequence[Message] 
     messages = list(before)
     called: dict[str, tuple[int, str]] = {}  # id of a call -> its place in the turn, and the function's name
     for index, item in enumerate(given[len(messages) :], len(messages)):
-        role = _ROLES.get(item["role"], item["role"])
-        message: Message = {"role": role, "content": as_text(item.get("content"), f"messages[{index}]")}
+        role, where = _ROLES.get(item["role"], item["role"]), f"messages[{index}]"
         if role == "assistant":
-            calls = read_calls(dict(item), id_prefix=f"call_{index}")
-            called = {call.id: (place, call.name) for place, call in enumerate(calls)}
-            if calls:
-                functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-                message["tool_calls"] = [
-                    {"type": "function", "id": call.id, "function": function}
-                    for call, function in zip(calls, functions, strict=True)
-                ]
-            if isinstance(item.get("reasoning_content"), str) and item["reasoning_content"]:
-                message["reasoning_content"] = item["reasoning_content"]
-        elif role == "tool":
+            message = read_answer(dict(item), index - 1, where)
+            calls = enumerate(message.get("tool_calls", ()))
+            called = {call["id"]: (place, call["function"]["name"]) for place, call in calls}
+        else:
+            message = {"role": role, "content": as_text(item.get("content"), where)}
+        if role == "tool":
             known = str(item.get("tool_call_id") or "")
             name = called.get(known, (0, item.get("name")))[1]
-            message = {"role": role, "name": str(name or "unknown"), "tool_call_id": known, **message}
+            message |= {"name": str(name or "unknown"), "tool_call_id": known}
         messages.append(message)
         _put_in_order(messages, called)
     return messages
