@@ -24,6 +24,7 @@ from typing import Annotated, Any, TextIO, TypeVar
 
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
 from agent_r1_trl.features.doors.methods import select_names
+from agent_r1_trl.rollout.runner import LoopThread
 from agent_r1_trl.settings import OneOf, Seconds, check_value
 from agent_r1_trl.tools import InfrastructureError, Tool, ToolSchemaError
 from agent_r1_trl.tools.faults import HandledError
@@ -248,24 +249,16 @@ def session_loop() -> asyncio.AbstractEventLoop:
 
 @functools.cache
 def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="mcp", daemon=True).start()
-    atexit.register(_end_all, loop, pid)
-    return loop
+    thread = LoopThread()
+    atexit.register(_end_all, thread, pid)
+    return thread.loop
 
 
-def _end_all(loop: asyncio.AbstractEventLoop, pid: int) -> None:
+def _end_all(thread: LoopThread, pid: int) -> None:
     """End the sessions when the process ends, and with them the processes of those that are commands."""
-
-    async def end() -> None:
-        tasks = [task for task in asyncio.all_tasks() if task.get_name() == HeldSession.__name__]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks or [asyncio.create_task(asyncio.sleep(0))])
-
-    with contextlib.suppress(Exception):
-        if pid == os.getpid():
-            asyncio.run_coroutine_threadsafe(end(), loop).result(END_S)
+    if pid == os.getpid():
+        thread.end()
+        thread.join(END_S)
 
 
 class HeldSession:
@@ -279,7 +272,7 @@ class HeldSession:
         self.is_lost = False
         # It outlives the call that begins it, and has none of its variables.
         holding = self._hold(name, connect, timeout_s)
-        self._task = self.loop.create_task(holding, name=HeldSession.__name__, context=contextvars.Context())
+        self._task = self.loop.create_task(holding, context=contextvars.Context())
 
     def end(self) -> None:
         """End it; from any thread."""
