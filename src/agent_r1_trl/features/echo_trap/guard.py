@@ -112,13 +112,23 @@ class EchoGuard(RolloutCallback):
     # ---------------------------------------------------------------- the run
 
     def around_run(self, train: Any) -> Any:
-        """The Trainer's loop with its rollbacks."""
+        """The Trainer's loop, a partial whose first argument is the checkpoint; entered again after a `Rollback`."""
         if any([self._put_back(name) for name in [*self._before]]):
             self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
         self._rollback = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self.trainer.args.echo.dry_run)
         self.trainer.rollouts.seed = self.trainer.args.seed
-        return run_with_rollbacks(self.trainer, train)
+        trainer, call = self.trainer, train
+        while True:
+            try:
+                return call()
+            except Rollback as rollback:
+                folder = rollback.folder
+                forget_after(trainer, folder, rollback.micro_step)
+            if trainer.neftune_noise_alpha is not None:
+                deactivate_neftune(trainer.model, trainer.neftune_hook_handle, trainer.accelerator)
+            trainer.args.resume_without = None  # it said what the run's first start did without
+            call = partial(train.func, str(folder), *train.args[1:], **train.keywords)
 
     def end_run(self) -> None:
         """Raise what the guard has ended the run with.
@@ -158,18 +168,22 @@ class EchoGuard(RolloutCallback):
             self.trainer.rollouts.seed = derive_seed(self.trainer.args.seed, "rollback", saved.num_rollbacks)
 
     def kept_checkpoints(self) -> list[Path]:
-        """The checkpoints that `save_total_limit` must not delete."""
-        return candidates(Path(self.trainer.args.output_dir), self.state.run, until=self._trusted_until)
+        """Those that `save_total_limit` must not delete: where to go back to, and what will take its place."""
+        trusted, others = self._healthy()
+        return [*trusted[:1], *others[-1:]]
 
-    @property
-    def _trusted_until(self) -> int:
-        """Optimizer step after which what was saved may hold the collapse: two rollouts before it was noticed.
+    def _healthy(self) -> tuple[list[Path], list[Path]]:
+        """The healthy checkpoints to go back to, and those that may hold the collapse, the newest first.
 
-        A collapse shows in the rollouts behind it, of which a verdict needs two at least.
+        A collapse shows in the rollouts behind it, of which a verdict needs two at least: what was saved later than
+        two rollouts before it was noticed may hold it.
         """
         noticed_at, args = self.state.noticed_at, self.trainer.args
         noticed_at = self.trainer.state.global_step + 1 if noticed_at is None else noticed_at
-        return noticed_at - math.ceil(2 * RolloutShape.of(args).updates_per_rollout)
+        until = noticed_at - math.ceil(2 * RolloutShape.of(args).updates_per_rollout)
+        found = healthy_checkpoints(Path(args.output_dir), self.state.run)
+        trusted, others = ([path for path in found if (_step(path) <= until) is old] for old in (True, False))
+        return trusted, others
 
     # ---------------------------------------------------------------- the Trainer's events
 
@@ -342,8 +356,14 @@ class EchoGuard(RolloutCallback):
             self._rollback = Rollback(folder, self._on_main(lambda: (read_guard(folder) or {})["micro_step"]))
 
     def _last_healthy(self) -> Path | None:
-        folder, until = Path(self.trainer.args.output_dir), self._trusted_until
-        return self._on_main(lambda: last_healthy(folder, self.state.run, until=until))
+        def find() -> Path | None:
+            for folder in self._healthy()[0]:
+                if (problem := problem_of(folder)) is None:
+                    return folder
+                logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
+            return None
+
+        return self._on_main(find)
 
     def _on_main(self, read: Callable[[], Any]) -> Any:
         """What the main process reads, on every rank: nodes need not share a disk."""
@@ -440,27 +460,6 @@ def healthy_checkpoints(output_dir: Path, run: str) -> list[Path]:
     return [path for path, content in _checkpoints_of(output_dir, run) if content.get("verdict") in HEALTHY]
 
 
-def last_healthy(output_dir: Path, run: str, *, until: int) -> Path | None:
-    """The newest healthy checkpoint that is whole, with at most `until` optimizer steps behind it.
-
-    What was saved later may hold a collapse that nobody had noticed.
-    """
-    for folder in healthy_checkpoints(output_dir, run):
-        if _step(folder) > until:
-            continue
-        if (problem := problem_of(folder)) is None:
-            return folder
-        logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
-    return None
-
-
-def candidates(output_dir: Path, run: str, *, until: int) -> list[Path]:
-    """The checkpoints that rotation must leave: the one to go back to, and the one that will take its place."""
-    healthy = healthy_checkpoints(output_dir, run)
-    trusted, others = ([path for path in healthy if (_step(path) <= until) is old] for old in (True, False))
-    return [*trusted[:1], *others[-1:]]
-
-
 def delete_after(folder: Path, run: str) -> None:
     """Delete the checkpoints of a run behind the one that it goes back to; a resumed run must not take them."""
     behind = [path for path, _ in _checkpoints_of(folder.parent, run) if _step(path) > _step(folder)]
@@ -477,18 +476,3 @@ def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
     for values in (*trainer._metrics.values(), *trainer._logs.values()):
         values.clear()
     trainer.optimizer.zero_grad(set_to_none=True)
-
-
-def run_with_rollbacks(trainer: Any, train: partial[Any]) -> Any:
-    """`Trainer.train` (its first argument is the checkpoint), entered again whenever it is left with a `Rollback`."""
-    call: Callable[[], Any] = train
-    while True:
-        try:
-            return call()
-        except Rollback as rollback:
-            folder = rollback.folder
-            forget_after(trainer, folder, rollback.micro_step)
-        if trainer.neftune_noise_alpha is not None:
-            deactivate_neftune(trainer.model, trainer.neftune_hook_handle, trainer.accelerator)
-        trainer.args.resume_without = None  # it said what the run's first start did without
-        call = partial(train.func, str(folder), *train.args[1:], **train.keywords)
