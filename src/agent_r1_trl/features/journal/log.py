@@ -72,8 +72,6 @@ class RolloutLog:
         self.path = path
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
-        self._keys: dict[int, tuple[RolloutRequest, str]] = {}
-        """By the request's `id`, which is unique as long as the request is held here."""
         self._is_complete = recorded is not None and recorded.is_complete and not repeats_failed
         self.optimizer_step: Any = (header if recorded is None else recorded.header).get("optimizer_step")
         """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
@@ -145,6 +143,4 @@ class RolloutLog:
             self._appender.append({"t": number, **record})
 
     def _key(self, request: RolloutRequest) -> str:
-        if id(request) not in self._keys:
-            self._keys[id(request)] = request, dump(describe_request(request))
-        return self._keys[id(request)][1]
+        return dump(describe_request(request))

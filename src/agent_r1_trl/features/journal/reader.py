@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import not_
@@ -38,6 +37,7 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import Author, ToolResult, Trajectory
 
 _AUTHORS = tuple(Author)
+_DIGIT_OF = {author: str(digit) for digit, author in enumerate(_AUTHORS)}
 
 
 @dataclass(kw_only=True)
@@ -159,14 +159,6 @@ def _result_record(result: ToolResult) -> Record:
 # ---------------------------------------------------------------- finished trajectories
 
 
-def pack_authors(authors: Sequence[Author]) -> str:
-    """A digit for each, (N,)."""
-    text = "".join(authors)
-    for digit, author in enumerate(_AUTHORS):
-        text = text.replace(author, str(digit))
-    return text
-
-
 def trajectory_record(trajectory: Trajectory) -> Record:
     """A finished trajectory as JSON, its token lists packed."""
     record = vars(trajectory).copy()  # it is written at once, so nothing in it need be copied
@@ -188,7 +180,7 @@ def trajectory_record(trajectory: Trajectory) -> Record:
         "prompt_ids": pack_ids(trajectory.prompt_ids),
         "completion_ids": pack_ids(trajectory.completion_ids),
         "logprobs": pack_floats(_sampled(trajectory)),
-        "authors": pack_authors(trajectory.authors),
+        "authors": "".join(map(_DIGIT_OF.__getitem__, trajectory.authors)),
     }
 
 

@@ -22,8 +22,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
@@ -33,6 +32,7 @@ from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pa
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
+from agent_r1_trl.settings import OneOf, check_value
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Turn
 
@@ -160,15 +160,8 @@ class JournaledEndpoint:
 # -------------------------------------------------------------------- how an environment comes back
 
 
-class ResumeMode(StrEnum):
-    """See the top of this file."""
-
-    REPLAY = "replay"
-    RESTART = "restart"
-
-
-def resume_mode(env: Any) -> ResumeMode:
-    """What the environment declares, or the default for its kind.
+def resume_mode(env: Any) -> str:
+    """What the environment declares, "replay" or "restart", or the default for its kind.
 
     Raises:
         ValueError: the attribute has another value.
@@ -176,12 +169,9 @@ def resume_mode(env: Any) -> ResumeMode:
     users = users_object(env)
     declared = getattr(users, "on_resume", None)
     if declared is None:
-        return ResumeMode.REPLAY if _has_no_state(env) else ResumeMode.RESTART
-    owner = type(users).__name__
-    if declared not in list(ResumeMode):
-        known = ", ".join(repr(mode.value) for mode in ResumeMode)
-        raise ValueError(f"{owner}.on_resume={declared!r}: must be one of {known}. Set it to one of them.")
-    return ResumeMode(declared)
+        return "replay" if _has_no_state(env) else "restart"
+    check_value(f"{type(users).__name__}.on_resume", declared, Annotated[str, OneOf("replay", "restart")])
+    return str(declared)
 
 
 def users_object(env: Any) -> Any:
@@ -232,7 +222,7 @@ class JournaledSession(EnvSession):
         self, factory: Callable[[], Any], *, truncate: Callable[[str, int], str], log: TrajectoryLog, draft: Draft
     ) -> None:
         super().__init__(factory, truncate=truncate)
-        self._log, self._draft, self._mode = log, draft, ResumeMode.RESTART
+        self._log, self._draft = log, draft
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
         """Make the environment and start the episode; see `EnvSession`.
@@ -241,7 +231,7 @@ class JournaledSession(EnvSession):
             ValueError: as for `EnvSession`, or `on_resume` is not one of its values.
         """
         result = await super().reset(request)
-        self._mode = resume_mode(self.env)
+        self._is_replayed = resume_mode(self.env) == "replay"
         self._log.is_agents = hasattr(self.env, "drive")
         return result
 
@@ -250,7 +240,7 @@ class JournaledSession(EnvSession):
         index = len(self._draft.turns) - 1
         recorded = self._log.turn(index)
         before = None if recorded is None else recorded.step
-        if before is not None and self._mode is not ResumeMode.RESTART:
+        if before is not None and self._is_replayed:
             return await self._repeat(message, before)
         result = await super().step(message)
         if before is not None and is_same_answer(result, before):
