@@ -13,7 +13,7 @@ from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.features.echo_trap.echo_helpers import Watch, guard_of, guarded, is_equal, judged_by, weights_of
-from tests.trainers.helpers import make_trainer, moving_reference
+from tests.trainers.helpers import make_trainer, moving_reference, questions
 
 TRAINERS = {"grpo": MultiTurnGRPOTrainer, "ppo": MultiTurnPPOTrainer}
 
@@ -162,6 +162,15 @@ def test_rotation_leaves_a_checkpoint_two_rollouts_behind_in_every_step(tmp_path
         assert (folder is None) == (latest < 1)
         assert folder is None or latest - 2 * updates < int(folder.name[11:]) <= latest
     assert len(list(tmp_path.glob("checkpoint-*"))) <= 3, "the newest and two candidates"
+
+
+def test_a_run_that_keeps_the_best_checkpoint_alone_keeps_the_healthy_one_as_well(tmp_path):
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": questions(2)}
+    options = {"save_steps": 1, "save_total_limit": 1, "metric_for_best_model": "reward", **evaluation}
+    trainer = guarded(tmp_path, {5: "collapsed"}, "rollback", **options)
+    trainer.train()
+    (event,) = guard_of(trainer).state.events
+    assert "goes back to checkpoint-3" in event["text"] and trainer.state.best_model_checkpoint is not None
 
 
 def test_what_was_saved_between_the_beginning_of_a_collapse_and_its_notice_is_passed_over(tmp_path):

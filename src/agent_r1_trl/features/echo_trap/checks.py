@@ -70,12 +70,6 @@ _REFUSED = (  # action, whether a run cannot take it, why and what would let it
         lambda c: plain_value(c, "journal.replay") is not None,
         "samples other rollouts, and journal.replay takes them from a journal. Remove journal.replay.",
     ),
-    (
-        "rollback",
-        lambda c: c.metric_for_best_model is not None and c.save_total_limit == 1,  # load_best_model_at_end sets one
-        "needs the last healthy checkpoint, and save_total_limit=1 with metric_for_best_model="
-        "{c.metric_for_best_model!r} deletes all but the best. Set save_total_limit: 2.",
-    ),
 )
 
 
