@@ -319,9 +319,10 @@ def exotic(data: "Opaque") -> str:
     return ""
 
 
-def tool_of(body):
+def tool_of(body, **properties):
     """A tool with a proper schema around any body."""
-    function = {"name": "odd", "description": "Do something odd.", "parameters": {"type": "object", "properties": {}}}
+    parameters = {"type": "object", "properties": properties}
+    function = {"name": "odd", "description": "Do something odd.", "parameters": parameters}
     return tool(schema={"type": "function", "function": function})(body)
 
 
@@ -413,6 +414,14 @@ FOUND = {
         (env_like(tools=["missing_method"]), "names 'missing_method'"),
         (env_like(tools=[lookup, tool(name="lookup")(calculator.fn)]), "2 tools are called 'lookup'"),
         (env_like(tools=[tool_of(lambda: undefined_name)]), "NameError"),  # noqa: F821
+        *(
+            (env_like(tools=[tool_of(lambda x: raise_(NotImplementedError()), x=bounded)]), "NotImplementedError")
+            for bounded in (
+                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                {"type": "integer", "maximum": -3},
+                {"type": "number", "minimum": 0.2, "maximum": 0.5},
+            )
+        ),
         (env_like(tools=[tool_of(lambda: raise_(SystemExit(2)))]), "SystemExit"),
         (env_like(tools=[tool_of(lambda: raise_(NotImplementedError()))]), "NotImplementedError"),
         (env_like(tools=[tool_of(lambda: raise_(InfrastructureError("no route to it")))]), "no route to it"),

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -221,9 +222,18 @@ def _sample(schema: Any, name: str = "") -> Any:
         return {key: _sample(properties.get(key), key) for key in schema.get("required", properties)}
     if kind == "array":
         return [_sample(item) for item in schema.get("prefixItems") or [schema.get("items")]]
-    least = max(1, schema.get("minimum", 1), schema.get("exclusiveMinimum", 0) + 1)
-    values = {"integer": int(least), "number": float(least), "boolean": True, "null": None}
+    number = _sample_number(schema)
+    values = {"integer": int(number), "number": float(number), "boolean": True, "null": None}
     return values.get(kind, _TEXTS.get(name, "test"))
+
+
+def _sample_number(schema: dict[str, Any]) -> float:
+    """A number within the bounds of a schema, a whole one if there is one."""
+    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+    above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+    low, high = max(least, above), min(most, below)
+    numbers = (1, low, low + 1, high, high - 1, (low + high) / 2)
+    return next((item for item in numbers if least <= item <= most and above < item < below), 1)
 
 
 # ---------------------------------------------------------------- episodes
