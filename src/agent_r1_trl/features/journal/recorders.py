@@ -147,11 +147,9 @@ class JournaledEndpoint:
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The recorded answer if it was asked for with the same words; else a new one. See `Endpoint`."""
-        index, asked = len(self.draft.turns), zlib.crc32(dump(body).encode())
-        recorded = self.log.turn(index)
-        if recorded is not None and recorded.sampled.get("asked") == asked:
+        asked = zlib.crc32(dump(body).encode())
+        if (recorded := self.log.find(len(self.draft.turns), {"asked": asked})) is not None:
             return dict(recorded.sampled["answer"])
-        self.log.forget_from(index)
         answer = await self.endpoint.ask(body)
         self.log.request = {"asked": asked, "answer": answer}
         return answer
