@@ -43,10 +43,8 @@ class EchoSignals(RolloutCallback):
 
     def _begin(self) -> None:
         self.judge.reset()
-        self._rollout: dict[str, float] = {}
-        """Signals of the rollouts since the last optimizer step."""
         self._records: list[dict[str, Any]] = []
-        """What `signal_record` says of each trajectory of these rollouts."""
+        """What `signal_record` says of each trajectory of the rollouts since the last optimizer step."""
         self._groups: list[Hashable] = []
         """Which group each belongs to."""
         self._is_chosen = [False, False]
@@ -83,9 +81,6 @@ class EchoSignals(RolloutCallback):
         self._is_chosen = [is_filtered, resampling is not None and resampling.rounds > 0]
         self._records += records
         self._has_called = self._has_called or any(record["has_call"] for record in records)
-        self._rollout |= rollout_signals(self._records, self._groups)
-        if not self._has_called:
-            self._rollout.pop("inaction", None)
 
     # ---------------------------------------------------------------- the Trainer's events
 
@@ -103,8 +98,11 @@ class EchoSignals(RolloutCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Judge the step, log what was judged, and say so when the state changes."""
-        step = self._rollout | {"entropy": self._entropy() * self._entropy_factor, "grad_norm": self._norm()}
-        self._rollout, self._records, self._groups = {}, [], []
+        step = rollout_signals(self._records, self._groups)
+        if not self._has_called:
+            step.pop("inaction", None)
+        step |= {"entropy": self._entropy() * self._entropy_factor, "grad_norm": self._norm()}
+        self._records, self._groups = [], []
         conditions = self._now()
         if self._conditions not in (None, conditions):
             self.judge.forget_norms()
