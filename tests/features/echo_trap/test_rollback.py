@@ -12,6 +12,7 @@ from agent_r1_trl.features.journal import ReplayError
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
+from agent_r1_trl.trainers.callbacks import RolloutCallback
 from tests.features.echo_trap.echo_helpers import Watch, guard_of, guarded, is_equal, judged_by, weights_of
 from tests.trainers.helpers import make_trainer, moving_reference, questions
 
@@ -81,6 +82,23 @@ def test_a_run_goes_back_to_weights_optimizer_and_place_of_the_checkpoint_with_o
     assert len(list((tmp_path / "trajectories" / "superseded").glob(f"step_{first_rollout_again:06d}.?.jsonl"))) == 1
     assert len(set(copying.seeds)) == len(copying.seeds), "no draw was made twice"
     assert copying.num_stale == 0, "what was sampled, was sampled from the policy's weights"
+
+
+class Around(RolloutCallback):
+    """A user's, around the Trainer's loop."""
+
+    num_runs = 0
+
+    def around_run(self, train):
+        self.num_runs += 1
+        return train()
+
+
+def test_a_run_goes_back_inside_a_callback_around_it(tmp_path):
+    trainer = guarded(tmp_path, {5: "collapsed"}, "rollback")
+    trainer.add_callback(around := Around())
+    trainer.train()
+    assert (trainer.state.global_step, guard_of(trainer).state.num_rollbacks, around.num_runs) == (6, 1, 2)
 
 
 def test_a_reference_that_follows_the_policy_goes_back_with_it(tmp_path):

@@ -112,7 +112,7 @@ class EchoGuard(RolloutCallback):
     # ---------------------------------------------------------------- the run
 
     def around_run(self, train: Any) -> Any:
-        """The Trainer's loop, a partial whose first argument is the checkpoint; entered again after a `Rollback`."""
+        """The Trainer's loop, entered again after a `Rollback`."""
         if any([self._put_back(name) for name in [*self._before]]):
             self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
         self._rollback = self._ending = None
@@ -128,7 +128,7 @@ class EchoGuard(RolloutCallback):
             if trainer.neftune_noise_alpha is not None:
                 deactivate_neftune(trainer.model, trainer.neftune_hook_handle, trainer.accelerator)
             trainer.args.resume_without = None  # it said what the run's first start did without
-            call = partial(train.func, str(folder), *train.args[1:], **train.keywords)
+            call = from_checkpoint(train, folder)
 
     def end_run(self) -> None:
         """Raise what the guard has ended the run with.
@@ -467,6 +467,13 @@ def delete_after(folder: Path, run: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
     if behind:
         logger.warning("Deleted %s: the run goes back behind them.", ", ".join(path.name for path in behind))
+
+
+def from_checkpoint(train: partial[Any], folder: Path) -> partial[Any]:
+    """`Trainer.train` with another checkpoint, its first argument; other callbacks' `around_run` stay around it."""
+    inner = train.args[0]
+    first = from_checkpoint(inner, folder) if isinstance(inner, partial) else str(folder)
+    return partial(train.func, first, *train.args[1:], **train.keywords)
 
 
 def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
