@@ -24,14 +24,12 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from transformers.integrations.neftune import deactivate_neftune
 
 from agent_r1_trl.errors import RunError
@@ -148,7 +146,7 @@ class EchoGuard(RolloutCallback):
 
     def load(self, folder: Path) -> None:
         """Go on as the run did that has written a checkpoint. All ranks must call it."""
-        content = self._on_main(lambda: read_guard(folder))
+        content = self.trainer._on_main_process(lambda: read_guard(folder))
         if content is None:
             if self.trainer.is_world_process_zero():
                 logger.warning("%s holds nothing of the guard, which begins anew.", folder)
@@ -212,8 +210,8 @@ class EchoGuard(RolloutCallback):
         """Act on the verdict of the main process, which is that of all."""
         metrics = {"learning_rate_factor": self.learning_rate_factor}
         self.state.num_steps += 1
-        verdict = self._judge.verdict
-        answered, seen, is_exploding = self._on_main(lambda: (verdict.answered, verdict.state, verdict.is_exploding))
+        verdict, of_main = self._judge.verdict, self.trainer._on_main_process
+        answered, seen, is_exploding = of_main(lambda: (verdict.answered, verdict.state, verdict.is_exploding))
         self.state.note(state.global_step, is_healthy=seen in HEALTHY)
         signals = self.trainer.features.get("signals")
         if signals is None or not signals.is_ending:  # else a resumed run decides again
@@ -353,7 +351,8 @@ class EchoGuard(RolloutCallback):
                 "FSDP that takes a new process: start it again with resume_from_checkpoint: true."
             )
         else:
-            self._rollback = Rollback(folder, self._on_main(lambda: (read_guard(folder) or {})["micro_step"]))
+            micro_step = trainer._on_main_process(lambda: (read_guard(folder) or {})["micro_step"])
+            self._rollback = Rollback(folder, micro_step)
 
     def _last_healthy(self) -> Path | None:
         def find() -> Path | None:
@@ -363,11 +362,7 @@ class EchoGuard(RolloutCallback):
                 logger.warning("Passed over %s, which was healthy: %s.", folder, problem)
             return None
 
-        return self._on_main(find)
-
-    def _on_main(self, read: Callable[[], Any]) -> Any:
-        """What the main process reads, on every rank: nodes need not share a disk."""
-        return broadcast_object_list([read() if self.trainer.is_world_process_zero() else None])[0]
+        return self.trainer._on_main_process(find)
 
     # ---------------------------------------------------------------- what is written
 
