@@ -20,7 +20,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -172,7 +172,9 @@ class ToolWatch(RolloutCallback):
         Raises:
             ToolOutageError: a tool did not come back in time.
         """
-        counts = _merge(gather_object([count_calls(trajectories)]))
+        counts: dict[str, Calls] = {}
+        for name, calls in gather_object([*count_calls(trajectories).items()]):
+            counts[name] = counts.get(name, Calls()) + calls
         newest = recorded_calls(trajectories, requests, that_failed=False, limit=NUM_RECORDED)
         failed = recorded_calls(trajectories, requests, that_failed=True, limit=NUM_RECORDED)
         is_void = False
@@ -292,14 +294,6 @@ class ToolWatch(RolloutCallback):
             self._waited_s += max(wait_s, *gather_object([time.monotonic() - start]))
             if answer is not False:  # None: there is no call to make, so the next rollout shows it
                 return
-
-
-def _merge(counts: Iterable[dict[str, Calls]]) -> dict[str, Calls]:
-    merged: dict[str, Calls] = {}
-    for item in counts:
-        for name, calls in item.items():
-            merged[name] = merged.get(name, Calls()) + calls
-    return merged
 
 
 def _divergence(share: float, expected: float) -> float:

@@ -139,7 +139,7 @@ class Held:
     def _identified(self, messages: list[Message], tools: list[Schema]) -> HeldContext:
         """A context without ids; messages that are the last request's own, as they were read, keep their identity."""
         last, num_same = self._newest, 0
-        shown = last.shown if last is not None and last.tools == tools else _plain_text(tools)
+        shown = last.shown if last is not None and last.tools == tools else _TO_TEXT(_plain(tools))
         said, keys = [], [_extended("", shown)]
         if last is not None and last.shown == shown:
             num_same = sum(map(operator.is_, messages, last.messages))  # none stands after one that is another
@@ -222,10 +222,6 @@ def identity(message: Message) -> str:
     told = [[call.get("name"), _plain(call.get("arguments"))] for call in calls]
     role = "system" if message["role"] == "developer" else message["role"]
     return _TO_TEXT([role, str(message.get("content") or "").strip(), told])
-
-
-def _plain_text(value: Any) -> str:
-    return _TO_TEXT(_plain(value))
 
 
 def _plain(value: Any) -> Any:
