@@ -95,9 +95,9 @@ class SokobanEnv(GameEnv):
     def new_level(self, seed: int) -> str:
         """A room that can be solved in `min_moves` to `max_actions` moves and not in fewer."""
         draws = random.Random(seed)
+        inside = [(i, j) for i in range(1, self.room[0] - 1) for j in range(1, self.room[1] - 1)]
         for _ in range(_MAX_ROOMS):
-            walls = self._draw_walls(draws)
-            free = sorted(self._inside() - walls)
+            free = [place for place in inside if draws.random() >= self.wall_share]
             if len(free) <= 2 * self.num_boxes:
                 continue
             targets = frozenset(draws.sample(free, self.num_boxes))
@@ -148,12 +148,6 @@ class SokobanEnv(GameEnv):
     def metrics(self) -> dict[str, float]:
         """The share of the targets that have a box."""
         return {"boxes_on_target": len(self.state.boxes & self._targets) / len(self._targets)}
-
-    def _inside(self) -> set[Place]:
-        return {(i, j) for i in range(1, self.room[0] - 1) for j in range(1, self.room[1] - 1)}
-
-    def _draw_walls(self, draws: random.Random) -> set[Place]:
-        return {place for place in sorted(self._inside()) if draws.random() < self.wall_share}
 
 
 def next_state(free: set[Place], state: State, action: str) -> State | None:
