@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/games": (1271, 8),
     "features/hub": (965, 7),
     "features/inspector": (819, 5),
-    "features/journal": (1307, 9),
+    "features/journal": (1302, 9),
     "features/reliability": (1424, 9),
     "features/sampling": (756, 7),
     "features/sandbox": (1561, 8),

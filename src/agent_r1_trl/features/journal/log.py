@@ -38,11 +38,6 @@ def eval_journal(output_dir: str | Path) -> Path:
     return Path(output_dir).absolute() / FOLDER / EVAL_FILE
 
 
-def rank_folder(output_dir: str | Path, rank: int) -> Path:
-    """Where a process keeps the rollouts of a training run."""
-    return Path(output_dir).absolute() / FOLDER / f"rank{rank}"
-
-
 def rollout_file(micro_step: int, round_number: int = 0) -> str:
     """Name of the file of the rollout that a micro-step begins to train on, or of one that replaces groups of it."""
     return f"rollout_{micro_step:09d}{f'.{round_number}' if round_number else ''}.journal"

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from agent_r1_trl.environments.factory import users_environments
-from agent_r1_trl.features.journal.log import RolloutLog, rank_folder, rollout_file
+from agent_r1_trl.features.journal.log import FOLDER, RolloutLog, rollout_file
 from agent_r1_trl.features.journal.reader import RecordedRollout, read_rollout
 from agent_r1_trl.features.journal.records import VERSION, Record
 from agent_r1_trl.features.journal.replay import JournalReplay, ReplayError
@@ -76,7 +76,7 @@ class TrainingJournal(RolloutCallback):
         """
         super().attach(trainer)
         template = trainer.rollouts.chat.chat_template
-        self._folder = rank_folder(trainer.args.output_dir, trainer.accelerator.process_index)
+        self._folder = Path(trainer.args.output_dir).absolute() / FOLDER / f"rank{trainer.accelerator.process_index}"
         self._settings = {
             "processes": trainer.accelerator.num_processes,
             "template": hashlib.blake2b(template.encode("utf-8", "replace"), digest_size=8).hexdigest(),
