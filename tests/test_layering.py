@@ -312,7 +312,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/__init__.py": (132, 1),
     "features/distillation": (219, 1),
     "features/doctor": (2238, 9),
-    "features/doors": (2641, 12),
+    "features/doors": (2644, 12),
     "features/echo_trap": (1890, 9),
     "features/games": (1271, 8),
     "features/hub": (965, 7),

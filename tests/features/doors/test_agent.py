@@ -3,10 +3,12 @@
 import asyncio
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from agent_r1_trl.features.doors.agent.held import Held
+from agent_r1_trl.features.doors.agent.session import _first_stop
 from agent_r1_trl.features.doors.agent.wire import read_request
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out, use
@@ -273,6 +275,21 @@ def test_stop_strings_cut_the_ids_and_the_turn_is_closed_by_the_template(is_last
     text = chat_of("qwen2_5").tokenizer.decode(trajectory.completion_ids[: trajectory.turns[0].end])
     assert text == "Let me see. Observation:" and not trajectory.turns[0].is_truncated
     assert is_last or trajectory.authors[trajectory.turns[0].end] == "template"
+
+
+@pytest.mark.parametrize("place", [0, 1, 499, 998, 999])
+def test_the_first_stop_string_of_a_long_turn_is_found_without_decoding_all_its_beginnings(place):
+    class Letters:
+        num_looks = 0
+
+        def decode(self, ids):
+            self.num_looks += 1
+            return "".join(map(chr, ids))
+
+    chat, letters = SimpleNamespace(encoder=Letters()), [ord("x")] * 1000
+    assert _first_stop(chat, letters, (":", "!")) == 0 and _first_stop(chat, letters, ()) == 0
+    letters[place] = ord("!")
+    assert _first_stop(chat, letters, (":", "!")) == place + 1 and chat.encoder.num_looks < 16
 
 
 def test_a_client_may_lower_the_budget_and_not_raise_it():

@@ -8,6 +8,7 @@ same request heard twice is two actions.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextvars
 import itertools
 import logging
@@ -339,10 +340,12 @@ class AgentSession:
 
 def _first_stop(chat: ChatFormat, ids: list[int], stops: tuple[str, ...]) -> int:
     """Number of ids up to the end of the first of these strings; 0 if none is there."""
-    if not any(stop in chat.encoder.decode(ids) for stop in stops):
-        return 0
-    counts = range(1, len(ids) + 1)
-    return next(count for count in counts if any(stop in chat.encoder.decode(ids[:count]) for stop in stops))
+
+    def has_stop(count: int) -> bool:
+        text = chat.encoder.decode(ids[:count])
+        return any(stop in text for stop in stops)
+
+    return bisect.bisect_left(range(len(ids)), True, key=has_stop) if has_stop(len(ids)) else 0
 
 
 def _without(message: Message, stops: tuple[str, ...]) -> Message:
