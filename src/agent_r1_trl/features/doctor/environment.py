@@ -31,7 +31,7 @@ from agent_r1_trl.features.doctor.episodes import (
     check_tools,
     make_env,
 )
-from agent_r1_trl.features.doctor.report import Finding, Report, describe_error
+from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.tools.pool import OwnThread
@@ -136,7 +136,7 @@ def _check_reset(trial: EnvTrial, are_made_up: bool) -> None:
             report.error(
                 "tools", f"{describe_error(error, 500)}.", f"Set tools = [function, ...] on the class. {DESCRIBE}"
             )
-        if report.has_errors("tools"):
+        if has_errors(finding for finding in report.findings if finding.check == "tools"):
             raise Stopped
         if reset.failure and are_made_up:
             text = f"{reset.failure}, on a made-up example ({', '.join(DEFAULT_EXAMPLE)}); nothing was tried."

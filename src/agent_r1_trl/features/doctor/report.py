@@ -60,10 +60,6 @@ class Report:
         """Add what would fail or teach the wrong thing."""
         self.add("error", check, message, fix)
 
-    def has_errors(self, *checks: str) -> bool:
-        """Whether one of these checks found an error."""
-        return has_errors(finding for finding in self.findings if finding.check in checks)
-
 
 def has_errors(findings: Iterable[Finding]) -> bool:
     """Whether any finding is an error."""
