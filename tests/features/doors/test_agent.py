@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_r1_trl.features.doors.agent.held import Held
+from agent_r1_trl.features.doors.agent.held import Held, HeldTurn
 from agent_r1_trl.features.doors.agent.session import _first_stop
 from agent_r1_trl.features.doors.agent.wire import read_request
 from agent_r1_trl.trajectory import StopReason
@@ -275,6 +275,13 @@ def test_stop_strings_cut_the_ids_and_the_turn_is_closed_by_the_template(is_last
     text = chat_of("qwen2_5").tokenizer.decode(trajectory.completion_ids[: trajectory.turns[0].end])
     assert text == "Let me see. Observation:" and not trajectory.turns[0].is_truncated
     assert is_last or trajectory.authors[trajectory.turns[0].end] == "template"
+
+
+def test_a_conversation_may_have_more_turns_than_python_recurses():
+    turn = None
+    for number in range(3000):
+        turn = HeldTurn(before=turn, ids=[number], sampled=[], message=say(), is_stopped=True)
+    assert turn.depth == 3000 and turn.context == [*range(3000)]
 
 
 @pytest.mark.parametrize("place", [0, 1, 499, 998, 999])

@@ -40,6 +40,11 @@ class HeldTurn:
     """The model ended the turn itself."""
     is_gone_on: bool = False
     """A turn that was heard stands after it."""
+    depth: int = field(init=False)
+    """Number of turns up to it, itself included."""
+
+    def __post_init__(self) -> None:
+        self.depth = 1 if self.before is None else self.before.depth + 1
 
     @property
     def context(self) -> list[int]:
@@ -52,11 +57,6 @@ class HeldTurn:
             ids += turn.ids
             ids += turn.sampled
         return ids
-
-    @property
-    def depth(self) -> int:
-        """Number of turns up to it, itself included."""
-        return 1 if self.before is None else self.before.depth + 1
 
 
 @dataclass(kw_only=True)
