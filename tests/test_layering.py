@@ -311,7 +311,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "evaluation": (1193, 7),
     "features/__init__.py": (132, 1),
     "features/distillation": (219, 1),
-    "features/doctor": (2234, 9),
+    "features/doctor": (2237, 9),
     "features/doors": (2644, 12),
     "features/echo_trap": (1890, 9),
     "features/games": (1271, 8),

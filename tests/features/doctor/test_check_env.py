@@ -228,6 +228,14 @@ def test_a_check_that_could_not_look_is_not_ok(broken, looked_at):
     assert {item.check for item in examine_env(env_like(**broken), EXAMPLES) if item.level == "ok"} == looked_at
 
 
+def test_a_tool_is_called_once_only_where_its_schema_was_met():
+    odd = tool_of(lambda x="": "fine", x={"type": "string", "pattern": "^[A-Z]{9}$"})
+    found = [item for item in examine_env(env_like(tools=[odd]), EXAMPLES, timeout_s=60.0) if item.check == "tools"]
+    assert [(item.level, item.message) for item in found] == [
+        ("skipped", "Tool 'odd': no arguments that fit its schema were found.")
+    ]
+
+
 def test_an_outcome_is_ok_only_where_it_was_looked_at():
     def outcome(env, examples=EXAMPLES):
         (found,) = (item for item in examine_env(env, examples) if item.check == "outcome")

@@ -35,7 +35,7 @@ from agent_r1_trl.features.doctor.report import Finding, Report, describe_error,
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.tools.pool import OwnThread
-from agent_r1_trl.trajectory import Message, StopReason
+from agent_r1_trl.trajectory import Message, StopReason, ToolErrorKind
 
 NUM_EPISODES, TIMEOUT_S = 3, 10.0
 MAX_STEPS = 16
@@ -248,6 +248,9 @@ def _check_steps(trial: EnvTrial) -> None:
         while left:  # an episode may end before every tool was called: the next one goes on there
             episode = trial.run(row, "a valid call or a plain answer", left)
             has_ended |= episode.steps[-1].done
+            for result in (item for step in episode.steps for item in step.info.get("tool_results") or ()):
+                if getattr(result, "error", None) is ToolErrorKind.INVALID_ARGUMENTS:
+                    report.skip("tools", f"Tool {result.call.name!r}: no arguments that fit its schema were found.")
             left = left[len(episode.steps) :]
         has_ended = has_ended or _goes_on_to_the_end(trial, episode, tools)
         for what, message in _broken_calls(tools).items():
