@@ -257,6 +257,7 @@ def test_a_full_disk_is_known_in_the_words_of_every_library(tmp_path, full_disk,
     full_disk.limit(1000)
     with pytest.raises(SaveError), saving(tmp_path):
         write(tmp_path / "file")
+    full_disk.limit(resource.RLIM_INFINITY)  # pytest may write to a file as well
 
 
 def test_a_mistake_in_the_code_is_no_full_disk(tmp_path, monkeypatch):
