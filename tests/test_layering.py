@@ -314,7 +314,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/doctor": (2237, 9),
     "features/doors": (2644, 12),
     "features/echo_trap": (1890, 9),
-    "features/games": (1271, 8),
+    "features/games": (1272, 8),
     "features/hub": (965, 7),
     "features/inspector": (819, 5),
     "features/journal": (1302, 9),

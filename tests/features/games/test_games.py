@@ -58,6 +58,18 @@ def counter(level="0", **settings):
     return begun(Counter, {"level": level}, **settings)
 
 
+def test_a_game_keeps_the_tools_of_its_class_beside_play():
+    def hint() -> str:
+        """Give a hint."""
+        return "More."
+
+    own = type("Own", (Counter,), {"tools": [hint], "action_format": "tool"})
+    names = [
+        [item.name for item in own(**settings).tools] for settings in ({}, {"action_format": None}, {"tools": []})
+    ]
+    assert names == [["play", "hint"], ["play", "hint"], ["play"]]
+
+
 # ---------------------------------------------------------------- turns
 
 

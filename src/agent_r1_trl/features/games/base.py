@@ -112,8 +112,9 @@ class GameEnv(ToolEnv, ABC):
     def __init__(self, **settings: Any) -> None:
         self.names = self.actions
         """What the model reads and writes for `actions`."""
-        if settings.get("action_format", self.action_format) == "tool":
-            settings["tools"] = ["play", *settings.get("tools", ())]
+        if (settings.get("action_format") or self.action_format) == "tool":
+            tools = settings.get("tools")
+            settings["tools"] = ["play", *(type(self).tools if tools is None else tools)]
         super().__init__(**settings)
         self._start_turn()
 
