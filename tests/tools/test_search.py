@@ -59,6 +59,16 @@ def test_case_accents_and_endings_do_not_matter(index):
     assert ids(index.search("北京", 1)) == ["cn-city"]
 
 
+@pytest.mark.parametrize(
+    "query", ["\u0130stanbul", "ISTANBUL", "\u0130ST\u00c2NBUL", "Sp\u0131n\u0308al", "sp\u0131nal"]
+)
+def test_an_accent_that_is_a_character_of_its_own_parts_no_word(tmp_path, query):
+    rows = [{"text": "\u0130stanbul lies on two continents; Sp\u0131n\u0308al Tap played there."}]
+    assert ids(SearchIndex(rows, cache_dir=tmp_path).search(query)) == [
+        "0"
+    ]  # a capital i with a dot becomes two in lower case
+
+
 def test_stop_words_count_only_where_nothing_else_is_asked(index):
     assert query_terms("What is the capital of Norway?") == ["capital", "norway"]
     assert query_terms("to be or not to be") == ["to", "be", "or", "not"]
