@@ -79,6 +79,13 @@ def test_evidence_may_be_a_title_an_id_a_text_or_several_of_them(index, evidence
     assert rewards(env, search("hobbit"), search("tolkien born")) == earned
 
 
+def test_evidence_is_looked_for_in_what_the_model_has_read(tmp_path):
+    spaced = SearchIndex([{"text": "zoo" + " " * 100 + "\n\nsecret bridge"}], cache_dir=tmp_path)
+    env = started(spaced, {**EXAMPLE, "evidence": ["secret bridge"]}, max_passage_chars=20)
+    result = asyncio.run(env.step(search("zoo")))
+    assert result.observations[0]["content"] == "[1] zoo secret bridge" and result.reward == 0.5
+
+
 def test_evidence_that_says_nothing_is_refused(index):
     for item in ({}, {"title": ""}, {"page": "Tolkien"}):
         with pytest.raises(ValueError, match=r"evidence: \{.*'title'"):

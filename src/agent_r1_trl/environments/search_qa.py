@@ -22,7 +22,7 @@ from agent_r1_trl.rewards import (
 )
 from agent_r1_trl.settings import Count, Finite, Flag, OneOf
 from agent_r1_trl.tools import Passage, tool
-from agent_r1_trl.tools.search import RetrieverSource, open_retriever, render_passages
+from agent_r1_trl.tools.search import RetrieverSource, open_retriever, render_passages, shown_text
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, ToolResult, Trajectory
 
 GOLD_COLUMNS = ("answer", "answers", "golden_answers", "gold")
@@ -190,7 +190,7 @@ class Evidence(NamedTuple):
             return False
         if self.title and normalize_answer(self.title) != normalize_answer(passage.title):
             return False
-        wanted, read = map(normalize_answer, (self.text, f"{passage.title} {passage.text[:max_chars]}"))
+        wanted, read = map(normalize_answer, (self.text, f"{passage.title} {shown_text(passage)[:max_chars]}"))
         return not self.text or (bool(wanted) and f" {wanted} " in f" {read} ")
 
 

@@ -334,11 +334,16 @@ def render_passages(passages: list[Passage], max_passage_chars: int = 500) -> st
         return "No passage matches. Try other words."
     lines = []
     for number, passage in enumerate(passages, start=1):
-        text = " ".join(passage.text.split())
+        text = shown_text(passage)
         if len(text) > max_passage_chars:
             text = text[:max_passage_chars].rstrip() + " [truncated]"
         lines.append(f"[{number}] {passage.title}: {text}" if passage.title else f"[{number}] {text}")
     return "\n".join(lines)
+
+
+def shown_text(passage: Passage) -> str:
+    """The text of a passage in one line."""
+    return " ".join(passage.text.split())
 
 
 # -------------------------------------------------------------------- passages as corpora hold them
