@@ -52,6 +52,11 @@ def test_the_prompt_is_the_question_with_instructions(index):
     assert SearchQAEnv(index, system_prompt="Mine.").reset(EXAMPLE)[0]["content"] == "Mine."
 
 
+def test_a_subclass_keeps_its_own_system_prompt_without_the_tag(index):
+    own = type("Own", (SearchQAEnv,), {"system_prompt": "Mine.", "answer_tag": False})
+    assert own(index).reset(EXAMPLE)[0]["content"] == "Mine."
+
+
 def test_a_search_earns_for_evidence_that_is_new(index):
     env = started(index, top_k=1)
     earned = rewards(env, search("hobbit novel"), search("hobbit"), search("zoo animals"), search("tolkien born"))

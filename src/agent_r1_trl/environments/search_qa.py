@@ -88,7 +88,7 @@ class SearchQAEnv(ToolEnv):
     def __init__(self, retriever: RetrieverSource, **settings: Any) -> None:
         self.retriever = open_retriever(retriever)
         super().__init__(**settings)
-        if not self.answer_tag and settings.get("system_prompt") is None:
+        if not self.answer_tag and self.system_prompt == SearchQAEnv.system_prompt:
             self.system_prompt = self.plain_system_prompt
 
     @tool(sequential=False, backend=True)
