@@ -328,7 +328,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1219, 9),
     "rollout": (2921, 15),
     "tools": (2537, 12),
-    "trainers": (6440, 17),
+    "trainers": (6447, 17),
     "update": (2081, 9),
 }
 

@@ -1,6 +1,8 @@
 """Rows that are lost or masked: what they leave to the loss, to its size, to baselines, to whitening, to the logs."""
 
 import math
+import operator
+from functools import reduce
 from types import SimpleNamespace
 
 import pandas as pd
@@ -9,7 +11,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.credit import source_scales
+from agent_r1_trl.trainers.credit import source_scales, source_values
 from agent_r1_trl.trainers.metrics import return_metrics
 from agent_r1_trl.update.batching import loss_weights, set_valid_scales
 from tests.effort import nightly
@@ -261,6 +263,18 @@ def test_the_scale_of_a_reward_source_leaves_out_lost_rows(tmp_path):
     expected = 3**0.5 / 2
     assert source_scales([{"tool_call": x} for x in (0.0, 0.5, 0.0, 0.5)]) == pytest.approx({"tool_call": 0.288675})
     assert batch["advantages"][:4, 0].tolist() == pytest.approx([-expected, expected, -expected, expected], abs=1e-5)
+
+
+def test_the_scale_of_a_reward_source_is_not_that_of_rounding():
+    def played(*turns):  # rewards of turns are added one by one
+        paid = [SimpleNamespace(reward=reduce(operator.add, parts.values()), reward_parts=parts) for parts in turns]
+        return SimpleNamespace(turns=paid)
+
+    # All is attributed, and "way" leads back to where it began: of either is left 1e-16 in one, and 0 in the other.
+    totals = [{"a": 0.1, "b": 0.2, "c": 0.3}, {"a": 0.5}]
+    assert reduce(operator.add, totals[0].values()) != math.fsum(totals[0].values())
+    rows = [played({"way": 0.1}, {"way": 0.2}, {"way": -0.3}, totals[0]), played(totals[1])]
+    assert source_scales(source_values(rows)) == {"": 1.0, "way": 1.0, **source_scales(totals)}
 
 
 # -------------------------------------------------------------------- TRL's logs

@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from agent_r1_trl.advantages import masked_mean
 from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSettings
 from agent_r1_trl.advantages.gae import turn_starts
+from agent_r1_trl.advantages.group import ZERO_VARIANCE
 from agent_r1_trl.advantages.masked import whiten_by, whitening
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
@@ -124,13 +125,19 @@ def source_values(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
     """Per trajectory, the sum of its process rewards by source; "" is what the environment did not attribute."""
     rows = []
     for trajectory in trajectories:
-        row: dict[str, float] = {}
+        paid: dict[str, list[float]] = {"": []} if trajectory.turns else {}
         for turn in trajectory.turns:
             for name, part in turn.reward_parts.items():
-                row[name] = row.get(name, 0.0) + part
-            row[""] = row.get("", 0.0) + turn.reward - math.fsum(turn.reward_parts.values())
-        rows.append(row)
+                paid.setdefault(name, []).append(part)
+            paid[""] += [turn.reward, *(-part for part in turn.reward_parts.values())]
+        rows.append({name: _sum(parts) for name, parts in paid.items()})
     return rows
+
+
+def _sum(parts: Sequence[float]) -> float:
+    """The sum; 0 where it is the rounding of parts that cancel out."""
+    total = math.fsum(parts)
+    return total if abs(total) > ZERO_VARIANCE * math.fsum(map(abs, parts)) else 0.0
 
 
 def source_scales(rows: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -139,7 +146,7 @@ def source_scales(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     for name in sorted({name for row in rows for name in row}):
         values = torch.tensor([row.get(name, 0.0) for row in rows], dtype=torch.float64)
         std = float(values.std()) if len(values) > 1 else 0.0
-        scales[name] = std if std > 1e-6 * float(values.abs().max()) else 1.0
+        scales[name] = std if std > ZERO_VARIANCE * float(values.abs().max()) else 1.0
     return scales
 
 
