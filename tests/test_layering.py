@@ -303,7 +303,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1611, 8),
-    "advantages": (1387, 6),
+    "advantages": (1392, 6),
     "chat": (2553, 11),
     "cli": (3158, 15),
     "critic": (558, 2),

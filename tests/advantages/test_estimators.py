@@ -44,6 +44,13 @@ def test_a_group_without_spread_gets_exactly_zero_beside_one_with_spread(name, v
     assert found[4] > 0 > found[3]
 
 
+def test_turn_rewards_that_cancel_out_leave_no_spread_but_rounding():
+    ways = torch.tensor([[0.1, 0.2, -0.3], [0.3, -0.1, -0.2], [0.0, 0.0, 0.0]])  # there and back: float32 leaves 1e-8
+    turn_ids, groups = torch.arange(3).expand(3, 3), torch.zeros(3)
+    assert ways.double().sum(dim=1).unique().numel() > 1
+    assert not compute_turn_group_advantages(ways, torch.ones(3), turn_ids, groups, gamma_turn=1.0).any()
+
+
 @every_estimator
 def test_a_group_with_one_member_in_the_baseline_gets_exactly_zero(name):
     found = ESTIMATORS[name](torch.tensor([5.0, NAN, NAN, 7.0]), torch.tensor([0, 0, 0, 1]))

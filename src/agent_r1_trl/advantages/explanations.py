@@ -105,7 +105,8 @@ def explain_turn_grpo(inputs: CreditInputs, row: int) -> Parts:
         parts = [("outcome", outcome[row].item()), *_normalised(GroupStatistics(outcome, inputs.group_ids), row)]
     if not process.nan_to_num().any():
         return parts
-    group = GroupStatistics(process[:, 0], inputs.group_ids)
+    sizes = turn_returns(inputs.turn_rewards.abs(), gamma=gamma)[:, 0]
+    group = GroupStatistics(process[:, 0], inputs.group_ids, sizes)
     of_turn = (_from_turn_on("turn rewards", gamma), _on_tokens(inputs, process[row], row))
     relative = [of_turn, *_normalised(group, row, ", from the first turn on")]
     if not parts:

@@ -25,9 +25,10 @@ class GroupStatistics:
     Args:
         values: (N,), NaN for rows outside the baseline.
         group_ids: (N,) integers, in any order.
+        sizes: (N,) of what the values are sums of, where parts may cancel out; None: the values themselves.
     """
 
-    def __init__(self, values: torch.Tensor, group_ids: torch.Tensor):
+    def __init__(self, values: torch.Tensor, group_ids: torch.Tensor, sizes: torch.Tensor | None = None):
         check_shapes(values=values, group_ids=group_ids)
         values = values.double()
         self.in_baseline = ~values.isnan()  # (N,)
@@ -40,7 +41,8 @@ class GroupStatistics:
         self.centred = torch.where(self.in_baseline, self.values - self.mean, 0.0)
         self.std = (self._sum(self.centred**2) / (counts - 1).clamp(min=1)).sqrt()[self.index]  # (N,)
         largest = torch.zeros(self.num_groups, dtype=torch.float64, device=values.device)
-        largest = largest.scatter_reduce(0, self.index, self.values.abs(), "amax")
+        sizes = torch.where(self.in_baseline, values if sizes is None else sizes, 0.0).abs()
+        largest = largest.scatter_reduce(0, self.index, sizes, "amax")
         has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest[self.index])
         self.is_compared = self.in_baseline & has_spread  # (N,) rows in the baseline, in groups with spread
 
@@ -134,7 +136,8 @@ def compute_turn_group_advantages(
 
     Returns:
         (B, T), 0 where `turn_ids` is -1. Either part is exactly 0 in a group without spread in it (std at most 1e-6
-        of the largest magnitude) or with a single member in the baseline.
+        of the largest magnitude; of the process returns, of the largest sum of |r_j|, since ways back cancel out) or
+        with a single member in the baseline.
 
     Raises:
         ValueError: if the shapes do not fit together, or a turn id has no column in `turn_rewards`.
@@ -143,7 +146,8 @@ def compute_turn_group_advantages(
     process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
     is_outside = outcome.isnan() | process[:, 0].isnan()  # (B,) not in the baseline
     by_outcome = GroupStatistics(outcome.double().masked_fill(is_outside, float("nan")), group_ids)
-    by_process = GroupStatistics(process[:, 0].masked_fill(is_outside, float("nan")), group_ids)
+    sizes = turn_returns(turn_rewards.abs(), gamma=gamma_turn)[:, 0]
+    by_process = GroupStatistics(process[:, 0].masked_fill(is_outside, float("nan")), group_ids, sizes)
     relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
     process_part = turns_to_tokens(torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0), turn_ids)
     outcome_part = torch.where(turn_ids >= 0, by_outcome.normalised().unsqueeze(1), 0.0)
