@@ -45,6 +45,11 @@ def test_groups_are_counted_over_what_was_rolled_out():
     assert "pass@1" not in example_sums([rolled_out(em=1.0)]) and attempts_of(8) == [1, 2, 4, 8]
 
 
+@pytest.mark.parametrize(("success", "is_solved"), [(-1.0, 0.0), (0.0, 0.0), (1 / 3, 0.0), (0.5, 1.0), (True, 1.0)])
+def test_a_share_of_success_is_solved_from_one_half_on(success, is_solved):
+    assert example_sums([rolled_out(success=success)] * 2)["solved_always"] == (is_solved, 1.0)
+
+
 def test_without_a_score_an_outcome_above_zero_is_solved():
     sums = example_sums([rolled_out(reward=1.0), rolled_out(reward=0.5)])
     assert sums["solved_always"] == (1.0, 1.0)

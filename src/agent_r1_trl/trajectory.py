@@ -395,9 +395,9 @@ class Trajectory:
 
     @property
     def is_solved(self) -> bool:
-        """Exact match, else the environment's `success`, else an outcome above 0."""
+        """Exact match, else the environment's `success` of at least 1/2, else an outcome above 0."""
         scores = [self.numbers[name] for name in ("em", "success") if name in self.numbers]
-        return bool(scores[0]) if scores else self.outcome_reward > 0
+        return scores[0] >= 0.5 if scores else self.outcome_reward > 0
 
     @property
     def completion_messages(self) -> list[Message]:

@@ -36,7 +36,7 @@ NUM_SHOWN = 3
 TERMINAL = ("terminal", "list", "events", "step", "example", "index", "split", "filter", "num", "width", "color")
 """Options for the terminal: one of them is enough, and no file is written."""
 FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "failed": ("no exact match, no success, or an outcome of 0 or less", lambda item: not item.is_solved),
+    "failed": ("no exact match, a success below 1/2, or an outcome of 0 or less", lambda item: not item.is_solved),
     "solved": ("all others", lambda item: item.is_solved),
     "truncated": ("ended by a limit", lambda item: item.stop_reason.is_truncated),
     "tool_errors": ("with a failed tool call", lambda item: any(result.is_error for result in item.tool_results)),
