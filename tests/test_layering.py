@@ -305,7 +305,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "(nouns)": (1611, 8),
     "advantages": (1392, 6),
     "chat": (2553, 11),
-    "cli": (3158, 15),
+    "cli": (3179, 15),
     "critic": (558, 2),
     "environments": (1345, 8),
     "evaluation": (1193, 7),

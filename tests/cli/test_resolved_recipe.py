@@ -70,6 +70,21 @@ def test_every_setting_survives(recipe, trainer):
     assert [type(item) for item in made_again] == [type(item) for item in made]
 
 
+def test_a_number_without_a_point_is_one_in_every_mapping(recipe):
+    given = {"rate": 1e-5, "name": "1e-5", "list": [5e-1, -2e-3]}
+    text = "{rate: 1e-5, name: '1e-5', list: [5e-1, -2e-3]}"
+    written = (
+        Path(recipe()).read_text() + f"env_kwargs: {text}\nsampling: {{filter_groups: top_p, filter_value: 9e-1}}\n"
+    )
+    Path("numbers.yaml").write_text(written)
+    made = read_arguments(["--config", "numbers.yaml"])
+    settings = made[0].settings
+    assert settings["env_kwargs"] == given and settings["sampling"]["filter_value"] == 0.9
+    write_resolved_recipe(settings, [type(item) for item in made], None, {}, ".")
+    again = read_arguments(["--config", "recipe.yaml", "--sampling", "{filter_value: 8e-1}"])[0].settings
+    assert again["env_kwargs"] == given and again["sampling"]["filter_value"] == 0.8
+
+
 def test_the_state_of_the_code(tmp_path):
     assert git_state(str(tmp_path)) == "no repository"
     run = ["git", "-c", "user.name=A", "-c", "user.email=a@b.c"]

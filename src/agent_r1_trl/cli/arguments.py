@@ -8,8 +8,10 @@ its annotation, what settings say together in the tables of their class.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -291,9 +293,20 @@ def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any
     return value
 
 
+NUMBER = "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]\d+$"), [*"-+.0123456789"]
+"""1e-5 is a number in YAML 1.2, and a text to PyYAML."""
+
+
+class YamlLoader(yaml.SafeLoader):
+    """YAML with all numbers, in whatever mapping they stand."""
+
+
+YamlLoader.add_implicit_resolver(*NUMBER)
+
+
 def read_text(text: str) -> Any:
     """What a text of a command line means, read as JSON or YAML."""
-    for read in (json.loads, yaml.safe_load):  # YAML would read 1e-05 as a text
+    for read in (json.loads, functools.partial(yaml.load, Loader=YamlLoader)):
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return read(text)
     return text

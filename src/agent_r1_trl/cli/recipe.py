@@ -20,6 +20,7 @@ from typing import Any, Literal, Optional, Union, get_args, get_origin
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from agent_r1_trl.cli.arguments import NUMBER, YamlLoader
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.options import default_text, option_groups
 from agent_r1_trl.features import MAPPINGS
@@ -132,7 +133,7 @@ def config_of(argv: Sequence[str]) -> str | None:
     return given[0][0] if given else None
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(YamlLoader):
     """YAML in which a key that is written twice is an error; PyYAML would drop the first value."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -141,6 +142,13 @@ class _Loader(yaml.SafeLoader):
             if key.value in [other.value for other in names[:index]]:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is written twice", key.start_mark)
         return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Its inverse: a text that looks like a number stands in quotation marks."""
+
+
+_Dumper.add_implicit_resolver(*NUMBER)
 
 
 def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
@@ -181,7 +189,7 @@ def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:
 def read_value(place: str, name: str, value: Any, hint: Any, allowed: Sequence[Any] = ()) -> Any:
     """Check a value against the type of its field.
 
-    Text is converted, because YAML takes 1e-5 for text and a command line knows nothing else. Any other value must
+    Text is converted, because a command line knows nothing else. Any other value must
     have the type already: `true` is not a number, and 1 is not a boolean. Errors name the `place`; `allowed` are the
     choices, where the annotation does not list them.
     """
@@ -247,7 +255,7 @@ def write_resolved_recipe(
         unset = {item.name for item in fields if default_text(item) in ("null", '""')}
         named = {name: value for name, value in found.items() if value is not None or name not in unset}
         if named:
-            text = yaml.safe_dump(named, sort_keys=False, allow_unicode=True, width=100).rstrip()
+            text = yaml.dump(named, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100).rstrip()
             lines += ["", f"# {title}", text]
     path = Path(folder) / FILE
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
