@@ -310,7 +310,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "environments": (1345, 8),
     "evaluation": (1193, 7),
     "features/__init__.py": (132, 1),
-    "features/distillation": (219, 1),
+    "features/distillation": (223, 1),
     "features/doctor": (2237, 9),
     "features/doors": (2644, 12),
     "features/echo_trap": (1890, 9),

@@ -69,6 +69,16 @@ def test_a_prompt_of_text_blocks_is_hinted_as_one_of_text_is(tmp_path):
     assert teachers[0].any() and torch.equal(*teachers)
 
 
+def test_without_a_loss_mask_the_term_is_still_over_action_tokens(tmp_path):
+    taught = {}
+    for loss_mask in (True, False):
+        trainer = make(tmp_path / str(loss_mask), distillation := SelfDistillation("hint"), loss_mask=loss_mask)
+        batch = scored_batch(trainer)
+        taught[loss_mask] = distillation.extra_tokens(batch)
+    assert taught[True].any() and torch.equal(*taught.values())
+    assert batch["tool_mask"].sum() > sum(item.num_action_tokens for item in trainer.last_trajectories)
+
+
 def test_a_hint_that_leaves_the_completion_no_room_in_the_model_is_none(tmp_path):
     hints = questions(2).map(lambda row, index: {"hint": "x " * (900 if index else 1)}, with_indices=True)
     trainer = make(tmp_path, SelfDistillation("hint"), train_dataset=hints)

@@ -31,7 +31,7 @@ from agent_r1_trl.settings import NotNegative, Positive, check_value
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rewards import wait_for
 from agent_r1_trl.trajectory import Message, Trajectory
-from agent_r1_trl.update.batching import KEPT_IDS
+from agent_r1_trl.update.batching import KEPT_IDS, pad_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,9 @@ class SelfDistillation(RolloutCallback):
     def extra_columns(
         self, output: dict[str, Any], trajectories: Sequence[Trajectory], rows: Any
     ) -> Mapping[str, torch.Tensor]:
-        """`NAME/teacher`, (R, T) its log-probs, and `NAME/has_teacher`, (R,); NAME is `distillation`, or another.
+        """`NAME/teacher`, (R, T) its log-probs, `NAME/is_action`, (R, T), and `NAME/has_teacher`, (R,).
+
+        NAME is `distillation`, or another.
 
         A row whose context was rewritten has none, nor one that with its hint is longer than the model's context.
         """
@@ -180,12 +182,14 @@ class SelfDistillation(RolloutCallback):
         has_teacher[places.to(device)] = True
         share = self.trainer.accelerator.reduce(has_teacher.float().mean(), reduction="mean")
         self.trainer.add_metrics({f"{self.name}/hinted_share": share.item()})
-        return {f"{self.name}/teacher": teacher, f"{self.name}/has_teacher": has_teacher}
+        is_action = pad_tokens(rows.rows, "action_mask", 0, teacher.shape[1]).bool().to(device)
+        columns = {"teacher": teacher, "is_action": is_action, "has_teacher": has_teacher}
+        return {f"{self.name}/{name}": column for name, column in columns.items()}
 
     def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The action tokens of rows with a teacher; also of groups that a filter has left out."""
-        in_loss = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-        return in_loss & inputs[f"{self.name}/has_teacher"].unsqueeze(1)
+        in_loss = (inputs["completion_mask"] * inputs["tool_mask"]).bool()  # without `loss_mask` observations, too
+        return in_loss & inputs[f"{self.name}/is_action"] & inputs[f"{self.name}/has_teacher"].unsqueeze(1)
 
     def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The term, summed over the tokens of `mask`; logs the mean of T - S."""
