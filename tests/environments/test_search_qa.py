@@ -123,6 +123,20 @@ def test_useless_and_failing_searches_can_cost(index):
     assert rewards(env, search("xyzzy"), message(("search", {"q": "x"}))) == pytest.approx([-0.05, -0.2])
 
 
+def test_further_tools_earn_as_in_any_environment(index):
+    def convert(miles: float) -> float:
+        """Miles in kilometres.
+
+        Args:
+            miles: How far.
+        """
+        return miles * 1.609
+
+    env = started(index, useless_search_reward=-0.05, tools=[convert])
+    calls = [message(("convert", {"miles": miles})) for miles in (1.0, 1.0, 2.0)]
+    assert rewards(env, *calls, search("xyzzy")) == [0.5, 0.0, 0.5, -0.05]
+
+
 @pytest.mark.parametrize(
     ("text", "total", "em", "valid"),
     [

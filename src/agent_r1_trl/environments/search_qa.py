@@ -116,7 +116,12 @@ class SearchQAEnv(ToolEnv):
         return messages
 
     def process_reward(self, call: ToolCall, result: ToolResult) -> float:
-        """`tool_call_reward` for a search that finds something new and relevant, else `useless_search_reward`."""
+        """`tool_call_reward` for a search that finds something new and relevant, else `useless_search_reward`.
+
+        Calls of further tools, of a subclass or of `tools`, earn what they earn in any `ToolEnv`.
+        """
+        if call.name != "search":
+            return super().process_reward(call, result)
         arguments = call.arguments if isinstance(call.arguments, dict) else {}
         new = self._relevant(self._passages.get(str(arguments.get("query")), [])) - self._found
         self._found |= new
