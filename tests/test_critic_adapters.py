@@ -331,6 +331,13 @@ def test_a_critic_model_that_cannot_serve_is_refused(kind, critic_model, message
         attach_critic(make_base(), kind, critic_model=critic_model())
 
 
+def test_the_policys_own_backbone_is_no_critic():
+    model = make_policy(LoraConfig(r=4, target_modules=TARGETS))
+    for policy, own in ((base := make_base(), base.model), (model, base_causal_lm(model).model)):
+        with pytest.raises(ValueError, match=r"share weights that are trained\. Leave critic_model out"):
+            attach_critic(policy, "model", critic_model=own)
+
+
 def small_vocabulary():
     return Qwen2Config(
         vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

@@ -298,6 +298,9 @@ def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
         "or the base_model of this one.": (
             hasattr(critic_model, "get_output_embeddings") and critic_model.get_output_embeddings() is not None
         ),
+        " and the policy share weights that are trained. Leave critic_model out, which copies the policy's own.": (
+            is_loaded and any(a is b for a in critic_model.parameters() if a.requires_grad for b in base.parameters())
+        ),
         f" knows {own} tokens and the policy {needed}: the critic reads the policy's token ids. Pass a model with the "
         "policy's tokenizer.": 0 < own < needed,
     }
