@@ -97,6 +97,11 @@ def test_a_document_without_an_id_is_known_by_its_text():
             read_hit(hit)
 
 
+def test_a_page_without_text_is_a_page():
+    assert read_hit({"document": {"id": 1, "title": "Oslo", "contents": ""}}) == Passage(id="1", title="Oslo", text="")
+    assert read_hit({"contents": "", "text": "a"}).text == "a" and read_hit("").text == ""
+
+
 @pytest.mark.parametrize("title", ["", "Oslo", 'The "Old" Town', "Málaga"])
 @pytest.mark.parametrize("text", ["one line", "two\nlines", '"quoted"\nstart'])
 def test_a_passage_survives_the_way_there_and_back(title, text):

@@ -181,7 +181,8 @@ def read_hit(hit: Any) -> Passage:
     document = hit["document"] if isinstance(hit, Mapping) and "document" in hit else hit
     if isinstance(document, str):
         document = {"contents": document}
-    text = (document.get("contents") or document.get("text")) if isinstance(document, Mapping) else None
+    texts = [document.get(key) for key in ("contents", "text")] if isinstance(document, Mapping) else []
+    text = next((text for text in texts if text), "" if "" in texts else None)  # a page may be empty
     if not isinstance(text, str):
         raise ValueError(f'a result must be {{"document": {{"id", "contents"}}, "score"}}, not {hit!r:.200}')
     title, body = document.get("title"), text
