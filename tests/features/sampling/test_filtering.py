@@ -55,7 +55,9 @@ def test_equal_scores_go_to_the_lower_index():
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("returns", [[[1.0, 1.0], [0.0, 0.0]], [[0.3, 0.1 + 0.2], [0.7, 0.1 + 0.6]], [[NAN, 1.0]] * 2])
+@pytest.mark.parametrize(
+    "returns", [[[1.0, 1.0], [0.0, 0.0]], [[0.3, 0.1 + 0.2], [0.0, 0.1 + 0.2 - 0.3]], [[NAN, 1.0]] * 2]
+)
 def test_of_a_batch_without_spread_nothing_is_kept(rule, returns):
     assert kept(torch.tensor(returns, dtype=torch.float64), rule=rule, value=0.5) == []
     assert signal_to_noise(torch.tensor([[1.0, 1.0], [2.0, 2.0]])) == 0.0

@@ -6,7 +6,8 @@ functions are pure and see the rows of all ranks; what the trainers do with the 
 `group_filter.py`.
 
 Float noise is no spread: a std of at most 1e-6 (of float64 returns: 1e-9) of the group's largest |return| is 0, and
-scores that differ by no more than that are equal.
+scores that differ by no more than that are equal. Returns below 1e-4 count as 1e-4 here: rewards that cancel out
+leave 1e-17, and beside the 1e-4 that advantages add to a std such returns teach nothing.
 
 Source: RAGEN (arXiv 2504.20073, section 4.2: `top_fraction`) and RAGEN-2 (arXiv 2604.06268: the gate, `top_p`).
 """
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
+from agent_r1_trl.advantages.group import STD_EPS
 from agent_r1_trl.objects import OwnObject, OwnObjectError
 from agent_r1_trl.trajectory import Trajectory
 
@@ -143,7 +145,7 @@ def _spreads(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         members = group[~group.isnan()]
         if len(members) < 2:
             continue
-        noise[place] = precision * members.abs().max()
+        noise[place] = precision * members.abs().max().clamp(min=STD_EPS)
         variance = members.var()
         variances[place] = variance if variance.sqrt() > noise[place] else 0.0
     return variances, noise
