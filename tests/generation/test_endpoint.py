@@ -119,6 +119,21 @@ def test_models_that_want_another_name_of_the_limit_get_it_from_then_on():
     assert asked.counts == {}
 
 
+def test_requests_that_are_in_flight_when_the_other_name_is_learnt_are_asked_again_too():
+    refusal = error(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")
+    with hosted(faults=[refusal] * 3, delay_s=0.2) as (url, seen, _):
+        _, answers = ask(url, times=3)
+    assert [answer["choices"][0]["message"] for answer in answers] == [said("5")] * 3
+    assert sorted("max_tokens" in body for body in seen.bodies) == [False] * 3 + [True] * 3
+
+
+def test_a_server_that_never_takes_the_limit_is_asked_twice():
+    refusal = error(400, "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.")
+    with hosted(faults=[refusal] * 9) as (url, seen, _):
+        _, (answer,) = ask(url, options={"max_tokens": 3})
+    assert type(answer) is RefusedRequestError and len(seen.bodies) == 2
+
+
 def test_options_go_along_and_none_leaves_a_setting_out():
     with hosted() as (url, seen, _):
         ask(url, options={"reasoning_effort": "low", "temperature": None, "max_tokens": 3})

@@ -97,8 +97,8 @@ class Endpoint:
         """
         import openai
 
-        sent = {**body}
-        sent[self._length_name] = sent.pop("max_tokens")
+        sent, length_name = {**body}, self._length_name
+        sent[length_name] = sent.pop("max_tokens")
         sent = {name: value for name, value in (sent | self.options).items() if value is not None}
         messages, where = sent.pop("messages"), f"{self.model} at {self.url}"
         headers: Any = None if self._key else {"Authorization": openai.Omit()}
@@ -118,7 +118,7 @@ class Endpoint:
             raise GenerationError(f"{where}: no answer ({type(cause).__name__}: {shown(str(cause))})") from error
         except openai.APIStatusError as error:
             # Models that reason refuse `max_tokens` and name what they take instead.
-            if self._length_name in sent and re.search("max_tokens.*max_completion_tokens", str(error), re.DOTALL):
+            if length_name == "max_tokens" and re.search("max_tokens.*max_completion_tokens", str(error), re.DOTALL):
                 self._length_name = "max_completion_tokens"
                 return await self.ask(body)
             raise self._refusal(error) from None  # what the server said may repeat the key
