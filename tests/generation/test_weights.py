@@ -116,6 +116,15 @@ def test_syncs_of_a_bf16_policy_round_once_and_leave_its_base_bit_for_bit_alone(
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
 
 
+def test_an_adapter_is_written_as_peft_writes_it_embeddings_included(tmp_path):
+    model = adapted_model("lora")
+    write_adapter(model, served_adapter(model), adapter_tensors(model, "default"), tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and any("lora_embedding_A" in name for name in ours)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_shared_weights_come_once():
     model = tiny_model()
     model.config.tie_word_embeddings = True

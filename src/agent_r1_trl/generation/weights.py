@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -273,12 +274,12 @@ def served_adapter(model: Any) -> str | None:
 
 def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
     """Copies of the adapter's tensors under the names of a saved adapter, on the CPU; a collective call if sharded."""
-    part, gather = f".{adapter}.", gather_for(model)
+    part, gather = re.compile(rf"\.{re.escape(adapter)}(?=\.|$)"), gather_for(model)  # at the end: of embeddings
     tensors = {}
     for name, parameter in model.named_parameters():
-        if "lora_" in name and part in name:
+        if "lora_" in name and part.search(name):
             with gather([parameter]):
-                tensors[name.replace(part, ".")] = parameter.detach().cpu().clone().contiguous()
+                tensors[part.sub("", name)] = parameter.detach().cpu().clone().contiguous()
     return tensors
 
 
