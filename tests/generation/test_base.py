@@ -58,6 +58,12 @@ def test_a_sampler_that_takes_weights_is_timed_and_one_that_scores_is_compared()
         sync_weights(as_generator(Scores(offset=0.1)), model, tokenizer)
 
 
+def test_what_a_sampler_says_of_itself_is_logged_after_a_sync():
+    given = TakesWeights()
+    given.metrics = lambda: {"sampling/engines": 2.0}
+    assert sync_weights(as_generator(given), tiny_model(), tokenizer)["sampling/engines"] == 2.0
+
+
 def test_a_generator_is_taken_as_it_is():
     generator = ScriptedGenerator([[1]])
     assert as_generator(generator) is generator

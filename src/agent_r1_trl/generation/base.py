@@ -120,7 +120,7 @@ class _Adapted(Generator):
 
     def __init__(self, given: Any) -> None:
         self._given = given
-        for name in ("sync", "scores", "sleep", "close", "max_model_length"):
+        for name in ("sync", "scores", "sleep", "metrics", "close", "max_model_length"):
             if hasattr(given, name):
                 setattr(self, name, getattr(given, name))
 
