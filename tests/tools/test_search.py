@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.tools import Passage, SearchIndex, make_search_tool
-from agent_r1_trl.tools.search import STOP_WORDS, join_contents, query_terms, split_contents
+from agent_r1_trl.tools import Passage, SearchIndex, make_search_tool, search
+from agent_r1_trl.tools.search import STOP_WORDS, join_contents, query_terms, read_rows, split_contents
 from tests.effort import examples
 
 ROWS = [
@@ -199,6 +199,24 @@ def test_a_damaged_index_is_built_anew(tmp_path):
     for damage in (b"", b"not a database", path.read_bytes()[:2000]):
         path.write_bytes(damage)
         assert ids(SearchIndex(ROWS, cache_dir=tmp_path).search("norway capital", 1)) == ["no-capital"]
+
+
+def test_an_index_that_another_process_has_just_built_stays_where_it_is(tmp_path, monkeypatch):
+    build, was_there = search.write_index, []
+
+    class Slower(SearchIndex):
+        def _open(self, path):
+            if not was_there and not path.exists():
+                build(path, iter(read_rows(ROWS, "rows")))
+                raise sqlite3.OperationalError("unable to open database file")  # as it was a moment ago
+            super()._open(path)
+
+    def write(path, rows):
+        was_there.append(path.exists())
+        build(path, rows)
+
+    monkeypatch.setattr(search, "write_index", write)
+    assert len(Slower(ROWS, cache_dir=tmp_path)) == len(ROWS) and was_there == [True]
 
 
 def test_processes_that_build_the_same_index_at_once_all_get_it(tmp_path):

@@ -96,7 +96,6 @@ class SearchIndex:
         try:
             self._open(path)
         except sqlite3.DatabaseError:  # not built yet, or damaged: the disk was full when it was written, say
-            path.unlink(missing_ok=True)
             write_index(path, rows)
             self._open(path)
 
