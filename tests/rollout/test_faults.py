@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session, probe
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
@@ -410,6 +410,23 @@ def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and not closed.is_set()
     release.set()
     assert closed.wait(10)
+
+
+def test_an_environment_that_is_made_after_its_probe_was_given_up_is_closed(monkeypatch):
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(AddEchoEnv):
+        def __init__(self):
+            release.wait(20)
+
+        def close(self):
+            closed.set()
+
+    monkeypatch.setattr(probe, "PROBE_TIMEOUT_S", 0.1)
+    asked = probe.RecordedCall(tool="add", request=RolloutRequest(example={}), messages=[])
+    assert not asyncio.run(probe.succeeds(asked, Late, lambda text, max_tokens: text)) and not closed.is_set()
+    release.set()
+    assert closed.wait(3)
 
 
 # -------------------------------------------------------------------- the chat format

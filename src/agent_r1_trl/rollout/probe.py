@@ -72,5 +72,4 @@ async def succeeds(call: RecordedCall, env_factory: Callable[[], Any], truncate:
     except Exception:  # whatever it is, the call did not succeed
         return False
     finally:
-        if session.env is not None:
-            await session.close()
+        await session.close()
