@@ -1,6 +1,7 @@
 """`vllm_enable_sleep_mode`: the engine gives its memory to the update, and has new weights before it works again.
 
-vLLM's engines sleep on GPUs only, so here one is imitated, with the states of vLLM's; its methods are vLLM's.
+vLLM's engines sleep on GPUs only, so here one is imitated, with the states of vLLM's; its methods are vLLM's. It also
+stands for one that holds less than its model.
 Not covered: how much memory that frees.
 """
 
@@ -11,7 +12,10 @@ import pytest
 import torch
 
 from agent_r1_trl.generation.vllm.generator import VLLMGenerator
+from agent_r1_trl.rollout import RolloutRunner
 from tests.generation.helpers import GREEDY, run, tiny_model
+from tests.rollout.helpers import chat_of
+from tests.toys import AddEchoEnv, limits_of
 
 
 class Engine:
@@ -19,7 +23,7 @@ class Engine:
 
     def __init__(self, enable_sleep_mode=True):
         self.vllm_config = types.SimpleNamespace(
-            model_config=types.SimpleNamespace(enable_sleep_mode=enable_sleep_mode)
+            model_config=types.SimpleNamespace(enable_sleep_mode=enable_sleep_mode, max_model_len=512)
         )
         self.awake = {"weights", "kv_cache"}
         self.model = tiny_model()
@@ -93,6 +97,14 @@ def test_the_engine_sleeps_in_the_update_and_wakes_with_new_weights_in_memory_th
     generator.close()
     again = ["free", "wake weights", "load", "free", "wake kv_cache", "step", "sleep"]
     assert engine.log == ["load", "step", "sleep", *again]
+
+
+@pytest.mark.parametrize("length_of_model", [None, 131072])
+def test_a_rollout_ends_where_the_engine_ends_which_may_hold_less_than_the_model(engine, length_of_model):
+    """vLLM takes a model with longrope for one of its original length, unless it is told otherwise."""
+    generator = VLLMGenerator(engine, stop_token_ids=[5])
+    runner = RolloutRunner(AddEchoEnv, generator, chat_of(), limits_of(max_model_length=length_of_model))
+    assert runner.limits.max_model_length == 512
 
 
 @pytest.mark.vllm

@@ -97,6 +97,7 @@ class VLLMGenerator(ThreadedGenerator):
 
             engine_options |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
             self._engine = build_engine(model, **engine_options)
+        self.max_model_length = self._engine.vllm_config.model_config.max_model_len
         if isinstance(model, nn.Module):
             self.sync(model)
 
