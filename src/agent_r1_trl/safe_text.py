@@ -63,20 +63,21 @@ def shown(text: str) -> str:
 def shown_all(item: Any) -> Any:
     """A copy of nested dicts and lists with every text as `shown`."""
     mask = _rules.masker()
-    return _map_texts(lambda text: visible(mask(text)), item)
+    return map_texts(lambda text: visible(mask(text)), item)
 
 
 def whole(item: Any) -> Any:
     """A copy of nested dicts and lists whose texts can be written as UTF-8: without lone surrogates."""
-    return _map_texts(lambda text: text.encode("utf-8", "replace").decode("utf-8"), item)
+    return map_texts(lambda text: text.encode("utf-8", "replace").decode("utf-8"), item)
 
 
-def _map_texts(function: Callable[[str], str], item: Any) -> Any:
+def map_texts(function: Callable[[str], str], item: Any) -> Any:
+    """A copy of nested dicts and lists with every text, keys included, as the function makes it."""
     if isinstance(item, str):
         return function(item)
     if isinstance(item, Mapping):
-        return {_map_texts(function, key): _map_texts(function, value) for key, value in item.items()}
-    return [_map_texts(function, value) for value in item] if isinstance(item, list | tuple) else item
+        return {map_texts(function, key): map_texts(function, value) for key, value in item.items()}
+    return [map_texts(function, value) for value in item] if isinstance(item, list | tuple) else item
 
 
 def markdown(text: str) -> str:
@@ -180,7 +181,7 @@ class SecretRules:
 
     def mask_all(self, item: Any, extra: Mapping[str, str] | None = None) -> Any:
         """A copy of nested dicts and lists with every secret in their texts masked."""
-        return _map_texts(self.masker(extra), item)
+        return map_texts(self.masker(extra), item)
 
     @property
     def is_idle(self) -> bool:

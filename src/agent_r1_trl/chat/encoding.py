@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.safe_text import whole
+from agent_r1_trl.safe_text import map_texts, whole
 from agent_r1_trl.trajectory import Message
 
 # Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
@@ -91,7 +91,7 @@ class TextEncoder:
         `special_only` leaves the added tokens alone that the tokenizer does not mark special.
         """
         pattern = self._special_re if special_only else self._control_re
-        return _map_strings(data, lambda text: pattern.sub(lambda match: self._hidden(match[0]), text))
+        return map_texts(lambda text: pattern.sub(lambda match: self._hidden(match[0]), text), data)
 
     def hide_prompt(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of a prompt: special tokens are text in all but what an assistant said."""
@@ -102,7 +102,7 @@ class TextEncoder:
 
     def restore(self, data: Any) -> Any:
         """Undo `hide` in every string of `data`."""
-        return _map_strings(data, lambda text: self._hidden_re.sub(lambda match: self._spellings[int(match[1])], text))
+        return map_texts(lambda text: self._hidden_re.sub(lambda match: self._spellings[int(match[1])], text), data)
 
     def valid_tokens(self, text: str, start: int = 0) -> list[tuple[int, int, str]]:
         """(start, end, spelling) of the control tokens in rendered text that are not hidden, from a character on."""
@@ -276,16 +276,6 @@ def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[s
 def _any_of(spellings: list[str]) -> re.Pattern[str]:
     longest_first = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
-
-
-def _map_strings(data: Any, change: Any) -> Any:
-    if isinstance(data, str):
-        return change(data)
-    if isinstance(data, dict):
-        return {_map_strings(key, change): _map_strings(value, change) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_map_strings(item, change) for item in data]
-    return data
 
 
 def _rename_vocabulary(model: dict[str, Any], names: dict[str, str]) -> None:
