@@ -72,9 +72,6 @@ class ChatFormat:
         strips_reasoning: bool = False,
         extra_stop_token_ids: Iterable[int] = (),
     ) -> None:
-        # Imported here: an environment server must not wait for torch.
-        from trl import chat_template_utils as trl
-
         if getattr(tokenizer, "tokenizer", None) is not None:  # a processor: text only
             chat_template = chat_template or tokenizer.chat_template
             tokenizer = tokenizer.tokenizer
@@ -86,7 +83,7 @@ class ChatFormat:
                 "Load it with PreTrainedTokenizerFast.from_pretrained(...), which reads the model's tokenizer.json.",
             )
         self.chat_template, self.supports_tools = choose_chat_template(
-            tokenizer, chat_template, trl, is_rendered_anew=strips_reasoning
+            tokenizer, chat_template, is_rendered_anew=strips_reasoning
         )
         """Source of the template in use: save it with the model."""
         self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs)
@@ -113,7 +110,7 @@ class ChatFormat:
         """Ids after which a turn is over."""
         self.response_template = read_response_template(response_template)
         """The grammar that was asked for, or None."""
-        self._parser = self._make_parser(trl)
+        self._parser = self._make_parser()
         # The members of a group have one prompt, which is rendered once.
         self._encode_json = functools.lru_cache(_KEPT_PROMPTS)(lambda text: self._encode_prompt(*json.loads(text)))
         self._prompt_ends = sorted(self._renderer.prompt_ends(), key=len, reverse=True)
@@ -308,11 +305,11 @@ class ChatFormat:
         """The beginning of plain text, at most `max_tokens` tokens long."""
         return self.encoder.truncate(text, max_tokens)
 
-    def _make_parser(self, trl: Any) -> TurnParser:
+    def _make_parser(self) -> TurnParser:
         turn_end = self._ends[0].sampled
         grammar = self.response_template
         if grammar is None and self.supports_tools:
-            grammar = choose_response_template(self.tokenizer, self.chat_template, trl)
+            grammar = choose_response_template(self.tokenizer, self.chat_template)
             if grammar is None:
                 raise ChatFormatError(
                     "The chat template writes tool calls in a form that cannot be read back: no grammar is known for "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -42,16 +41,13 @@ _PROBES: tuple[list[Message], ...] = (
 )
 
 
-def choose_chat_template(
-    tokenizer: Any, requested: str | None, trl: Any, *, is_rendered_anew: bool = False
-) -> tuple[str, bool]:
+def choose_chat_template(tokenizer: Any, requested: str | None, *, is_rendered_anew: bool) -> tuple[str, bool]:
     """The training template's source, and whether it can render tool conversations.
 
     Args:
         tokenizer: read, never changed.
         requested: source of a template, name of one that TRL ships (`qwen3_training`), path of a `.jinja` file, or
             None for the tokenizer's own.
-        trl: the module `trl.chat_template_utils`.
         is_rendered_anew: the conversation is rendered before every turn, so a template may change earlier turns.
 
     Raises:
@@ -71,7 +67,7 @@ def choose_chat_template(
     preserves = preserves_prefixes(own)
     if is_rendered_anew or (preserves and ends_turns(own) and keeps_reasoning(own)):
         return template, True
-    training = _training_variant(_with_template(tokenizer, template), trl)
+    training = _training_variant(_with_template(tokenizer, template))
     if preserves and (training is None or not _is_better(ChatTemplate(tokenizer, training), own)):
         return template, True
     if training is not None:
@@ -86,8 +82,10 @@ def choose_chat_template(
     )
 
 
-def choose_response_template(tokenizer: Any, template: str, trl: Any) -> dict[str, Any] | None:
+def choose_response_template(tokenizer: Any, template: str) -> dict[str, Any] | None:
     """The grammar of assistant turns under `template`; None if calls are written in no known form."""
+    from trl import chat_template_utils as trl
+
     own = getattr(tokenizer, "response_template", None)
     of_trl = [value for name, value in vars(trl).items() if name.endswith("_template") and isinstance(value, dict)]
     if own is not None and own not in of_trl:
@@ -155,10 +153,9 @@ def check_template_kwargs(template: str, kwargs: dict[str, Any] | None) -> dict[
 
 
 def _folder() -> Path:
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("trl is not installed: pip install 'trl>=1.16'")
-    return Path(spec.origin).parent / "chat_templates"
+    import trl
+
+    return Path(trl.__file__).parent / "chat_templates"
 
 
 def _shipped() -> dict[str, str]:
@@ -178,14 +175,16 @@ def _source(requested: str) -> str:
     )
 
 
-def _training_variant(carrier: Any, trl: Any) -> str | None:
+def _training_variant(carrier: Any) -> str | None:
     key = carrier.chat_template, str(carrier.special_tokens_map)  # what renderings depend on
     if key not in _VARIANTS:
-        _VARIANTS[key] = _find_training_variant(carrier, trl)
+        _VARIANTS[key] = _find_training_variant(carrier)
     return _VARIANTS[key]
 
 
-def _find_training_variant(carrier: Any, trl: Any) -> str | None:
+def _find_training_variant(carrier: Any) -> str | None:
+    from trl import chat_template_utils as trl
+
     for candidate in (carrier, _with_template(carrier, _same_rendering(carrier))):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if training := trl.get_training_chat_template(candidate):
