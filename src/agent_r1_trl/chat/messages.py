@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.tools.calls import read_arguments
 from agent_r1_trl.tools.render import NoTextError, spell_out
 from agent_r1_trl.trajectory import Message
 
@@ -40,9 +41,10 @@ def readable(messages: Sequence[Message], template: str, *, where: str) -> list[
                 "see the message.",
                 f"Use the role {_ALIASES.get(str(role), 'user')!r} (the roles are {', '.join(sorted(_ROLES))}).",
             )
-        changed = {**message, "content": as_text(message.get("content"), f"{where}[{index}]")}
-        if message.get("content") is None and (role == "assistant" or "content" not in message):
-            changed = dict(message)  # templates tell an absent content of a call from an empty one
+        changed = dict(message)
+        if message.get("content") is not None or (role != "assistant" and "content" in message):
+            # Templates tell an absent content of a call from an empty one.
+            changed["content"] = as_text(message.get("content"), f"{where}[{index}]")
         if message.get("tool_calls"):
             changed["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
         found.append(changed)
@@ -89,8 +91,5 @@ def _with_arguments(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
+    arguments = read_arguments(function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
