@@ -237,7 +237,9 @@ class TurnParser:
     # ---------------------------------------------------------------- calls
 
     def _read_call(self, region: _Region, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
-        if not region.is_closed and not self._is_bare_json:
+        if self._is_bare_json:
+            return self._read_bare_json(region.raw)
+        if not region.is_closed:
             return [], "the call was not finished: its closing marker is missing"
         if self._reader is not None:
             return self._read_by(self._reader, region.body, tools)
@@ -247,8 +249,6 @@ class TurnParser:
             calls = self._parse_call(region.raw, tools=tools).get("tool_calls") or []
             return [_well_formed(call) for call in calls], None
         except Exception as error:
-            if self._is_bare_json:
-                return self._read_bare_json(region.raw)
             return [], _reason(error)
 
     def _read_by(self, reader: Reader, body: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
