@@ -18,7 +18,7 @@ from torch import nn
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.generation.local.decoding import evaluation_mode
-from agent_r1_trl.generation.weights import gather_for, gather_nothing
+from agent_r1_trl.generation.weights import is_sharded
 
 # Plain text, whose tokens are likely: rounding shows most in the log-probabilities of unlikely ones.
 _PROBE_TEXT = (
@@ -65,7 +65,7 @@ def policy_scores(model: nn.Module, token_ids: list[int]) -> list[float]:
     """
     device = next(model.parameters()).device
     ids = torch.tensor([token_ids], device=device)  # (1, N)
-    head = nullcontext() if gather_for(model) is gather_nothing else _head_as_in_the_loss(model)
+    head = _head_as_in_the_loss(model) if is_sharded(model) else nullcontext()
     with evaluation_mode(model), head:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()  # (N - 1, V)
     return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()

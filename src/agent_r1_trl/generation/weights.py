@@ -30,22 +30,18 @@ CRITIC_ADAPTER = "critic"
 """A PPO critic lives inside the policy (see `agent_r1_trl.critic`); a sampler has no place for it."""
 
 
-def gather_nothing(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
-    """For parameters that are whole already."""
-    return nullcontext()
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank holds only parts of ZeRO-3 parameters now."""
+    return any(parameter.numel() < getattr(parameter, "ds_numel", 0) for parameter in model.parameters())
 
 
 def gather_for(model: nn.Module) -> Gather:
-    """Context in which ZeRO-3 parameters are whole; nothing to do for others and for those that are whole already."""
-    if any(parameter.numel() < getattr(parameter, "ds_numel", 0) for parameter in model.parameters()):
-        return _gather_shards
-    return gather_nothing
-
-
-def _gather_shards(parameters: list[nn.Parameter]) -> AbstractContextManager[Any]:
+    """Context in which parameters of the model are whole."""
+    if not is_sharded(model):
+        return nullcontext
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(parameters)
+    return deepspeed.zero.GatheredParameters
 
 
 def check_tied_embeddings(model: Any) -> None:

@@ -65,8 +65,7 @@ from agent_r1_trl.generation.vllm.weight_transfer import (
 )
 from agent_r1_trl.generation.weights import (
     adapter_tensors,
-    gather_for,
-    gather_nothing,
+    is_sharded,
     policy_weights,
     served_adapter,
     write_adapter,
@@ -206,7 +205,7 @@ class VLLMServerGenerator(Generator):
         if found is None:
             found = self._sync_whole(model, name)
         self._model = model
-        is_restorable = is_adapter or (self._may_restore and gather_for(model) is gather_nothing)
+        is_restorable = is_adapter or (self._may_restore and not is_sharded(model))
         self._fleet.may_be_restored = is_restorable
         self._fleet.restore = self._restore if is_restorable and (is_adapter or self._rank == 0) else None
         self._http.run(self._fleet.resume(name, found, is_adapter=is_adapter))
