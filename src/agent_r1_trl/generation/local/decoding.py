@@ -102,15 +102,12 @@ class RowCache(Cache):
         self._mask = torch.zeros(0, 0, dtype=torch.long)
         """(B, column capacity), 1 where a row has a token."""
 
-    def visible_mask(self, num_new: int = 0) -> torch.Tensor:
-        """(B, end + num_new), 1 where a row has a token."""
-        return self._mask[:, : self.end + num_new]
-
-    def open_column(self) -> None:
-        """Make room for one more token in every row and unmask it."""
+    def open_column(self) -> torch.Tensor:
+        """Make room for one more token in every row; returns the mask with it, (B, end + 1)."""
         if self.end == self._mask.shape[1]:
             self._rebuild(list(range(len(self._mask))))
         self._mask[:, self.end] = 1
+        return self._mask[:, : self.end + 1]
 
     def close_column(self) -> None:
         """The column opened last now holds a token of every row."""
@@ -357,8 +354,7 @@ class ModelRunner:
             has_attention = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers)
             logits = self._forward(ids, mask if has_attention else None, self._lengths, cache)
         else:
-            self._rows.open_column()
-            logits = self._forward(ids, self._rows.visible_mask(1), self._lengths, self._rows)
+            logits = self._forward(ids, self._rows.open_column(), self._lengths, self._rows)
             self._rows.close_column()
         self._lengths = self._lengths + 1
         return logits
