@@ -155,9 +155,7 @@ class Tool:
     def bind(self, instance: Any) -> Tool:
         """This tool with `self` filled in."""
         bound = copy.copy(self)
-        bound.fn = functools.update_wrapper(functools.partial(self.fn, instance), self.fn)
-        if inspect.isfunction(self.fn):
-            bound.fn = self.fn.__get__(instance)
+        bound.fn = self.fn.__get__(instance)  # type: ignore[attr-defined]
         bound.backend = self.backend or _declares_backend(bound.fn)
         if bound.sequential is None:
             bound.sequential = True
@@ -210,8 +208,7 @@ def as_tool(obj: Any) -> Tool:
 
 def _declares_backend(fn: Any) -> bool:
     """Whether a function, its class or the object that it belongs to has `backend = True`."""
-    bound = fn.args if isinstance(fn, functools.partial) else ()
-    owners = (unwrap_partial(fn), getattr(fn, "__self__", None), *bound)
+    owners = (unwrap_partial(fn), getattr(fn, "__self__", None))
     return any(getattr(owner, "backend", None) is True for owner in owners)
 
 
