@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 STRIP_POLICY = "strip_thinking"
 """The context policy that renders every context anew."""
+SUMMARISE = "summarise"
+"""The one under which the policy sums up its work (`summaries.py`)."""
 
 
 @dataclass(kw_only=True)
@@ -127,7 +129,7 @@ POLICIES: dict[str, Callable[[ContextView, int], Sequence[Message]] | None] = {
     "keep": None,
     "agent": None,  # an environment with `drive` opens its contexts itself
     "window": window,
-    "summarise": None,  # contexts only grow until a summary opens another (`summaries.py`)
+    SUMMARISE: None,  # contexts only grow until a summary opens another (`summaries.py`)
     "drop_observations": drop_observations,
     "step": step,
     # Everything as the chat template shows it: `agent_r1_trl.chat.reasoning` renders the same messages anew.

@@ -18,6 +18,7 @@ from typing import Any
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.rollout.context_policies import (
     POLICIES,
+    STRIP_POLICY,
     ContextView,
     find_policy,
     is_context,
@@ -35,7 +36,7 @@ class Contexts:
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
         self._policy = find_policy(limits)
-        self._history = chat.history(tools) if limits.context.policy == "strip_thinking" else None
+        self._history = chat.history(tools) if limits.context.policy == STRIP_POLICY else None
         self._originals: dict[int, Message] = {}
         """Identity of a message as policies see it -> the trajectory's own. Policies see copies, made once."""
         self._prompt = self._shown(draft.prompt_messages)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from agent_r1_trl.generation.base import SamplingParams
-from agent_r1_trl.rollout.context_policies import ContextSettings
+from agent_r1_trl.rollout.context_policies import SUMMARISE, ContextSettings
 from agent_r1_trl.settings import (
     Clash,
     Count,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     ContextMapping = ContextSettings  # once the settings are checked
 else:
     ContextMapping = Annotated[dict[str, Any] | str | None, ContextSettings]
-SUMMARISE = "summarise"
-"""The value of `context.policy` under which the policy sums up its work (`summaries.py`)."""
 NEEDS = (
     Need("context.turns", {"context.policy": ("window", "drop_observations", SUMMARISE, "step")}),
     Need("context.tokens", {"context.policy": ("window", "drop_observations", SUMMARISE)}),

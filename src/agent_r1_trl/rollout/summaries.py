@@ -19,8 +19,9 @@ from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.chat.rendering import calling, tool_answer
 from agent_r1_trl.generation.base import Generation
+from agent_r1_trl.rollout.context_policies import SUMMARISE
 from agent_r1_trl.rollout.draft import Draft
-from agent_r1_trl.rollout.limits import SUMMARISE, RolloutLimits
+from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.trajectory import Author, Message
 
 HEADING = "Summary of your work so far, written by you:\n\n"
