@@ -50,8 +50,6 @@ class Endpoint:
         ValueError: the address is none, a setting is the rollout's own, or the package is missing.
     """
 
-    max_model_length = None
-
     def __init__(
         self,
         url: str,
