@@ -252,7 +252,6 @@ async def reset_in_time(
 
 async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLimits) -> None:
     """Add the outcome reward."""
-    failure = _too_slow(session, "outcome_reward", "scoring_timeout", limits)
     try:
         async with asyncio.timeout(limits.scoring_timeout) as time_limit:
             trajectory.outcome_reward, trajectory.reward_parts = await session.outcome(trajectory)
@@ -262,6 +261,7 @@ async def _score(trajectory: Trajectory, session: EnvSession, limits: RolloutLim
     except TimeoutError:
         if not time_limit.expired():  # it is the method's own
             raise
+        failure = _too_slow(session, "outcome_reward", "scoring_timeout", limits)
     trajectory.stop_reason, trajectory.error = StopReason.ENVIRONMENT_ERROR, failure
 
 
