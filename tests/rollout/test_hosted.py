@@ -156,6 +156,21 @@ def test_a_server_that_fails_ends_one_trajectory_and_is_named():
     assert first.stop_reason is StopReason.DONE and len(first.failed_tries) == 1
 
 
+def test_half_a_surrogate_pair_is_neither_sent_nor_recorded_whoever_wrote_it():
+    half = "\ud83d"
+
+    class Halves(AddEchoEnv):
+        async def step(self, message):
+            result = await super().step(message)
+            return result._replace(observations=[{**item, "content": half} for item in result.observations])
+
+    turns = [called(("echo", '{"text": "\\ud83d"}')), said(half)]
+    trajectory, bodies = roll_out_hosted(turns, env=Halves)
+    assert trajectory.stop_reason is StopReason.DONE and trajectory.final_text == "?"
+    assert trajectory.turns[0].message["tool_calls"][0]["function"]["arguments"] == {"text": "?"}
+    assert bodies[1]["messages"][-1]["content"] == "?"
+
+
 def test_an_answer_in_another_form_ends_one_trajectory():
     trajectories, _ = roll_out_hosted([said("5")], examples=2, faults=[(200, {"choices": [{"text": "5"}]})])
     assert sorted(item.stop_reason.value for item in trajectories) == ["done", "generation_error"]

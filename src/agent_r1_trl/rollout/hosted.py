@@ -23,6 +23,7 @@ from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import GenerationFailure, conclude, cut_message, reset_in_time, shortened, take_step
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.runner import RolloutRunner
+from agent_r1_trl.safe_text import whole
 from agent_r1_trl.tools.calls import read_calls
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, Trajectory
 
@@ -155,7 +156,7 @@ def _estimated(message: Message) -> int:
 def _body(draft: Draft, tools: Sequence[Any], max_tokens: int, params: SamplingParams, seed: int) -> dict[str, Any]:
     said = [message for turn in draft.turns for message in (turn.message, *turn.observations)]
     with named():  # an image in a message of the environment, say
-        messages = to_send([*draft.prompt_messages, *said])
+        messages = whole(to_send([*draft.prompt_messages, *said]))
     body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": params.temperature}
     if params.temperature:
         body |= {"top_p": params.top_p, "seed": seed % MAX_SEED}
@@ -173,7 +174,7 @@ async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> tuple
         raise GenerationFailure(f"{type(error).__name__}: {error}") from error
     try:
         choice = record["choices"][0]
-        message = read_answer(choice["message"], turn_index)
+        message = whole(read_answer(choice["message"], turn_index))
         return message, choice.get("finish_reason") == "length", record.get("usage") or {}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise GenerationFailure(f"an answer in another form than OpenAI's ({error}): {str(record)[:200]}") from error
