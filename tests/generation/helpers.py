@@ -86,7 +86,7 @@ def check_masks(engine, policy, params):
     """Log-probabilities of an engine are those of the policy's logits, normalised over the ids that it kept."""
     counts = []
     for prompt, generation in zip(PROMPTS, run(engine, PROMPTS, params=params, max_tokens=20), strict=True):
-        check_generation(generation)
+        check_generation(generation, 20)
         ids = torch.tensor([[*prompt, *generation.token_ids]])
         with torch.no_grad():
             logits = policy(ids).logits[0, len(prompt) - 1 : -1] / params.temperature

@@ -98,4 +98,4 @@ def test_a_generate_with_other_arguments_is_refused():
 
 def test_an_answer_of_another_form_is_named():
     with pytest.raises(GenerationError, match="generate returned None; it must be a Generation"):
-        check_generation(None)
+        check_generation(None, 9)

@@ -15,7 +15,7 @@ import time
 import pytest
 import torch
 
-from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.generation import Generation, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session, probe
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, Trajectory
@@ -394,6 +394,21 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
     reasons = [t.stop_reason for t in runner.run([RolloutRequest(example={"prompt": PROMPT})] * 3)]
     runner.close()
     assert reasons == [StopReason.DONE, StopReason.GENERATION_ERROR, StopReason.DONE]
+
+
+@pytest.mark.parametrize(
+    ("num_more", "stop", "named"), [(1, "length", "13 ids .* max_tokens=12"), (0, "eos", "stop='eos'")], ids=str
+)
+def test_a_sampler_that_keeps_no_limit_or_says_nonsense_is_named(num_more, stop, named):
+    class Sampler:
+        async def generate(self, prompt_ids, *, max_tokens, seed, params):
+            ids = [9] * (max_tokens + num_more)
+            return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop=stop)
+
+    runner = RolloutRunner(AddEchoEnv, Sampler(), chat_of(), RolloutLimits(max_completion_length=12))
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
+    runner.close()
+    assert trajectory.stop_reason is StopReason.GENERATION_ERROR and re.search(named, trajectory.error)
 
 
 def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed():

@@ -169,22 +169,26 @@ class RequestTooLongError(RefusedRequestError):
     """Prompt and `max_tokens` are more than the back end's context holds."""
 
 
-def check_generation(generation: Generation) -> None:
-    """Refuse what a back end answered if its log-probabilities are not one finite number per id.
+def check_generation(generation: Generation, max_tokens: int) -> None:
+    """Refuse an answer that is no `Generation` of at most so many ids with one finite log-probability each.
 
-    Some answer NaN or None where their logits overflowed: such a token cannot be trained on.
+    Some back ends answer NaN or None where their logits overflowed: such a token cannot be trained on.
 
     Raises:
         GenerationError: says what is wrong; of a number its position, its id and itself.
     """
-    if problem := _problem_with(generation):
+    if problem := _problem_with(generation, max_tokens):
         raise GenerationError(problem)
 
 
-def _problem_with(generation: Any) -> str | None:
+def _problem_with(generation: Any, max_tokens: int) -> str | None:
     if not isinstance(generation, Generation):
         return f"generate returned {generation!r:.200}; it must be a Generation"
     ids, logprobs = generation.token_ids, generation.logprobs
+    if len(ids) > max_tokens:
+        return f"{len(ids)} ids came where max_tokens={max_tokens}"
+    if generation.stop not in ("stop", "length"):
+        return f"stop={generation.stop!r} came; it must be 'stop' or 'length'"
     if len(logprobs) != len(ids):
         return f"{len(ids)} ids came with {len(logprobs)} log-probabilities; each needs one"
     for position, value in enumerate(logprobs):

@@ -225,7 +225,7 @@ async def sample_turn(
     prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
     try:
         generation = await generator.generate(context, max_tokens=max_tokens, seed=seed, params=params)
-        check_generation(generation)
+        check_generation(generation, max_tokens)
     except (Exception, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
