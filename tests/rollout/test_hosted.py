@@ -4,6 +4,9 @@ Covered: one trajectory and many. Not covered: requests (tests/generation/test_e
 (tests/cli/test_eval_endpoint.py).
 """
 
+import threading
+import time
+
 import pytest
 
 from agent_r1_trl.evaluation import evaluate
@@ -169,6 +172,30 @@ def test_half_a_surrogate_pair_is_neither_sent_nor_recorded_whoever_wrote_it():
     assert trajectory.stop_reason is StopReason.DONE and trajectory.final_text == "?"
     assert trajectory.turns[0].message["tool_calls"][0]["function"]["arguments"] == {"text": "?"}
     assert bodies[1]["messages"][-1]["content"] == "?"
+
+
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_after_an_event_loop_that_was_given_up_the_next_one_has_connections_of_its_own(num_more):
+    released = threading.Event()
+
+    class Holds(AddEchoEnv):
+        async def step(self, message):
+            if not released.is_set():
+                time.sleep(1.0)
+                released.set()
+            return await super().step(message)
+
+    asked = [RolloutRequest(example={"prompt": PROMPT})]
+    with hosted([said("55")]) as (url, _, _):
+        runner = HostedRunner(Holds, Endpoint(url, "gpt"), limits_of(stall_timeout=0.3))
+        lost = runner._loop_thread()
+        (trajectory,) = runner.run(asked)
+        assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "held the event loop" in trajectory.error
+        lost.join(10)
+        for _ in range(num_more):
+            (trajectory,) = runner.run(asked)
+            assert trajectory.stop_reason is StopReason.DONE
+        runner.close()
 
 
 def test_an_answer_in_another_form_ends_one_trajectory():

@@ -78,6 +78,7 @@ class Endpoint:
         self.counts: Counter[str] = Counter()
         """`requests` that were answered, and how often one of them was `repeated`."""
         self._client: openai.AsyncOpenAI | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the client's connections
         self._length_name = "max_tokens"
         self._has_answered = False
 
@@ -100,7 +101,8 @@ class Endpoint:
         sent = {name: value for name, value in (sent | self.options).items() if value is not None}
         messages, where = sent.pop("messages"), f"{self.model} at {self.url}"
         headers: Any = None if self._key else {"Authorization": openai.Omit()}
-        if self._client is None:
+        if self._client is None or self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
             self._client = openai.AsyncOpenAI(
                 base_url=self.url, api_key=self._key or "none", max_retries=MAX_RETRIES, timeout=self._timeout_s
             )
@@ -133,9 +135,9 @@ class Endpoint:
         return record
 
     async def aclose(self) -> None:
-        """Close the connections; the next request opens new ones."""
+        """Close the connections of this event loop; the next request opens new ones."""
         client, self._client = self._client, None
-        if client is not None:
+        if client is not None and self._loop is asyncio.get_running_loop():
             await client.close()
 
     def close(self) -> None:
