@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed, example_key
+from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed
+from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.rollout.runner import _FrozenHeap
 from agent_r1_trl.trajectory import StopReason
 from tests.effort import examples

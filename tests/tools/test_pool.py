@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from agent_r1_trl.tools import DaemonThreadPool, shared_pool
-from agent_r1_trl.tools.pool import JobTimeoutError, OwnThread, PoolExhaustedError
+from agent_r1_trl.tools.pool import DaemonThreadPool, JobTimeoutError, OwnThread, PoolExhaustedError, shared_pool
 
 
 def test_it_runs_functions_on_daemon_threads():

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from agent_r1_trl.tools import Tool, ToolSchemaError, describe_signature, tool
+from agent_r1_trl.tools import Tool, ToolSchemaError, tool
+from agent_r1_trl.tools.schema import describe_signature
 
 
 def book(city: str, nights: int = 1, budget: float | None = None, kind: Literal["hotel", "hostel"] = "hotel") -> str:

@@ -9,9 +9,9 @@ from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession
 from agent_r1_trl.rollout.failures import NothingRolledOutError, check_some_rolled_out
 from agent_r1_trl.rollout.limits import RolloutLimits, context_length, describe_sampling
 from agent_r1_trl.rollout.loop import run_trajectory
-from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, example_key, rollout_requests
+from agent_r1_trl.rollout.requests import RolloutRequest, derive_seed, rollout_requests
 from agent_r1_trl.rollout.runner import RolloutRunner
-from agent_r1_trl.rollout.watchdog import LoopLostError, RolloutStatus, rollout_status
+from agent_r1_trl.rollout.watchdog import LoopLostError, rollout_status
 
 __all__ = [
     "Draft",
@@ -22,12 +22,10 @@ __all__ = [
     "RolloutLimits",
     "RolloutRequest",
     "RolloutRunner",
-    "RolloutStatus",
     "check_some_rolled_out",
     "context_length",
     "derive_seed",
     "describe_sampling",
-    "example_key",
     "rollout_requests",
     "rollout_status",
     "run_trajectory",

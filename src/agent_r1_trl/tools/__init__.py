@@ -1,18 +1,16 @@
 """Tools: functions that a model may call, the executor that runs the calls, and the tools of the package."""
 
-from agent_r1_trl.tools.base import Tool, as_tool, render_result, tool
+from agent_r1_trl.tools.base import Tool, as_tool, tool
 from agent_r1_trl.tools.calculator import calculator
-from agent_r1_trl.tools.calls import read_call, read_calls
+from agent_r1_trl.tools.calls import read_calls
 from agent_r1_trl.tools.executor import ToolExecutor
 from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
-from agent_r1_trl.tools.pool import DaemonThreadPool, shared_pool
-from agent_r1_trl.tools.schema import describe_signature
+from agent_r1_trl.tools.pool import shared_pool
 from agent_r1_trl.tools.search import Passage, Retriever, SearchIndex, make_search_tool, open_retriever
 from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
 __all__ = [
-    "DaemonThreadPool",
     "InfrastructureError",
     "Passage",
     "ReportedError",
@@ -26,12 +24,9 @@ __all__ = [
     "ToolSchemaError",
     "as_tool",
     "calculator",
-    "describe_signature",
     "make_search_tool",
     "open_retriever",
-    "read_call",
     "read_calls",
-    "render_result",
     "shared_pool",
     "tool",
 ]
