@@ -36,7 +36,7 @@ from agent_r1_trl.tools import InfrastructureError, Tool, ToolExecutor, as_tool,
 from agent_r1_trl.tools.base import takes_self
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.foreign import read_foreign
-from agent_r1_trl.tools.pool import run_on_own_thread
+from agent_r1_trl.tools.pool import own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
 SecondsOrNoLimit = Annotated[float, Number(above=0, may_be_infinite=True)]
@@ -289,7 +289,7 @@ class ToolEnv:
         if getattr(method, "__func__", None) is getattr(ToolEnv, name):
             return method(*arguments)
         # The user's own method may be slow (a judge, a simulated user) and must not hold up other trajectories.
-        return await run_on_own_thread(lambda: method(*arguments), pool=shared_pool(self.max_tool_workers))
+        return await shared_pool(self.max_tool_workers).run(lambda: method(*arguments), thread=own_thread.get())
 
     def _check_settings(self) -> None:
         owner = type(self).__name__

@@ -24,7 +24,7 @@ from typing import Any
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
-from agent_r1_trl.tools.pool import run_on_own_thread
+from agent_r1_trl.tools.pool import own_thread
 from agent_r1_trl.trajectory import Message, Trajectory
 
 
@@ -134,7 +134,7 @@ class TRLEnvAdapter(ToolEnv):
         value = None
         if has_get_reward(self.environment):
             # A plain method may be slow and must not hold up other trajectories.
-            value = await run_on_own_thread(self.environment.get_reward, pool=shared_pool(self.max_tool_workers))
+            value = await shared_pool(self.max_tool_workers).run(self.environment.get_reward, thread=own_thread.get())
             value = await value if inspect.isawaitable(value) else value
         if value is None:
             trajectory.is_scored = False

@@ -18,7 +18,7 @@ from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import InfrastructureError, Tool, as_tool, shared_pool
-from agent_r1_trl.tools.pool import run_on_own_thread
+from agent_r1_trl.tools.pool import own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult
 
 NAIVE_RAG = "naive_rag"
@@ -132,5 +132,5 @@ async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
     """A method that may be plain and slow, or async."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
-    result = await run_on_own_thread(lambda: method(*arguments), pool=shared_pool(_THREADS))
+    result = await shared_pool(_THREADS).run(lambda: method(*arguments), thread=own_thread.get())
     return await result if inspect.isawaitable(result) else result

@@ -20,7 +20,7 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
 from agent_r1_trl.tools.executor import check_names
 from agent_r1_trl.tools.faults import is_infrastructure_error
-from agent_r1_trl.tools.pool import OwnThread, own_thread, run_on_own_thread
+from agent_r1_trl.tools.pool import OwnThread, own_thread
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
     try:
         if inspect.iscoroutinefunction(fn):
             return await fn(*args)
-        result = await run_on_own_thread(lambda: fn(*args), pool=shared_pool(ENV_THREADS))
+        result = await shared_pool(ENV_THREADS).run(lambda: fn(*args), thread=own_thread.get())
         return await result if inspect.isawaitable(result) else result
     except (SystemExit, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():

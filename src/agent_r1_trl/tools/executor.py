@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-import functools
 import inspect
 import json
 import math
@@ -31,7 +30,7 @@ from agent_r1_trl.tools.faults import (
     is_thread_error,
 )
 from agent_r1_trl.tools.foreign import text_of_mcp
-from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, run_on_own_thread, shared_pool
+from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, own_thread, shared_pool
 from agent_r1_trl.tools.signature import ToolSchemaError
 from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
 
@@ -194,9 +193,12 @@ class ToolExecutor:
             if found.is_async:
                 outcome = work()
             else:
-                pool = found.place or self._pool
-                run = functools.partial(run_on_own_thread, pool=pool) if found.sequential else pool.run
-                outcome = await run(work, timeout_s=timeout_s, queue_timeout_s=self.queue_timeout_s)
+                outcome = await (found.place or self._pool).run(
+                    work,
+                    timeout_s=timeout_s,
+                    queue_timeout_s=self.queue_timeout_s,
+                    thread=own_thread.get() if found.sequential else None,
+                )
             if inspect.isawaitable(outcome):
                 outcome = await _await_tool(found, outcome, arguments, timeout_s)
         except JobTimeoutError as error:

@@ -290,12 +290,4 @@ def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 own_thread: ContextVar[OwnThread | None] = ContextVar("own_thread", default=None)
-"""The thread of the environment whose code this is."""
-
-
-async def run_on_own_thread(fn: Callable[[], T], *, pool: DaemonThreadPool, **limits: float | None) -> T:
-    """Run `fn` on the thread of the environment whose code this is; on one of the pool if there is none.
-
-    `limits`: `timeout_s` and `queue_timeout_s` of `DaemonThreadPool.run`.
-    """
-    return await pool.run(fn, thread=own_thread.get(), **limits)  # type: ignore[arg-type]
+"""The thread of the environment whose code this is, if there is one; for `DaemonThreadPool.run`."""

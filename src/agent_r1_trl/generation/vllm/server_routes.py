@@ -270,8 +270,7 @@ def identity_of(workers: Sequence[dict[str, Any]], weights: str) -> str | None:
 async def reset_prefix_cache(http: HTTPClient, url: str, *, timeout_s: float) -> None:
     """Forget what was computed with the old weights: it must not be continued with the new ones."""
     # A request that still runs is one that nobody waits for; without the option it would keep the cache.
-    option = "?reset_running_requests=true"
-    answer = await http.request("POST", f"{url}/reset_prefix_cache{option}", timeout_s=timeout_s)
+    answer = await http.request("POST", f"{url}/reset_prefix_cache?reset_running_requests=true", timeout_s=timeout_s)
     if isinstance(answer, dict) and not answer.get("success", True):
         raise HTTPError(f"{url} keeps its prefix cache, which was computed with older weights")
 
