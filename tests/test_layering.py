@@ -302,9 +302,9 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1611, 8),
+    "(nouns)": (1612, 8),
     "advantages": (1392, 6),
-    "chat": (2553, 11),
+    "chat": (2538, 11),
     "cli": (3179, 15),
     "critic": (561, 2),
     "environments": (1350, 8),
@@ -323,11 +323,11 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sandbox": (1561, 8),
     "features/search": (231, 2),
     "features/serve": (1053, 7),
-    "generation": (4030, 21),
+    "generation": (4026, 21),
     "recording": (1579, 8),
     "rewards": (1219, 9),
     "rollout": (2921, 15),
-    "tools": (2537, 12),
+    "tools": (2522, 12),
     "trainers": (6447, 17),
     "update": (2081, 9),
 }
