@@ -302,7 +302,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 # -------------------------------------------------------------------- 5. budgets
 
 BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1612, 8),
+    "(nouns)": (1611, 8),
     "advantages": (1392, 6),
     "chat": (2538, 11),
     "cli": (3179, 15),

@@ -460,7 +460,10 @@ class Trajectory:
         """The inverse of `to_dict`; unknown keys (such as the step that a recorder adds) are ignored."""
         known = {item.name for item in fields(cls)}
         values = {key: value for key, value in record.items() if key in known}
-        values["turns"] = [_turn_from_dict(turn) for turn in record["turns"]]
+        values["turns"] = [
+            Turn(**turn | {"tool_results": [ToolResult.from_dict(result) for result in turn["tool_results"]]})
+            for turn in record["turns"]
+        ]
         values["segments"] = [Segment(**segment) for segment in record.get("segments", ())]
         return cls(**values)
 
@@ -482,7 +485,3 @@ def _warn_of_number(name: str) -> None:
 def _messages_of(turn: Turn) -> list[Message]:
     asked = [turn.summary_request] if turn.summary_request is not None else []
     return [*asked, turn.message, *turn.observations]
-
-
-def _turn_from_dict(record: dict[str, Any]) -> Turn:
-    return Turn(**{**record, "tool_results": [ToolResult.from_dict(result) for result in record["tool_results"]]})
