@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import random
 import re
 import threading
 import time
@@ -229,6 +230,12 @@ def test_an_environment_that_hangs_is_given_up_after_the_timeout(method, hang):
 
 
 PICTURE = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+
+
+@pytest.mark.parametrize("seed", [lambda self, seed=None: 1 / 0, property(lambda self: 7), random.Random().seed])
+def test_a_seed_of_another_form_is_the_environments_own_business(seed):
+    trajectory, _ = roll_out([say("five")], env=type("Gym", (GoodEnv,), {"seed": seed}))
+    assert trajectory.stop_reason is StopReason.DONE
 
 
 @plain_and_async

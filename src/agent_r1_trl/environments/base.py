@@ -39,7 +39,8 @@ class Environment(Protocol):
     """Any object with these methods is an environment. `tools` and `outcome_reward` are optional.
 
     So are `render_text()` and `render_svg()`, each a str: the present state for readers of the record, asked for after
-    `reset` and after each `step`. No prompt holds it.
+    `reset` and after each `step`. No prompt holds it. And `seed(*, reset_seed, dynamics_seed)`, called before `reset`:
+    the members of a group share the first number, what else is random is drawn from the second.
     """
 
     tools: Sequence[Any]

@@ -8,7 +8,7 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 from xml.etree import ElementTree
 
@@ -90,8 +90,9 @@ class EnvSession:
             )
         if getattr(self.env, "truncate_text", self) is None:
             self.env.truncate_text = self._truncate
-        if callable(getattr(self.env, "seed", None)):
-            await self._guard("seed", lambda: self.env.seed(reset_seed=request.reset_seed, dynamics_seed=request.seed))
+        seeds = {"reset_seed": request.reset_seed, "dynamics_seed": request.seed}
+        if _takes_any(getattr(self.env, "seed", None), seeds):  # another `seed`, such as gym's, is its own business
+            await self._guard("seed", lambda: self.env.seed(**seeds))
         # A copy all the way down: the members of a group share the row.
         messages = await self._guard("reset", self.env.reset, copy.deepcopy(dict(request.example)))
         if not is_context(messages):
@@ -257,6 +258,15 @@ def check_rendered(kind: str, value: Any) -> str:
 
 def _numbers(parts: Mapping[Any, Any], source: str) -> dict[str, float]:
     return {str(name): read_number(part, f"{source}, part {name!r},") for name, part in parts.items()}
+
+
+def _takes_any(method: Any, names: Collection[str]) -> bool:
+    """Whether a method takes a keyword of these names."""
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # there is none, or it is a builtin
+        return False
+    return any(item.name in names or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
