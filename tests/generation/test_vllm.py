@@ -80,7 +80,7 @@ def policy(engine):
 
 
 def test_greedy_ids_equal_those_of_transformers(engine, policy):
-    assert isinstance(engine, Generator)
+    assert isinstance(engine, Generator) and engine.max_model_length == 256
     check_greedy(engine, policy, STOP_ID)
 
 
