@@ -78,3 +78,18 @@ def test_a_second_run_begins_with_the_weights_that_the_first_one_left(make):
     left = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert all(map(torch.equal, generator.weights, left))
+
+
+HALVES = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+
+
+@pytest.mark.parametrize("options", [{}, HALVES], ids=str)
+def test_a_second_run_begins_with_a_rollout_of_its_own(make, options):
+    """The first one ends with a pass over its rollout that is still to come, or in the middle of an optimizer step."""
+    generator, trainer = make(max_steps=1, num_iterations=2, **options)
+    trainer.train()
+    trainer._step += len(options) > 0
+    num_requests = len(generator.requests)
+    trainer.train()
+    assert len(generator.requests) == 2 * num_requests
+    assert trainer._step == trainer.args.gradient_accumulation_steps

@@ -281,6 +281,8 @@ class SavingTrainer(GRPOTrainer):
             SaveError: a checkpoint could not be written.
         """
         self.base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
+        if self.env_factory is not None:  # an earlier run may have ended in the middle of a rollout
+            self._step, self._buffered_inputs = 0, None
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
             return self._run(functools.partial(super().train, checkpoint, *args, **kwargs))

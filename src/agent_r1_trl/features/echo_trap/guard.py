@@ -111,8 +111,8 @@ class EchoGuard(RolloutCallback):
 
     def around_run(self, train: Any) -> Any:
         """The Trainer's loop, entered again after a `Rollback`."""
-        if any([self._put_back(name) for name in [*self._before]]):
-            self.trainer._buffered_inputs = None  # scored for other settings, perhaps without the reference
+        for name in [*self._before]:
+            self._put_back(name)
         self._rollback = self._ending = None
         self.state = GuardState(run=uuid.uuid4().hex, is_dry=self.trainer.args.echo.dry_run)
         self.trainer.rollouts.seed = self.trainer.args.seed
@@ -278,12 +278,10 @@ class EchoGuard(RolloutCallback):
             setattr(target, attribute, value)
         return text
 
-    def _put_back(self, name: str) -> bool:
-        """Put back what an action has changed; returns whether there was anything."""
-        values = self._before.pop(name, [])
-        for target, attribute, value in reversed(values):
+    def _put_back(self, name: str) -> None:
+        """Put back what an action has changed, if anything."""
+        for target, attribute, value in reversed(self._before.pop(name, [])):
             setattr(target, attribute, value)
-        return bool(values)
 
     # ---------------------------------------------------------------- actions
 
