@@ -100,8 +100,9 @@ def test_a_second_forward_pass_inside_the_loss_computes_its_own_rows(tmp_path):
     assert trainer.num_checked == 4
 
 
-def test_a_layout_without_packing_knows_which_micro_batches_have_loss(tmp_path):
-    trainer = make_trainer(tmp_path, model=make_policy(make_tokenizer("qwen3")), **SMALL)
+@pytest.mark.parametrize("layout", ["padded", "grouped"])
+def test_a_layout_without_packing_knows_which_micro_batches_have_loss(tmp_path, layout):
+    trainer = make_trainer(tmp_path, model=make_policy(make_tokenizer("qwen3")), update_layout=layout, **SMALL)
     inputs = laid_out(trainer)
     plan = trainer.layout.plan_of(inputs)
     assert plan.has_loss and plan.batch is None

@@ -273,7 +273,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             order = training_order(num, seed=args.seed, step=self._step, is_seeded=args.overlap_rollout)
             dealt = deal(output, index, order, args=args, accelerator=self.accelerator)
             self._buffered_inputs = self.layout.arrange(dealt, self.accelerator)
-        return self.layout.trim(self._buffered_inputs[self._step % args.steps_per_generation])
+        return self._buffered_inputs[self._step % args.steps_per_generation]
 
     # ---------------------------------------------------------------- rollout, rewards, advantages
 

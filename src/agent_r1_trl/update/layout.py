@@ -253,6 +253,8 @@ class UpdateLayout:
         """
         if self._regroups and self._max_tokens is None:
             buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self.name == "shared")
+        if self.name == "grouped":  # nothing computes the padding that is common to a micro-batch
+            buffer = [trim_padding(inputs) for inputs in buffer]
         if "in_baseline" not in buffer[0]:  # TRL's own batches do without
             return buffer
         set_valid_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
@@ -298,10 +300,6 @@ class UpdateLayout:
                 longest,
                 limit,
             )
-
-    def trim(self, inputs: Inputs) -> Inputs:
-        """A micro-batch without the padding that this layout does not compute."""
-        return trim_padding(inputs) if self.name == "grouped" else inputs
 
     def log_probs(
         self,
