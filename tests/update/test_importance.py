@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio
+from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio, weigh_mismatch
 from tests.trainers.helpers import make_trainer, scored_batch
 
 NAN = float("nan")
@@ -92,3 +92,22 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     assert (expected[mask == 1] != 1).any()
     assert {"sampling/ratio_turn_0", "sampling/ratio_turn_1"} <= set(trainer._metrics["train"])
     assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])
+def test_rows_out_of_the_loss_are_not_in_the_metrics_and_nothing_is_known_of_none(tmp_path, mode):
+    trainer = with_sampler_noise(tmp_path, vllm_importance_sampling_mode=mode)
+    batch = scored_batch(trainer)
+    rows, names = trainer.last_batch.training_rows, ("min", "mean", "max")
+
+    def found(num_rows):
+        batch["tool_mask"][num_rows:] = 0
+        metrics = weigh_mismatch(batch, rows, trainer.args, trainer.accelerator)
+        return [metrics[f"sampling/importance_sampling_ratio/{name}"] for name in names]
+
+    least, mean, most = found(2)
+    ratios = batch["importance_sampling_ratio"][:2]
+    in_loss = (batch["completion_mask"] * batch["tool_mask"])[:2].bool()
+    ratios = ratios[in_loss] if mode == "token_truncate" else ratios.gather(1, in_loss.int().argmax(1, keepdim=True))
+    torch.testing.assert_close([least, mean, most], [ratios.min().item(), ratios.mean().item(), ratios.max().item()])
+    assert all(map(math.isnan, found(0)))

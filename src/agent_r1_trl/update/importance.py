@@ -40,13 +40,14 @@ def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any, accele
 
     in_loss = (output["completion_mask"] * output["tool_mask"]).bool()
     gap = difference.abs()[in_loss & ~difference.isnan()]  # NaN: the engine could not tell
-    # A ratio counts once a token, that of a `sequence` once a row.
+    # A ratio counts once a token, that of a `sequence` once a row in the loss.
     first = in_loss.int().argmax(dim=1, keepdim=True)
-    ratio = ratio.gather(1, first).flatten() if unit == "sequence" else ratio[in_loss]
-    zero = torch.zeros(1, device=device)
-    gap, ratio = (x.to(zero.dtype) if x.numel() else zero for x in (gap, ratio))
+    ratio = ratio.gather(1, first)[in_loss.any(dim=1)].flatten() if unit == "sequence" else ratio[in_loss]
+    nothing = torch.full((1,), torch.nan, device=device)  # of a rank without tokens in the loss
+    gap, ratio = (x.to(nothing.dtype) if x.numel() else nothing for x in (gap, ratio))
     own = torch.stack([gap.mean(), gap.max(), ratio.min(), ratio.mean(), ratio.max()])
-    mean, most, low, middle, high = accelerator.gather(own).view(-1, 5).unbind(dim=1)
+    columns = accelerator.gather(own).view(-1, 5).unbind(dim=1)
+    mean, most, low, middle, high = (x if x.isnan().all() else x[~x.isnan()] for x in columns)
     return by_turn | {
         "sampling/sampling_logp_difference/mean": mean.mean().item(),
         "sampling/sampling_logp_difference/max": most.max().item(),
