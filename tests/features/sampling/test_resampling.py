@@ -297,6 +297,25 @@ def test_a_failed_group_is_replaced_and_a_failure_in_a_round_is_a_group_without_
     assert [item.in_baseline for item in trainer.last_trajectories] == [False, False, *[True] * 6]
 
 
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+
+
+def test_no_pass_rate_is_known_where_nothing_scores_a_trajectory(tmp_path):
+    def silent(trajectory, **columns):
+        return [None] * len(trajectory)
+
+    trainer = make(tmp_path, None, tools=[add], reward_funcs=[silent], sampling={"resample_rounds": 1})
+    scored_batch(trainer)
+    assert math.isnan(logged(trainer)["sampling/reward"]) and math.isnan(logged(trainer)["sampling/pass_rate"])
+
+
 def tally(trainer):
     return [(len(found), len(found) - found.count(None)) for _, found in trainer.features["failures"]._rollouts]
 

@@ -102,7 +102,7 @@ class Resampling(RolloutCallback):
         known, won = ([value for group in found for value in group if not math.isnan(value)]
                       for found in (all_returns, all_passed))  # fmt: skip
         metrics["sampling/resampled_groups"] = float(len(all_returns) - num_groups)
-        metrics["sampling/pass_rate"] = sum(won) / max(1, len(known))
+        metrics["sampling/pass_rate"] = sum(won) / len(won) if won else math.nan
         metrics["sampling/reward"] = math.fsum(known) / len(known) if known else math.nan
         metrics["sampling/groups_with_signal_before"] = num_with_signal / num_groups
         metrics["sampling/groups_with_signal"] = sum(signals) / num_groups
