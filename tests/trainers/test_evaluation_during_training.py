@@ -114,7 +114,8 @@ def test_rows_that_fill_up_the_last_batch_of_several_processes_do_not_count(monk
     )
     watched = EvaluationRows(3)
     values = torch.tensor([[1.0], [2.0], [6.0], [100.0]])
-    watched.take_rewards(values)
+    watched.take_rewards(values, rows[2:], rank=1)
+    assert [item.in_baseline for item in rows] == [True, True, True, False]
     assert values[:3].tolist() == [[1.0], [2.0], [6.0]] and math.isnan(values[3, 0])
     assert watched.take(rows[2:], rank=1) == rows[2:3]
     metrics = watched.metrics({"entropy": [0.5]}, names=["f"], group_size=1)
@@ -137,7 +138,7 @@ def recorded(trajectories):
 def test_metrics_of_batches_are_weighted_by_rows():
     watched = EvaluationRows(5)
     for size in (4, 1):
-        watched.take_rewards(torch.ones(size, 1))
+        watched.take_rewards(torch.ones(size, 1), [], rank=0)
         watched.take([rolled_out()] * size, rank=0)
     per_batch = {"entropy": [1.0, 6.0], "kl": [math.nan, 3.0], "time/sync_s": [7.0], "nothing": [math.nan] * 2}
     metrics = watched.metrics(per_batch, names=["f"], group_size=1)

@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from agent_r1_trl.trainers.evaluation import EvaluationRows
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, make_policy, questions, scored_batch
@@ -415,16 +416,21 @@ def test_trainer_environments_and_tools_are_those_of_trl(tmp_path):
     assert metric(ours, "tools/failure_frequency") == metric(trl, "tools/failure_frequency") == 0.0
 
 
-def test_a_reward_model_scores_conversations_with_tools(tmp_path):
+def reward_model(folder, tokenizer):
     torch.manual_seed(0)
-    tokenizer = make_tokenizer("qwen3")
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, num_labels=1, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = Qwen2ForSequenceClassification(config)
-    model.save_pretrained(tmp_path / "judge")
-    tokenizer.save_pretrained(tmp_path / "judge")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def test_a_reward_model_scores_conversations_with_tools(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    model = reward_model(tmp_path / "judge", tokenizer)
     arguments = {"reward_processing_classes": [tokenizer, None], "environment_factory": Totals}
     trl, ours = roll_out_pair(tmp_path, call_then_answer, reward_funcs=[model, ones], **arguments)
     assert ours.reward_func_names == trl.reward_func_names
@@ -434,6 +440,20 @@ def test_a_reward_model_scores_conversations_with_tools(tmp_path):
     scored_batch(by_path)
     assert by_path.reward_func_names == ["judge", "Totals"]
     assert metric(by_path, "rewards/judge/mean") == pytest.approx(metric(trl, name), abs=1e-5)
+
+
+def test_rows_that_fill_up_an_evaluation_are_neither_refused_nor_warned_of(tmp_path, caplog):
+    """Their rewards become NaN, which a reward model of the user's must not return."""
+    reward_model(tmp_path / "judge", make_tokenizer("qwen3"))
+    trainer = build(tmp_path, reward_funcs=str(tmp_path / "judge"), environment_factory=Totals)
+    rows = next(iter(trainer.get_train_dataloader()))
+    trainer.model.eval()
+    trainer.evaluation = EvaluationRows(len(rows) - 1)
+    trainer._generate_and_score_completions(rows)
+    batch = trainer.last_batch
+    assert [item.in_baseline for item in batch.trajectories] == [True] * (len(rows) - 1) + [False]
+    assert batch.reward_values[-1].isnan().all() and not batch.reward_values[:-1, 0].isnan().any()
+    assert "returned None" not in caplog.text
 
 
 # -------------------------------------------------------------------- columns of the data set

@@ -48,10 +48,15 @@ class EvaluationRows:
         """Whether there were rows, and every trajectory failed."""
         return bool(self._failures) and None not in self._failures
 
-    def take_rewards(self, values: torch.Tensor) -> None:
-        """Take in the (N, F) rewards of a batch of all ranks, and make NaN of those of repeated rows."""
+    def take_rewards(self, values: torch.Tensor, trajectories: Sequence[Trajectory], *, rank: int) -> None:
+        """Take in the (N, F) rewards of a batch of all ranks; those of repeated rows become NaN, and score nothing.
+
+        The trajectories are this rank's.
+        """
         num_new = self._num_new(len(values))
         values[num_new:] = torch.nan
+        for trajectory in trajectories[max(0, num_new - rank * len(trajectories)) :]:
+            trajectory.is_scored = False
         self._rewards.append(values[:num_new].detach().clone())
 
     def take(self, trajectories: Sequence[Trajectory], *, rank: int) -> list[Trajectory]:

@@ -344,8 +344,6 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         )
         failed = [item.stop_reason.is_infrastructure_failure for item in batch.trajectories] + [True] * num_missing
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
-        if not self.model.training:
-            self.evaluation.take_rewards(values)
         first = self.accelerator.process_index * len(calls)
         batch.reward_values = values[first : first + num]
         if batch.reward_calls is not None:  # else a subclass has computed them without the functions
@@ -361,6 +359,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             "weights": self.reward_weights.tolist(),
         }
         self.rewards.place_on_outcomes(batch.trajectories, batch.reward_values, **table)
+        if not self.model.training:  # once they are checked: those of repeated rows become NaN
+            self.evaluation.take_rewards(values, batch.trajectories, rank=self.accelerator.process_index)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
