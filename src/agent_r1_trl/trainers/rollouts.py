@@ -265,6 +265,8 @@ class Rollouts:
 
     def finish(self, position: Position) -> None:
         """The batch is sampled, replacements included: begin the next one, and leave memory to the update."""
+        if self.features.replaces_sampling:  # nothing to wait for, and no sampler to put to sleep
+            return
         args = self.args
         micro_step = position.micro_step + args.steps_per_generation * args.num_iterations
         is_last = micro_step >= position.num_micro_steps
