@@ -182,6 +182,13 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):
         assert torch.equal(expected, actual)
 
 
+def test_a_second_run_of_a_trainer_knows_nothing_of_the_first(tmp_path):
+    trainer = train(tmp_path, train_dataset=questions(9), journal=False, learning_rate=0.0, **RUN)
+    trainer.train()
+    assert trainer.features["resampling"].curriculum.num_groups.sum() == 4 * 4
+    assert len(trainer.batches) == 8 and all(map(is_same, trainer.batches[:4], trainer.batches[4:]))
+
+
 def test_a_checkpoint_without_it_begins_anew_and_says_so(tmp_path, caplog):
     curriculum = curriculum_of(2)
     curriculum.observe([0], [[1.0]])

@@ -52,8 +52,12 @@ class Resampling(RolloutCallback):
     def attach(self, trainer: Any) -> None:
         """The curriculum counts the rows of the data set."""
         super().attach(trainer)
-        if trainer.args.sampling.curriculum:
-            self.curriculum = Curriculum(trainer)
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Every prompt is new, unless a checkpoint says otherwise."""
+        if self.trainer.args.sampling.curriculum:
+            self.curriculum = Curriculum(self.trainer)
 
     @property
     def samples_more(self) -> bool:
