@@ -119,12 +119,28 @@ def test_a_run_whose_place_is_counted_in_another_setting_is_refused_by_name(save
     check_resumed(saved_run / f"checkpoint-{step}", tmp_path, **{name: value}, resume_without=["rollout"])
 
 
-@pytest.mark.parametrize("option", [{"update_layout": "shared"}, {"beta": 0.1}, {"loss_unit": "token"}], ids=str)
+@pytest.mark.parametrize(
+    "option", [{"update_layout": "shared"}, {"beta": 0.1}, {"loss_unit": "token"}, {"top_k": 20}], ids=str
+)
 def test_a_rollout_in_flight_is_not_trained_on_in_another_form(saved_run, tmp_path, option):
     ((name, value),) = option.items()
     with pytest.raises(CheckpointError, match=f"cannot go on with {name}={value}, .* and the rollout in flight do"):
         check_resumed(saved_run / "checkpoint-1", tmp_path, given=option)
     check_resumed(saved_run / "checkpoint-2", tmp_path, given=option)  # the next rollout has the new form
+
+
+def test_a_rollout_in_flight_holds_no_tokens_of_a_new_loss_term(saved_run, tmp_path):
+    trainer = make_trainer(tmp_path, **SAVED, loss_term=f"{__name__}:over_observations")
+    saved = read_manifest(saved_run / "checkpoint-1")["run"]
+    with pytest.raises(CheckpointError, match=r"extra_tokens=\[\] and cannot go on with extra_tokens=\['loss_term'\]"):
+        check_same_run(saved_run / "checkpoint-1", saved, trainer)
+
+
+def over_observations(inputs, log_probs, mask):
+    return log_probs.sum()
+
+
+over_observations.extra_tokens = lambda inputs: inputs["completion_mask"].bool()
 
 
 def test_another_number_of_processes_is_refused(saved_run, tmp_path):

@@ -43,6 +43,7 @@ from agent_r1_trl.trainers.checkpoints import (
 )
 from agent_r1_trl.trainers.construction import is_placeholder
 from agent_r1_trl.trainers.metrics import write_as_text
+from agent_r1_trl.trainers.policy_loss import loss_terms
 from agent_r1_trl.update.micro_batches import MICRO_BATCHES
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,11 @@ PLACE = (
     "num_iterations",
 )
 """Arguments that a run's place in the data is counted in."""
-IN_FLIGHT = ("update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm", "beta", "has_critic")
-"""Arguments that decide which tensors a rollout in flight holds, and how they lie."""
+IN_FLIGHT = (
+    "update_layout", "max_tokens_per_micro_batch", "loss_unit", "use_vllm", "vllm_importance_sampling_correction",
+    "beta", "kl_placement", "temperature", "top_k", "top_p", "min_p", "has_critic",
+)  # fmt: skip
+"""Arguments that decide which tensors a rollout in flight holds, what they mean, and how they lie."""
 
 
 # -------------------------------------------------------------------- the rollout in flight
@@ -110,6 +114,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "train_dataset": _describe(trainer.train_dataset),
         "model": getattr(config, "_name_or_path", ""),
         "base": trainer.base,
+        "extra_tokens": [term.name for term in loss_terms(trainer) if term.tokens],
         **{name: getattr(trainer.args, name) for name in ("seed", "shuffle_dataset", *PLACE, *IN_FLIGHT)},
     }
 
@@ -145,7 +150,7 @@ def check_same_run(folder: Path, saved: dict[str, Any], trainer: Any) -> None:
             f"set {_NEW_ROLLOUT}"
         )
     is_in_flight = saved["is_in_flight"]
-    names = ("processes", *PLACE, *(IN_FLIGHT if is_in_flight else ()))
+    names = ("processes", *PLACE, *((*IN_FLIGHT, "extra_tokens") if is_in_flight else ()))
     if changed := [name for name in names if saved.get(name) != now[name]]:
         before, given = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (saved, now))
         raise CheckpointError(
