@@ -80,3 +80,11 @@ def test_a_directory_with_a_card_is_read_again_after_a_change(tmp_path):
     for answer in ("Oslo", "Lima"):
         (tmp_path / "rows.jsonl").write_text(json.dumps({"answer": answer}))
         assert load_rows("dataset_name", str(tmp_path))["answer"] == [answer]
+
+
+@pytest.mark.parametrize("name", ["rows[v2].csv", "part[1]/rows.csv", "rows*.csv"])
+def test_a_file_is_read_by_its_name_though_it_looks_like_a_pattern(tmp_path, name):
+    for place, text in {name: "own", "rowsX.csv": "another's", "rowsv.csv": "another's"}.items():
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(f"question\n{text}\n")
+    assert list(load_rows("dataset_name", str(tmp_path / name))) == [{"question": "own"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from pathlib import Path
@@ -48,7 +49,8 @@ def load_rows(
     if kind == "jsonl":
         rows = _read_jsonl(setting, path)
     elif kind is not None:
-        rows = _load_dataset(setting, kind, None, "train", data_files=name) if path.stat().st_size else []
+        # `datasets` takes a name for a pattern.
+        rows = _load_dataset(setting, kind, None, "train", data_files=glob.escape(name)) if path.stat().st_size else []
     else:
         rows = _load_dataset(setting, name, config, split)
     if not len(rows):
