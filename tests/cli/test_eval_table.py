@@ -136,3 +136,13 @@ def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, ref
     assert "nowhere: holds no evaluation" in refusal("eval", "compare", "scores", "nowhere")
     assert "--metric emm" in refusal("eval", "compare", "scores", "more", "--metric", "emm")
     assert "required: B" in refusal("eval", "compare", "scores")
+
+
+@pytest.mark.parametrize("examples", [None, b"\xff"])
+def test_a_comparison_without_examples_or_of_what_is_no_evaluation_is_refused(tmp_path, refusal, examples):
+    (tmp_path / "evaluation.json").write_text('{"method": "model", "dataset": "test", "f1": 1.0}')
+    if examples is not None:
+        (tmp_path / "examples.jsonl").write_bytes(examples)
+    assert "examples.jsonl cannot be read" in refusal("eval", "compare", tmp_path, tmp_path)
+    (tmp_path / "evaluation.json").write_text("[]")
+    assert "holds no evaluation" in refusal("eval", "compare", tmp_path, tmp_path)

@@ -470,6 +470,11 @@ def compare_command(argv: Sequence[str]) -> int:
         try:
             before, after = read_examples(one / EXAMPLES_FILE), read_examples(two / EXAMPLES_FILE)
             changes = compare(before, after)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{one} and {two}: their {EXAMPLES_FILE} cannot be read ({error}). Pass directories that eval wrote, "
+                "or evaluate again."
+            ) from error
         except ValueError as error:
             raise UsageError(f"{one} and {two}: {error}") from error
         unknown = [name for name in arguments.metric if name not in changes]
@@ -489,7 +494,7 @@ def _rows(folder: Path) -> dict[tuple[str, str], Path]:
         if "rows" not in content:
             return {(str(content.get("method")), str(content.get("dataset"))): folder}
         return {(row["method"], row["dataset"]): folder / row["dataset"] / row["method"] for row in content["rows"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"{folder}: holds no evaluation ({error}). Pass the output_dir of agent-r1-trl eval, or the folder of one "
             "of its rows."
