@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
@@ -49,15 +50,18 @@ def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
         "Hello",
         "/save",
         "/save no/such/folder/a.jsonl",
+        "/save a.json",
         "/save a.jsonl",
         "Once more",
         "/save a.jsonl",
+        "/save my chat.jsonl",
         "/mask",
     ]
     rest = ["/reset", "/helpp", "/help", "/quit", "not read"]
     out = chat([*lines, *rest], answering_model, "--config", config, "--temperature", "1")
     assert out.index("(nothing has been said)") < out.index("> Hello")
-    assert "not read" not in out and "did you mean" in out.lower() and out.count("cannot be written") == 2
+    assert "not read" not in out and "did you mean" in out.lower() and out.count("cannot be written") == 3
+    assert not Path("a.json").exists() and "view 'my chat.jsonl' --terminal" in out
     first, second = saved("a.jsonl")
     assert [message["content"] for message in second.messages if message["role"] == "user"] == ["Hello", "Once more"]
     assert second.completion_ids[: len(first.completion_ids)] == first.completion_ids

@@ -6,6 +6,7 @@ agent-r1-trl chat outputs/my-agent --config recipe.yaml
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -140,9 +141,11 @@ def _command(conversation: Conversation, screen: Screen, name: str, argument: st
         screen.write(text, on_new_line=True)
     else:
         try:
+            if Path(argument).suffix != ".jsonl":  # that of no file which view would show
+                raise OSError("its name must end in .jsonl")
             with Path(argument).open("ab") as file:
                 file.write(encode_line(conversation.trajectory, {"step": 0}))
-            screen.line(f"(saved: agent-r1-trl view {argument} --terminal)")
+            screen.line(f"(saved: agent-r1-trl view {shlex.quote(argument)} --terminal)")
         except OSError as error:
             screen.line(f"({argument or '/save FILE'}: cannot be written: {error.strerror or error})")
 
