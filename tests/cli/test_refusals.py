@@ -39,6 +39,7 @@ RECIPES = {
     "nothing": ("", "env=None"),
     "broken": ("env: [1\n", "bad.yaml .*line 2"),
     "a key twice": ("seed: 1\nseed: 2\n", "bad.yaml .*'seed' .*line 2"),
+    "a day that does not exist": ("env_kwargs: {day: 2024-13-45}\n", "bad.yaml .*month"),
     "latin-1": (b"env: caf\xe9\n", "bad.yaml .*utf-8"),
     "misspelt settings": (
         "learning_rat: 1\nnum_generation: 2\n",

@@ -164,7 +164,7 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
         )
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # no UTF-8, or a date that does not exist
         raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(
