@@ -5,13 +5,14 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.recipe import git_state, write_resolved_recipe
-from agent_r1_trl.cli.train import read_arguments
+from agent_r1_trl.cli.train import _farewell, read_arguments
 from agent_r1_trl.recording import read_records
 
 
@@ -94,3 +95,18 @@ def test_the_state_of_the_code(tmp_path):
     assert git_state(str(tmp_path)).isalnum()
     (tmp_path / "a.py").write_text("2")
     assert git_state(str(tmp_path)).endswith("-dirty")
+
+
+def test_the_commands_that_a_run_names_are_those_of_a_folder_with_blanks(tmp_path):
+    folder = str(tmp_path / "my agent")
+    Path(folder).mkdir()
+    lines = write_resolved_recipe({}, [], None, {}, folder).read_text().splitlines()
+    lines += _farewell(
+        SimpleNamespace(env="search_qa", dataset_name="d", eval_dataset_name=None),
+        SimpleNamespace(record_trajectories="jsonl"),
+        folder,
+    ).splitlines()
+    again, view, evaluate = (shlex.split(line.strip("# ")) for line in lines if line.strip("# ").startswith("agent-"))
+    assert again[1:4] == ["train", "--config", f"{folder}/recipe.yaml"]
+    assert view[1:] == ["view", folder, "--terminal"]
+    assert evaluate[1:] == ["eval", "--config", f"{folder}/recipe.yaml", "--model", folder, "--output_dir", folder]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import platform
+import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -239,6 +240,7 @@ def write_resolved_recipe(
         facts: name -> text, for the comments at the top.
         folder: the run's output directory; it exists.
     """
+    path = Path(folder) / FILE
     values = {name: _plain(value) for name, value in settings.items() if name not in LEFT_OUT}
     if env_factory is not None:
         values["env_kwargs"] = _arguments(env_factory)
@@ -247,7 +249,7 @@ def write_resolved_recipe(
         "# The settings of a run, with the defaults; those that are not set (null) are left out. Paths are relative",
         "# to the directory it was started in (recipes/...: or to the package); there another run with the same",
         "# settings starts with the line below. Of env_kwargs the command line changes the keys that it names.",
-        f"#   agent-r1-trl train --config {folder}/{FILE} --output_dir outputs/again",
+        f"#   agent-r1-trl train --config {shlex.quote(str(path))} --output_dir outputs/again",
         *(f"# {name}: {visible(text)}" for name, text in facts.items()),
     ]
     for title, fields in [*option_groups(*kinds).items(), ("Further", [])]:
@@ -257,7 +259,6 @@ def write_resolved_recipe(
         if named:
             text = yaml.dump(named, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100).rstrip()
             lines += ["", f"# {title}", text]
-    path = Path(folder) / FILE
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
 

@@ -7,6 +7,7 @@ accelerate launch --config_file recipes/accelerate_configs/ddp.yaml -m agent_r1_
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -380,11 +381,13 @@ output       {args.output_dir}"""
 
 def _farewell(script_args: TrainArguments, args: Any, folder: str) -> str:
     """Where everything is, and the commands that go on from there."""
+    name = shlex.quote(folder)
     text = f"\nDone. The model is in {folder}"
     if args.record_trajectories != "none":
-        text += f", every trajectory in {folder}/trajectories\n  agent-r1-trl view {folder} --terminal"
+        text += f", every trajectory in {folder}/trajectories\n  agent-r1-trl view {name} --terminal"
     if script_args.env and (script_args.eval_dataset_name or script_args.dataset_name):  # what eval needs
-        text += f"\n  agent-r1-trl eval --config {folder}/{FILE} --model {folder} --output_dir {folder}"
+        recipe = shlex.quote(f"{folder}/{FILE}")
+        text += f"\n  agent-r1-trl eval --config {recipe} --model {name} --output_dir {name}"
     return text
 
 
