@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -262,7 +263,9 @@ class ReturnsAsync(Returns):
 def test_an_outcome_is_a_number_a_verdict_or_a_number_with_parts():
     parts = {"a": 0.2, "b": 0.3}
     cases = [(True, 2.0), (False, -3.0), (0.25, 0.25), (1, 1.0), ((0.5, parts), (0.5, parts))]
-    for returned, expected in [*cases, (np.float32(0.5), 0.5), (np.bool_(True), 2.0), (np.bool_(False), -3.0)]:
+    scalars = [(np.float32(0.5), 0.5), (np.bool_(True), 2.0), (np.bool_(False), -3.0), (torch.tensor(0.0), 0.0)]
+    verdicts = [(torch.tensor(True), 2.0), (torch.tensor([False]), -3.0), (np.array(False), -3.0)]
+    for returned, expected in [*cases, *scalars, *verdicts]:
         assert Returns().outcome_reward(returned) == expected
         assert asyncio.run(ReturnsAsync().outcome_reward(returned)) == expected
 

@@ -53,8 +53,9 @@ def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_r
 
 
 def is_bool(value: Any) -> bool:
-    """Whether a value is a boolean, of Python or of numpy (whose class does not derive from `bool`)."""
-    return isinstance(value, bool) or (type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype"))
+    """Whether a value is a boolean, of Python, numpy or torch (whose classes do not derive from `bool`)."""
+    is_of_bools = str(getattr(value, "dtype", None)) in ("bool", "torch.bool")
+    return isinstance(value, bool) or (is_of_bools and math.prod(value.shape) == 1)
 
 
 def with_read_outcome(method: Callable[..., Any]) -> Callable[..., Any]:
