@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from agent_r1_trl.errors import APIError
 from agent_r1_trl.features.doors.agent.held import Held, HeldTurn
 from agent_r1_trl.features.doors.agent.session import _first_stop
 from agent_r1_trl.features.doors.agent.wire import read_request
@@ -376,3 +377,10 @@ def test_calls_that_are_not_the_agents_own_are_answered_and_not_trained():
     trajectory, recorder = roll_out(run, [say("Title"), say("five")])
     assert found == [200] and len(recorder.log) == 2 and len(trajectory.turns) == 1
     assert trajectory.final_text == "five" and trajectory.prompt_messages[0]["content"] == "What is 2 + 3?"
+
+
+@pytest.mark.parametrize("tools", [5, True, {"a": 1}, "search", [5]])
+def test_tools_that_are_no_list_of_functions_are_refused_and_no_failure(tools):
+    with pytest.raises(APIError, match=r"tools=.*must be a list") as refused:
+        read_request({"messages": [{"role": "user", "content": "Hello"}], "tools": tools})
+    assert refused.value.status == 400

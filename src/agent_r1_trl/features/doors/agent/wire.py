@@ -63,6 +63,8 @@ def _are_messages(value: Any) -> bool:
 
 
 def _are_tools(value: Any) -> bool:
+    if not isinstance(value or [], list):
+        return False
     functions = [item.get("function") if isinstance(item, dict) else None for item in value or ()]
     return all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in functions)
 
