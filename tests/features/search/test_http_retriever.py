@@ -188,13 +188,17 @@ def test_nobody_there_is_a_failure_of_the_infrastructure():
 
 def test_headers_are_sent_and_an_address_without_a_path_gets_one():
     with serving() as (url, seen):
-        quick(url, headers={"Authorization": "Bearer x"}).search("q")
-    assert seen.headers[0]["Authorization"] == "Bearer x"
+        quick(url, headers={"Authorization": "Bearer x", "X-Key": 12}).search("q")
+    assert (seen.headers[0]["Authorization"], seen.headers[0]["X-Key"]) == ("Bearer x", "12")
     assert HttpRetriever("https://host/v1/search?x=1").url == "https://host/v1/search?x=1"
     assert HttpRetriever("http://host:80/").url == "http://host:80/retrieve"
 
 
 def test_wrong_settings_are_named():
+    for value in ("schlüssel", "two\nlines"):
+        with pytest.raises(ValueError, match="headers: X-Key: must be printable ASCII") as refused:
+            HttpRetriever("http://host", headers={"X-Key": value})
+        assert value not in str(refused.value)
     for url in ("host:8010", "ftp://host", "http://", "http://host:99999", 5):
         with pytest.raises(ValueError, match=r"url=.*http://127"):
             HttpRetriever(url)

@@ -64,7 +64,9 @@ class HttpRetriever:
         for label, value in {"attempts": attempts, "max_connections": max_connections}.items():
             check_value(label, value, Count)
         self.timeout_s, self.attempts, self.max_connections = timeout_s, attempts, max_connections
-        self.headers = dict(headers or {})
+        self.headers = {name: str(value) for name, value in (headers or {}).items()}  # a recipe's may be a number
+        if not all(text.isascii() and text.isprintable() for pair in self.headers.items() for text in pair):
+            raise ValueError(f"headers: {', '.join(self.headers)}: must be printable ASCII. Correct name or value.")
         self._start()
 
     def _start(self) -> None:
