@@ -11,6 +11,7 @@ import pytest
 
 from agent_r1_trl.recording import TrajectoryStore, read_records, read_trajectories, trajectory_files
 from agent_r1_trl.recording.events import read_events, write_event
+from agent_r1_trl.recording.store import sidecar
 from tests.recording.examples import empty, two_turns
 
 
@@ -122,6 +123,22 @@ def test_a_broken_line_in_the_middle_names_file_and_line(tmp_path, line):
     path.write_bytes(data + line.encode("latin-1") + b"\n" + data)
     with pytest.raises(ValueError, match=r"step_000000\.jsonl, line 2"):
         list(read_trajectories(tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{"step": None}, {"step": "x"}, {"rank": None}, {"bootstrap_value": None}])
+def test_a_line_with_something_else_in_the_place_of_a_number_names_the_file(tmp_path, changes):
+    path = TrajectoryStore(tmp_path).write(0, [two_turns()])
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}) + "\n")
+    with pytest.raises(ValueError, match=r"step_000000\.jsonl: not a recorded trajectory"):
+        list(read_trajectories(tmp_path))
+
+
+@pytest.mark.parametrize("column", [5, "f9:AAAA", None])
+def test_columns_that_are_none_name_the_file(tmp_path, column):
+    path = TrajectoryStore(tmp_path).write(0, [two_turns()])
+    sidecar(path).write_text(json.dumps({"line": 0, "value": column}) + "\n")
+    with pytest.raises(ValueError, match=r"step_000000\.jsonl: not a recorded trajectory"):
+        list(read_records(tmp_path, columns=True))
 
 
 def test_mistakes_are_refused(tmp_path):

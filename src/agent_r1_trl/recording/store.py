@@ -274,13 +274,15 @@ def read_records(
         of_eval = bool((match := _NAME.fullmatch(file.name)) and match["split"])
         beside = read_columns(file) if columns else {}
         for line, values in enumerate(read_lines(file, "a recorded trajectory", ("completion_ids", "turns"))):
-            record_step = int(values.get("step", file_step(file)))
-            record_split = str(values.get("split", "eval" if of_eval else "train"))
-            counts[(record_split, record_step)] += 1
-            if step not in (None, record_step) or split not in (None, record_split):
-                continue
             try:
+                record_step, rank = int(values.get("step", file_step(file))), int(values.get("rank", 0))
+                record_split = str(values.get("split", "eval" if of_eval else "train"))
+                counts[(record_split, record_step)] += 1
+                if step not in (None, record_step) or split not in (None, record_split):
+                    continue
                 trajectory = Trajectory.from_dict(values)
+                bootstrap_value = float(values.get("bootstrap_value", 0.0))
+                own_columns = decode_all(beside.get(line, {}), trajectory.num_action_tokens)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{file}: not a recorded trajectory ({type(error).__name__}: {error}).{FIX}"
@@ -289,15 +291,15 @@ def read_records(
                 trajectory=trajectory,
                 step=record_step,
                 split=record_split,
-                rank=int(values.get("rank", 0)),
+                rank=rank,
                 index=counts[(record_split, record_step)] - 1,
                 path=file,
                 is_masked=bool(values.get("is_masked")),
                 estimator=values.get("estimator"),
                 scale=values.get("scale"),
                 **{name: values.get(name) for name in ("group", "is_kept", "in_loss")},
-                bootstrap_value=float(values.get("bootstrap_value", 0.0)),
-                columns=decode_all(beside.get(line, {}), trajectory.num_action_tokens),
+                bootstrap_value=bootstrap_value,
+                columns=own_columns,
             )
 
 
