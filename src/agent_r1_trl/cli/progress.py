@@ -327,20 +327,22 @@ def headline_of(logs: dict[str, Any]) -> str:
 def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
     """Shows an evaluation, trajectory by trajectory; yields the `on_trajectory` of `evaluate`."""
     solved: list[float] = []
-    note, began, ended = "", time.monotonic(), time.monotonic()
+    note, num_ended, began, ended = "", 0, time.monotonic(), time.monotonic()
 
     def advance(trajectory: Any) -> None:
-        nonlocal note, ended
-        name, label = ("em", "exact match") if "em" in trajectory.info else ("success", "success")
-        score = trajectory.info.get(name)
-        solved.append(float(score) if isinstance(score, int | float) else 0.0)
-        note, ended = f"{label} {sum(solved) / len(solved):.3f}" if score is not None else "", time.monotonic()
+        nonlocal note, num_ended, ended
+        num_ended, ended = num_ended + 1, time.monotonic()
+        numbers = {} if trajectory.stop_reason.is_infrastructure_failure else trajectory.numbers
+        name, label = ("em", "exact match") if "em" in numbers else ("success", "success")
+        if name in numbers:
+            solved.append(numbers[name])
+            note = f"{label} {sum(solved) / len(solved):.3f}"
 
     def lines(width: int, height: int) -> list[Text]:
-        now, num = time.monotonic(), len(solved)
-        left_s = seconds_left(num, total - num, now - began, now - ended)
+        now = time.monotonic()
+        left_s = seconds_left(num_ended, total - num_ended, now - began, now - ended)
         is_ascii = console.options.ascii_only
-        first = progress_line(description, num, total, now - began, left_s, width, is_ascii=is_ascii)
+        first = progress_line(description, num_ended, total, now - began, left_s, width, is_ascii=is_ascii)
         return [Text.assemble(first, f"  {note}"), Text(f"  rollout {rollout_status() or 'ended'}")]
 
     block = LiveBlock(console, lines) if has_terminal(console) else None
@@ -349,14 +351,13 @@ def trajectory_progress(console: Console, description: str, total: int) -> Itera
     try:
         yield advance
     except (KeyboardInterrupt, SystemExit):
-        num = len(solved)
-        console.print(f"{description} interrupted: {num} of {total} trajectories finished, no table is written")
+        console.print(f"{description} interrupted: {num_ended} of {total} trajectories finished, no table is written")
         raise
     finally:
         if block is not None:
             block.stop()
     if block is None:
-        console.print(f"{description}: {len(solved)} trajectories in {time.monotonic() - began:.0f} s")
+        console.print(f"{description}: {num_ended} trajectories in {time.monotonic() - began:.0f} s")
 
 
 # ---------------------------------------------------------------- the lines, as functions of numbers alone
