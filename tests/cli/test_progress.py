@@ -10,7 +10,7 @@ import pytest
 import torch
 import tqdm
 from rich.text import Text
-from transformers import TrainerState
+from transformers import TrainerState, TrainingArguments
 
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.live import LiveBlock, has_terminal
@@ -378,6 +378,20 @@ def test_the_score_of_an_evaluation_so_far_is_that_of_its_table(terminal):
         advance(finished(stop_reason=StopReason.MAX_TURNS))  # without a score
         time.sleep(0.01)
         assert shown.draw()[0].startswith("evaluation 4/4 ━") and shown.lines()[0].endswith("success 0.750")
+
+
+def test_each_of_several_evaluation_sets_has_a_line_with_its_name_and_numbers():
+    file = io.StringIO()
+    progress, state = TrainingProgress(PlainConsole(file=file, width=200)), TrainerState(max_steps=3)
+    args = TrainingArguments()
+    progress.on_train_begin(args, state, None)
+    for prefix in ("eval", "eval_very_hard"):
+        logs = {f"{prefix}_loss": 0.1, f"{prefix}_runtime": 2.0, f"{prefix}_reward": 0.5, f"{prefix}_env/em": 0.25}
+        progress.on_log(args, state, None, logs=logs)
+    progress.on_train_end(args, state, None)
+    first, second = file.getvalue().splitlines()
+    assert first == "step 0, evaluation: reward 0.5  exact match 0.25"
+    assert second == "step 0, evaluation of very_hard: reward 0.5  exact match 0.25"
 
 
 # -------------------------------------------------------------------- the lines themselves

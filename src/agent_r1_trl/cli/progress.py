@@ -198,8 +198,11 @@ class TrainingProgress(RolloutCallback):
             if hasattr(args, "sampling_params"):  # not those of another trainer
                 num_attempts = args.num_generations_eval or args.num_generations
                 how = f" ({describe_sampling(args.sampling_params(is_training=False), num_attempts, args)})"
-            results = headline_of({name.removeprefix("eval_"): value for name, value in logs.items()})
-            self.console.print(f"{step}, evaluation{how}: {results}")
+            # Of several data sets each has its own: eval_hard_runtime, eval_hard_reward.
+            prefix = next((name.removesuffix("runtime") for name in logs if name.endswith("_runtime")), "eval_")
+            results = headline_of({name.removeprefix(prefix): value for name, value in logs.items()})
+            name = prefix.removeprefix("eval_").rstrip("_")
+            self.console.print(f"{step}, evaluation{f' of {name}' if name else ''}{how}: {results}")
             return
         self._take({"step": state.global_step, **logs})
         every = max(1, state.max_steps // NUM_LINES)
