@@ -161,6 +161,20 @@ def test_code_that_ends_the_interpreter_is_told_so(sandbox, code, error):
     assert sandbox.run("import os\nos.listdir()").value == "['kept.txt']"
 
 
+def test_a_number_of_too_many_digits_is_the_codes_own_error(any_sandbox):
+    any_sandbox.run("x = 10**5000")
+    result = any_sandbox.run("x")
+    assert "ValueError: Exceeds the limit" in result.error and not result.lost
+    assert any_sandbox.run("x > 1").value == "True"
+
+
+def test_a_command_with_a_null_byte_costs_no_variables(sandbox):
+    sandbox.run("x = 1")
+    result = sandbox.run("echo a\x00b", "shell")
+    assert "null byte" in result.error and not result.lost
+    assert sandbox.run("x").value == "1"
+
+
 def test_output_without_end_is_cut_and_does_not_fill_the_memory(any_sandbox):
     result = any_sandbox.run("for i in range(20_000):\n    print('spam', i)")
     text = render_sandbox_result(result, 1000)

@@ -96,7 +96,7 @@ def run_shell(code: str) -> dict[str, Any]:
     shell = shutil.which("bash") or "/bin/sh"
     try:
         ended = subprocess.run([shell, "-c", code], stdin=subprocess.DEVNULL, cwd=os.environ["HOME"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte
         return {"error": f"The shell could not be started: {error}"}
     if ended.returncode == 0:
         return {}

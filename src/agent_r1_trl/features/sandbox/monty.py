@@ -58,7 +58,10 @@ class MontySandbox:
                 text = error.display()
                 text = text if len(text) <= MAX_ERROR_CHARS else f"[...]{text[-MAX_ERROR_CHARS:]}"
                 return SandboxResult(output=printed[0], error=text)
-        return SandboxResult(output=printed[0], value=None if value is None else repr(value))
+        try:
+            return SandboxResult(output=printed[0], value=None if value is None else repr(value))
+        except ValueError as error:  # a number of more than 4,300 digits
+            return SandboxResult(output=printed[0], error=f"ValueError: {error}")
 
     def close(self) -> None:
         """End the session; a call that is running comes to its end first."""
