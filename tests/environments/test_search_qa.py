@@ -7,6 +7,7 @@ import math
 import pytest
 
 from agent_r1_trl.environments import SearchQAEnv
+from agent_r1_trl.environments.search_qa import read_evidence
 from agent_r1_trl.tools import Passage, SearchIndex, open_retriever
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolResult, Turn
 from tests.environments.helpers import finished, message
@@ -110,6 +111,15 @@ def test_an_object_with_a_search_is_a_retriever_and_words_are_ids_where_none_can
     env = started(Elsewhere(), {**EXAMPLE, "evidence": ["author", "born in Bloemfontein", "zoo"]}, top_k=1)
     assert rewards(env, search("Tolkien"), search("Born")) == [0.5, 0.5]
     assert rewards(env, search("zoo"), search("xyzzy")) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("filling", ["", "  ", None])
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_what_fills_up_a_list_of_evidence_is_found_in_no_passage(index, filling, has_ids):
+    retriever = index if has_ids else Elsewhere()
+    env = started(retriever, {**EXAMPLE, "evidence": ["author", filling]}, top_k=1)
+    assert rewards(env, search("zoo"), search("hobbit" if has_ids else "Tolkien")) == [0.0, 0.5]
+    assert read_evidence([filling], None) == frozenset()
 
 
 def test_evidence_that_was_cut_off_was_not_seen(index):

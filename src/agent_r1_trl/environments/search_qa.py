@@ -204,7 +204,7 @@ def read_evidence(value: Any, get: Callable[[str], Passage | None] | None) -> fr
 
     Args:
         value: None, an item or a list of items. An item is a mapping with `id`, `title` or `text`, or a string: the id
-            of a passage or a text that a passage contains.
+            of a passage or a text that a passage contains. Items that are None or empty do not count.
         get: finds a passage by its id. Without it (a retriever elsewhere), a string without a space is an id.
 
     Raises:
@@ -215,6 +215,8 @@ def read_evidence(value: Any, get: Callable[[str], Passage | None] | None) -> fr
     items = [value] if isinstance(value, str | Mapping) or not hasattr(value, "__iter__") else value
     found = set()
     for item in items:
+        if item is None or not str(item).strip():  # a list that was filled up
+            continue
         if isinstance(item, Mapping):
             named = {name: str(item[name]).strip() for name in Evidence._fields if item.get(name) is not None}
             if not any(named.values()):
