@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import threading
 import time
 
 import pytest
@@ -261,6 +262,25 @@ def test_what_makes_no_sandbox_is_refused_when_the_tool_is_made(name, said):
         PythonTool(f"{__name__}:{name}")
     with pytest.raises(ValueError, match=r"sandbox='sandlok': unknown\. Did you mean 'sandlock'\?"):
         PythonTool("sandlok")
+
+
+def test_a_sandbox_that_takes_its_time_to_start_holds_up_no_other_trajectory():
+    """Two calls of one turn are waiting for it; they share it."""
+    goes_on, made = threading.Event(), []
+
+    class Slow(Fake):
+        def __init__(self):
+            made.append(goes_on.wait(timeout=20))
+
+    async def run():
+        executor = ToolExecutor([PythonTool(Slow)])
+        two = asyncio.ensure_future(executor.execute([ToolCall(name="python", arguments={"code": x}) for x in "ab"]))
+        while not made:
+            await asyncio.sleep(0.01)
+            goes_on.set()
+        return [result.content for result in await two]
+
+    assert asyncio.run(run()) == ["a", "b"] and made == [True]
 
 
 def test_a_result_of_another_form_is_the_infrastructures_fault_and_names_the_class():

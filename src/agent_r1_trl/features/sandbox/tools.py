@@ -14,6 +14,7 @@ import importlib.util
 import inspect
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, ClassVar
@@ -43,15 +44,20 @@ class Session:
 
     def __init__(self, make: Callable[[], Sandbox]) -> None:
         self.make = make
+        self._lock = threading.Lock()
         self._sandbox: Sandbox | None = None
         self._end: Callable[[], Any] = lambda: None
 
+    def __deepcopy__(self, memo: Any) -> Session:
+        return Session(self.make)  # a copy of an environment is another trajectory
+
     def open(self) -> Sandbox:
-        """The sandbox."""
-        if self._sandbox is None:
-            self._sandbox = _named("the sandbox could not be made:", self.make)
-            self._end = weakref.finalize(self, self._sandbox.close)
-        return self._sandbox
+        """The sandbox; one of the user's own may take its time to start."""
+        with self._lock:
+            if self._sandbox is None:
+                self._sandbox = _named("the sandbox could not be made:", self.make)
+                self._end = weakref.finalize(self, self._sandbox.close)
+            return self._sandbox
 
     def close(self) -> None:
         """Close the sandbox; the next call opens another one."""
@@ -143,7 +149,7 @@ class SandboxTool(Tool):
         return made
 
     def __deepcopy__(self, memo: Any) -> SandboxTool:
-        return self._with(Session(self._session.make))  # a copy of an environment is another trajectory
+        return self._with(copy.deepcopy(self._session, memo))
 
     def close(self) -> None:
         """Close the sandbox: its processes, variables and files are gone. The next call opens another one."""
@@ -153,11 +159,11 @@ class SandboxTool(Tool):
         raise NotImplementedError
 
     async def _execute(self, code: str) -> str:
+        # A weak reference: a thread keeps its last function until it gets another.
+        session: Callable[[], Any] = weakref.ref(self._session)
         language = self.language
         try:
-            sandbox = self._session.open()
-            # The function holds no reference to the session: a thread keeps its last function until it gets another.
-            result = await shared_pool(THREADS).run(lambda: run_code(sandbox, code, language))
+            result = await shared_pool(THREADS).run(lambda: run_code(session().open(), code, language))
         except SandboxError as error:
             raise InfrastructureError(str(error)) from error
         text = render_sandbox_result(result, self.limits.max_output_chars)
