@@ -320,7 +320,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/journal": (1302, 9),
     "features/reliability": (1424, 9),
     "features/sampling": (762, 7),
-    "features/sandbox": (1564, 8),
+    "features/sandbox": (1570, 8),
     "features/search": (233, 2),
     "features/serve": (1056, 7),
     "generation": (4026, 21),
@@ -328,7 +328,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "rewards": (1219, 9),
     "rollout": (2931, 15),
     "tools": (2522, 12),
-    "trainers": (6461, 17),
+    "trainers": (6462, 17),
     "update": (2080, 9),
 }
 

@@ -128,8 +128,6 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
     _loss_pass: LossPass | None = None
     """Set while `_compute_loss` runs."""
     # TRL's own, declared because they are set here for a while.
-    _buffered_inputs: list[dict[str, Any]] | None
-    _step: int
     beta: float
     entropy_coef: float
     _last_world_entropy: float

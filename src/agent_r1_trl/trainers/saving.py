@@ -276,6 +276,9 @@ class SavingTrainer(GRPOTrainer):
     """Fingerprint of the frozen weights; None where all are trained."""
     _is_saving = False
     """Whether the Trainer writes below `UNFINISHED`."""
+    # TRL's own.
+    _buffered_inputs: list[dict[str, Any]] | None
+    _step: int
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).
