@@ -127,24 +127,25 @@ class Reporting(ToolEnv):
 
 
 @pytest.mark.parametrize("env", [Coin, Reporting])
-def test_what_turns_earn_is_no_pass(tmp_path, env):
+def test_what_turns_earn_is_no_pass(tmp_path, monkeypatch, env):
     def process(trajectory, **kwargs):
         return [[0.5] * len(item.turns) for item in trajectory]
 
     options = RUN | {"env": env, "train_dataset": questions(9), "max_steps": 3, "learning_rate": 0.0}
     trainer = make_trainer(tmp_path, turn_reward_funcs=[process], **options)
     seen, won = [], []
-    observe, judge = trainer.features["resampling"].curriculum.observe, trainer.features["resampling"]._judge
+    observe, judge = Curriculum.observe, trainer.features["resampling"]._judge
 
-    def listen(prompts, passes):
+    def listen(curriculum, prompts, passes):
         seen.append([value for group in passes for value in group])
-        observe(prompts, passes)
+        observe(curriculum, prompts, passes)
 
     def judged(rolled_out, size):
         won.append([toss(item) for item in rolled_out.trajectories])
         return judge(rolled_out, size)
 
-    trainer.features["resampling"]._judge, trainer.features["resampling"].curriculum.observe = judged, listen
+    monkeypatch.setattr(Curriculum, "observe", listen)
+    trainer.features["resampling"]._judge = judged
     trainer.train()
     assert len(seen) == 3 and seen == won and {*seen[0], *seen[1], *seen[2]} == {0.0, 1.0}
     rates = [line["sampling/pass_rate"] for line in trainer.state.log_history if "sampling/pass_rate" in line]
