@@ -151,7 +151,7 @@ def check_same_run(folder: Path, saved: dict[str, Any], trainer: Any) -> None:
         )
     is_in_flight = saved["is_in_flight"]
     names = ("processes", *PLACE, *((*IN_FLIGHT, "extra_tokens") if is_in_flight else ()))
-    if changed := [name for name in names if saved.get(name) != now[name]]:
+    if changed := [name for name in names if name in saved and saved[name] != now[name]]:
         before, given = (", ".join(f"{name}={of.get(name)}" for name in changed) for of in (saved, now))
         raise CheckpointError(
             f"{lead} {before} and cannot go on with {given}, which its place in the data "
