@@ -163,8 +163,8 @@ def test_counts_and_values_between_0_and_1_keep_the_bootstrap():
 def test_the_difference_is_paired():
     before = result_of([0, 0, 1, 1] * 25)
     after = result_of([1, 0, 1, 1] * 25)
-    change, low, high = difference(before, after)["exact_match"]
-    assert change == pytest.approx(0.25)
+    one, two, low, high = difference(before, after)["exact_match"]
+    assert (one, two) == (0.5, 0.75)
     half = 1.96 * math.sqrt(0.25 * 0.75 / 100)  # the per-example change is 0 or 1
     assert (low, high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.015)
 

@@ -75,14 +75,8 @@ def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0)
     """
     check_panels(before, after)
     return {
-        name: MetricChange(
-            before=before.metrics[name],
-            after=after.metrics[name],
-            low=low,
-            high=high,
-            pairs=_pairs(before, after, name),
-        )
-        for name, (_, low, high) in difference(before, after, seed=seed).items()
+        name: MetricChange(before=one, after=two, low=low, high=high, pairs=_pairs(before, after, name))
+        for name, (one, two, low, high) in difference(before, after, seed=seed).items()
     }
 
 

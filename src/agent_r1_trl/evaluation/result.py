@@ -80,11 +80,10 @@ class EvaluationResult:
     def from_rows(cls, rows: list[Row], *, example_ids: list[str], seed: int = 0, **values: Any) -> EvaluationResult:
         """Metrics and intervals from the sums of each example."""
         sums = _sums(rows)
-        totals = {name: pair.sum(axis=0).tolist() for name, pair in sums.items()}
-        metrics = {name: one / other if other else math.nan for name, (one, other) in totals.items()}
-        shares = {name: wilson_interval(*totals[name]) for name, pair in sums.items() if is_share(name, pair)}
+        totals = {name: pair.sum(axis=0).tolist() for name, pair in sums.items() if is_share(name, pair)}
+        shares = {name: wilson_interval(*pair) for name, pair in totals.items()}
         return cls(
-            metrics=metrics,
+            metrics=_ratios(sums),
             intervals=bootstrap_intervals(sums, seed=seed) | shares,
             num_examples=len(rows),
             example_ids=example_ids,
@@ -232,22 +231,24 @@ def bootstrap_intervals(sums: Mapping[str, np.ndarray], *, seed: int = 0) -> dic
 
 def difference(
     before: EvaluationResult, after: EvaluationResult, *, seed: int = 0
-) -> dict[str, tuple[float, float, float]]:
-    """Change of each metric with its interval: (after - before, low, high).
+) -> dict[str, tuple[float, float, float, float]]:
+    """Each metric in both with the interval of its change: (before, after, low, high).
 
-    The bootstrap is paired: both results see the same draws of examples.
+    It is that of the examples that have it in both, without those that failed in one. The bootstrap is paired: both
+    results see the same draws of examples.
 
     Raises:
         ValueError: the two results are about different examples.
     """
     if before.example_ids != after.example_ids:
         raise ValueError("The two results are about different examples; a paired difference needs the same ones.")
-    first, second = (_drawn_ratios(_sums(result.rows), seed) for result in (before, after))
-    return {
-        name: (after.metrics[name] - before.metrics[name], *_interval(second[name] - first[name]))
-        for name in first
-        if name in second
-    }
+    shared = [one.keys() & two.keys() for one, two in zip(before.rows, after.rows, strict=True)]
+    sums = [
+        _sums([{name: row[name] for name in row if name in names} for row, names in zip(rows, shared, strict=True)])
+        for rows in (before.rows, after.rows)
+    ]
+    (first, second), (one, two) = map(_ratios, sums), (_drawn_ratios(item, seed) for item in sums)
+    return {name: (first[name], second[name], *_interval(two[name] - one[name])) for name in first}
 
 
 def _drawn_ratios(sums: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -280,6 +281,12 @@ def _resamples(num: int, seed: int) -> Iterator[np.ndarray]:
         size = min(left, max(1, 2_000_000 // num))
         yield rng.multinomial(num, np.full(num, 1.0 / num), size=size)
         left -= size
+
+
+def _ratios(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Metric -> its value; NaN where no example has it."""
+    totals = {name: pair.sum(axis=0).tolist() for name, pair in sums.items()}
+    return {name: one / other if other else math.nan for name, (one, other) in totals.items()}
 
 
 def _sums(rows: Sequence[Row]) -> dict[str, np.ndarray]:
