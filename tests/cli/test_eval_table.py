@@ -120,12 +120,12 @@ def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, ref
     line = next(line for line in capsys.readouterr().out.splitlines() if "turns" in line)
     assert line.split() == ["turns", "1.000", "2.000", "+1.000", "[+1.000,", "+1.000]", "2", "0", "0"]
     both = ["scores/test/closed_book", "scores/test/model", "--metric", "turns", "--list"]
-    assert main(["eval", "compare", *both, "better"]) == 0
+    assert main(["eval", "compare", *both, "higher"]) == 0
     printed = capsys.readouterr().out
-    assert "2 of 2 examples are better in turns" in printed
+    assert "turns is higher on 2 of 2 examples" in printed
     listed = [line.split() for line in printed.splitlines() if line.split()[:1] in (["test0"], ["test1"])]
     assert listed == [[name, "1.000", "2.000"] for name in ("test0", "test1")]
-    assert main(["eval", "compare", *both, "worse"]) == 0 and "0 of 2 examples" in capsys.readouterr().out
+    assert main(["eval", "compare", *both, "lower"]) == 0 and "0 of 2 examples" in capsys.readouterr().out
     assert "--list: invalid choice: 'most'" in refusal("eval", "compare", *both, "most")
     assert main(["eval", *flags, "--num_examples", "1", "--output_dir", "one"]) == 0
     assert "row 2 is 'test1' in the first and missing in the second" in refusal("eval", "compare", "scores", "one")

@@ -434,7 +434,7 @@ def result_table(result: EvaluationResult, title: str = "") -> Table:
 
 def changes_table(changes: Mapping[str, MetricChange], title: str) -> Table:
     """The change of each metric from A to B."""
-    headings = ("metric", "A", "B", "change", "95% interval", "better", "worse", "equal")
+    headings = ("metric", "A", "B", "change", "95% interval", "higher", "lower", "equal")
     lines = [
         [name, number_text(one.before), number_text(one.after), number_text(one.after - one.before, "+"),
          interval_text((one.low, one.high), "+"), *map(str, one.counts)]
@@ -450,8 +450,8 @@ def compare_command(argv: Sequence[str]) -> int:
         parser.add_argument(name, help="Directory that eval wrote.")
     parser.add_argument(
         "--list",
-        choices=("worse", "better"),
-        help="Also name the examples on which B is worse, or better, than A in the first metric.",
+        choices=("lower", "higher"),
+        help="Also name the examples on which the first metric is lower, or higher, in B than in A.",
     )
     parser.add_argument("--metric", nargs="+", default=[], metavar="NAME", help="Only these; by default all of both.")
     arguments = parser.read(argv)
@@ -502,9 +502,9 @@ def _rows(folder: Path) -> dict[tuple[str, str], Path]:
 
 
 def _list(side: str, metric: str, change: MetricChange) -> list[str | Table]:
-    """How many examples are worse, or better, in B than in A, and which."""
-    sign = -1 if side == "worse" else 1
+    """On how many examples the metric is lower, or higher, in B than in A, and on which."""
+    sign = -1 if side == "lower" else 1
     found = {name: pair for name, pair in change.pairs.items() if sign * (pair[1] - pair[0]) > 0}
     ordered = sorted(found.items(), key=lambda item: sign * (item[1][0] - item[1][1]))
-    title = f"{len(found)} of {len(change.pairs)} examples are {side} in {metric}"
+    title = f"{metric} is {side} on {len(found)} of {len(change.pairs)} examples"
     return [title, new_table("", ("example", "A", "B"), [[name, *map(number_text, pair)] for name, pair in ordered])]

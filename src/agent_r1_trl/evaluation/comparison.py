@@ -26,7 +26,7 @@ class MetricChange:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """On how many examples B is better, worse and equal."""
+        """On how many examples B is higher, lower and equal."""
         signs = [(two > one) - (two < one) for one, two in self.pairs.values()]
         return signs.count(1), signs.count(-1), signs.count(0)
 
