@@ -6,6 +6,7 @@ runs, tokens without characters of their own. The CSP forbids eval, so the tests
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -172,6 +173,16 @@ def test_the_overview_says_what_to_look_at_and_a_card_sets_the_filter(browser, r
     visit.until("location.hash.startsWith('#1/')")
     assert "1 of 5" in visit.text("#filters") and "q/2" in visit.text("#rows") and "q/3" not in visit.text("#rows")
     assert not visit.errors
+
+
+def test_times_are_those_of_a_step_however_often_they_are_logged(browser, tmp_path):
+    TrajectoryStore(tmp_path).write(1, [empty()])
+    times = {"step_time": 20.0, "time/generate_s": 5.0, "time/update_s": 1.0}  # of one micro-step
+    lines = [json.dumps({"step": step, **times}) for step in (10, 20)] + ['{"step": 20, "eval_loss": 1.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    visit = Visit(browser, write(tmp_path))
+    assert "generating 5.0 s, 25 % update and the rest 15.0 s, 75 %" in " ".join(visit.text("#overview").split())
+    assert "20.0 s a step, on average" in visit.text("#overview") and not visit.errors
 
 
 def test_a_link_opens_a_trajectory_and_a_wrong_one_says_so(browser, run_page):

@@ -6,7 +6,7 @@ const FIRST = [
   ["rollout/turns"], ["completions/mean_length"], ["rollout/truncated_share"], ["tools/failure_share"], ["grad_norm"],
   ["loss"], ["critic/explained_variance"], ["step_time"],
 ];
-const PHASES = [["time/generate_s", "generating"], ["time/env_s", "tools and environments"], ["time/update_s", "update"],
+const PHASES = [["time/generate_s", "generating"], ["time/env_s", "tools and environments"],
   ["time/resample_s", "resampling"], ["time/sync_s", "weights to the sampler"], ["time/wait_s", "waiting"]];
 
 const last = (values) => values?.findLast((value) => value !== null) ?? null;
@@ -168,12 +168,13 @@ function eventsPart() {
 }
 
 function timePart() {
-  const sums = PHASES.map(([name, label]) => [label, (run.metrics[name] || []).reduce((sum, value) => sum + (value || 0), 0)]);
-  const whole = (run.metrics.step_time || []).reduce((sum, value) => sum + (value || 0), 0);
-  const known = sums.filter(([, time]) => time > 0);
+  const logs = (run.metrics.step_time || []).filter((value) => value !== null).length; // a log has the mean of its steps
+  const perStep = (name) => (run.metrics[name] || []).reduce((sum, value) => sum + (value || 0), 0) / logs;
+  const whole = perStep("step_time");
+  const known = PHASES.map(([name, label]) => [label, perStep(name)]).filter(([, time]) => time > 0);
   if (!known.length || !whole) return null;
   const rest = whole - known.reduce((sum, [, time]) => sum + time, 0);
-  if (rest > 0) known.push(["rest", rest]);
+  if (rest > 0) known.push(["update and the rest", rest]);
   const all = known.reduce((sum, [, time]) => sum + time, 0);
   const bar = el("div.timebar", known.map(([, time], i) => {
     const part = el(`i.phase${i}`);
@@ -183,7 +184,7 @@ function timePart() {
   const labels = known.map(([label, time], i) =>
     el("span", el(`i.key.phase${i}`), ` ${label} ${seconds(time)}, ${Math.round((100 * time) / all)} %`));
   return el("section", el("h2", "Time"), bar, el("div.timekeys", labels),
-    el("p.quiet", `${seconds(whole)} in steps. Where phases overlap, their sum is more than the steps.`));
+    el("p.quiet", `${seconds(whole)} a step, on average. Where phases overlap, their sum is more than that.`));
 }
 
 function recipePart() {
