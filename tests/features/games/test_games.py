@@ -229,6 +229,7 @@ SETTINGS = {
     },
     SokobanEnv: {
         "room": [6, (3, 6)], "num_boxes": [0], "min_moves": [11], "wall_share": [1.0], "step_reward": [math.inf],
+        "symbols": [{"box": 1}],  # as YAML reads a digit
     },
 }  # fmt: skip
 LEVELS = {

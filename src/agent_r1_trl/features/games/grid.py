@@ -44,7 +44,8 @@ def symbols_for(names: Iterable[str]) -> Rule:
 
     def takes(value: Any) -> bool:
         is_known = isinstance(value, Mapping) and set(value) <= set(names)
-        return is_known and len(set(value.values())) == len(value) and all(value.values())
+        are_texts = is_known and all(isinstance(text, str) and text for text in value.values())
+        return are_texts and len(set(value.values())) == len(value)
 
     return Rule(f"different texts for {', '.join(names)}", takes)
 
