@@ -18,7 +18,7 @@ import pytest
 from agent_r1_trl.features.inspector import write_page
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.recording.events import write_event
-from agent_r1_trl.trajectory import Author, Segment, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import USAGE, Author, Segment, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.recording.examples import empty
 from tests.tokenizers import make_tokenizer
 from tests.trainers.test_explanations import recorded
@@ -214,10 +214,28 @@ def test_keys_colour_step_and_compare(browser, run_page):
     assert "Rome" in visit.text(".sibling:last-child") and "look it up" not in visit.text(
         ".sibling:last-child .tokens"
     )
-    visit.press("Escape", "Escape", "m")
+    visit.press("m")
+    visit.until("document.querySelector('.sibling:last-child .message')")
+    visit.press("m", "Escape", "Escape", "m")
     visit.until("document.querySelector('.call')")
     assert "query = look it up" in visit.text("#middle")
     assert not visit.errors
+
+
+def test_attempts_of_a_hosted_model_are_compared_by_their_messages(browser, tmp_path):
+    none = dict.fromkeys(("completion_ids", "action_mask", "logprobs", "turn_ids", "authors"), ())
+    items = [
+        trajectory(make_tokenizer("qwen2_5"), generation=number, advantages=None, info={USAGE: {}}, **none,
+                   turns=[Turn(start=0, end=0, message={"role": "assistant", "content": said})])
+        for number, said in enumerate(("Paris", "Rome"))
+    ]  # fmt: skip
+    TrajectoryStore(tmp_path).write(0, items, split="eval")
+    visit = Visit(browser, write(tmp_path), "#e0/0/0")
+    visit.until("document.querySelector('.messages')")
+    visit.press("c")
+    visit.until("document.querySelector('.siblings')")
+    assert "Paris" in visit.text(".sibling:first-child") and "Rome" in visit.text(".sibling:last-child")
+    assert "They differ" not in visit.text("#middle") and not visit.errors
 
 
 def test_turns_far_below_are_text_until_they_come_near(browser, tmp_path):

@@ -1,11 +1,11 @@
 // The conversation as messages: what was said, reasoning, calls and what came of them.
 
-function messagesView(opened, text) {
+function messagesView(opened) {
   const sections = new Map();
   let at = 0;
   for (const [turn, role, kind, length] of opened.head.texts) {
     if (!sections.has(turn)) sections.set(turn, []);
-    sections.get(turn).push({role, kind, content: text.substr(at, length).replace(/\n$/, "")});
+    sections.get(turn).push({role, kind, content: opened.text.substr(at, length).replace(/\n$/, "")});
     at += length;
   }
   const nodes = [];

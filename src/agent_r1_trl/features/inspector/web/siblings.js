@@ -1,4 +1,4 @@
-// Two trajectories of a group, from the first token on in which they differ.
+// Two trajectories of a group, from the first token on in which they differ, or as messages.
 
 function compareWith(mate) {
   go(shown.trajectory, mate);
@@ -22,15 +22,15 @@ function siblingsView(one, other) {
   const turnOf = (opened) => Math.max(0, opened.head.turns.findIndex(({span}, i) =>
     same < (opened.head.turns[i + 1]?.span[0] ?? Infinity) && same >= 0));
   const turn = Math.min(turnOf(one), turnOf(other));
-  const note = same === 0 ? "They differ from the first token on."
+  const note = showsMessages(one) ? null : same === 0 ? "They differ from the first token on."
     : same === shortest && one.completion.length === other.completion.length ? "All their tokens are the same."
     : `The first ${plural(same, "token")} are the same; shown from turn ${turn} on, where they differ.`;
   const column = (opened, isMate) => {
     const i = opened.number;
-    const parts = turnsView(opened, turn);
+    const parts = showsMessages(one) ? messagesView(opened) : turnsView(opened, turn);
     if (isMate) parts[0].classList.add("mate");
     return el("div.sibling", el("h2", `generation ${table.generation[i]} · reward ${show(table.reward[i], true, 2)}`,
       table.advantage[i] === null ? null : ` · A ${show(table.advantage[i], true)}`), parts);
   };
-  return [el("p.same", note), el("div.siblings", column(one, false), column(other, true))];
+  return [note && el("p.same", note), el("div.siblings", column(one, false), column(other, true))];
 }

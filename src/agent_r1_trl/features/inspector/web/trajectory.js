@@ -9,10 +9,10 @@ const shown = {
 
 async function showTrajectory(number, mate = null) {
   const [opened, mateOpened] = await Promise.all([open(number), mate === null ? null : open(mate)]);
-  const text = shown.isMessages || !opened.completion.length ? await textOf(number) : null;
+  if (showsMessages(opened)) await readTexts(opened, mateOpened);
   if (route.wanted !== number) return; // another one was asked for meanwhile
   const isSame = shown.trajectory === number && shown.mate === mate;
-  Object.assign(shown, {trajectory: number, opened, mate, mateOpened, text});
+  Object.assign(shown, {trajectory: number, opened, mate, mateOpened});
   if (!isSame) shown.position = null;
   drawTrajectory();
   drawWhy();
@@ -33,13 +33,14 @@ function drawTrajectory() {
   add(middle, heading(opened), switches(opened));
   const body = el("div.body");
   if (shown.mateOpened) add(body, siblingsView(opened, shown.mateOpened));
-  else if (showsMessages(opened)) add(body, messagesView(opened, shown.text));
+  else if (showsMessages(opened)) add(body, messagesView(opened));
   else add(body, promptView(opened), turnsView(opened, 0));
   add(middle, body);
 }
 
 // Those of a hosted model have no tokens.
 const showsMessages = (opened) => shown.isMessages || opened.completion.length === 0;
+const readTexts = (...all) => Promise.all(all.map(async (opened) => opened && (opened.text = await textOf(opened.number))));
 
 function repaint() {
   const column = currentColumn(shown.opened);
@@ -103,7 +104,7 @@ function setColumn(name) {
 async function setMessages(isOn) {
   const number = shown.trajectory;
   if (!shown.opened) return;
-  shown.text = shown.text ?? await textOf(number);
+  await readTexts(shown.opened, shown.mateOpened);
   if (shown.trajectory !== number) return;
   shown.isMessages = isOn;
   drawTrajectory();
