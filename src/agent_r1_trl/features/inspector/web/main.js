@@ -12,10 +12,6 @@ function goToList() {
   location.hash = "#list";
 }
 
-function leave() {
-  location.hash = "#list";
-}
-
 function route() {
   const hash = location.hash;
   const found = LINK.exec(hash);
@@ -85,7 +81,7 @@ function escape() {
   if (document.activeElement?.id === "search") return document.activeElement.blur();
   if (shown.position !== null) return choosePosition(null);
   if (shown.mate !== null) return compareWith(null);
-  if (isNarrow()) leave();
+  if (isNarrow()) goToList();
 }
 
 function onKey(event) {

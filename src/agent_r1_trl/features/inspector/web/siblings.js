@@ -20,7 +20,7 @@ function siblingsView(one, other) {
   const shortest = Math.min(one.completion.length, other.completion.length);
   while (same < shortest && one.completion[same] === other.completion[same]) same++;
   const turnOf = (opened) => Math.max(0, opened.head.turns.findIndex(({span}, i) =>
-    same < (opened.head.turns[i + 1]?.span[0] ?? Infinity) && same >= 0));
+    same < (opened.head.turns[i + 1]?.span[0] ?? Infinity)));
   const turn = Math.min(turnOf(one), turnOf(other));
   const note = showsMessages(one) ? null : same === 0 ? "They differ from the first token on."
     : same === shortest && one.completion.length === other.completion.length ? "All their tokens are the same."

@@ -81,7 +81,7 @@ function heading(opened) {
 function switches(opened) {
   const column = currentColumn(opened);
   const line = el("div.colours");
-  add(line, button("← list", () => leave(), undefined));
+  add(line, button("← list", goToList));
   line.firstChild.classList.add("back");
   add(line, button("messages", () => setMessages(!shown.isMessages), showsMessages(opened)));
   for (const item of availableColumns(opened)) {
