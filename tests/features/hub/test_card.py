@@ -120,6 +120,15 @@ def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_pla
     assert re.findall(r"^## (.*)$", mine, re.MULTILINE)[:2] == ["About", "Quick start"] and "old" not in mine
 
 
+@pytest.mark.parametrize("folder", ["/tmp/my agent", "/tmp/agent"])
+def test_the_card_of_a_run_without_a_recipe_is_pushed_with_the_name_of_the_repository(folder):
+    trained = make_card(CardFacts(model_id=folder, recipe={"env": "my.Env"}))
+    assert f"chat {shlex.quote(folder)} --env my.Env" in trained
+    pushed = make_card(CardFacts(model_id="ada/adder"), f"{trained}\nagent-r1-trl chat bob/other\n")
+    assert "\nagent-r1-trl chat ada/adder --env my.Env\n" in pushed and folder not in pushed
+    assert "\nagent-r1-trl chat bob/other" in pushed, "words of the user's"
+
+
 def test_the_base_of_an_adapter_is_named_as_in_the_recipe(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/site/recipes/a/model"}))
     assert read_facts(tmp_path, "ada/adder").base_model == "/site/recipes/a/model"

@@ -52,6 +52,8 @@ _HEADER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _SECTION = re.compile(r"^## (.+?)[ \t]*\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]\n]+)\]\(https://huggingface\.co/datasets/\1\)")
 """TRL's link to a data set, which may be a path."""
+_CHAT = re.compile(r"^(agent-r1-trl chat )('[^'\n]*'|\S+)", re.MULTILINE)
+"""The line that starts an agent; that of a run without a repository names its directory."""
 _HEADLINE = re.compile(r"(eval_(\w+_)?)?(reward(/process|/outcome)?|rollout/(turns|tool_calls)|env/.+)")
 """Logged names that are shown in the card; of several evaluation sets, each has its name: eval_hard_reward."""
 
@@ -181,6 +183,8 @@ def make_card(facts: CardFacts, before: str = "", *, in_full: bool = False) -> s
         kept.add("Quick start")
     body = body or rendered.partition("\n## ")[0]
     body = body.replace('model="None"', f'model="{facts.model_id}"')  # TRL's, before there is a repository
+    chat = shlex.quote(shown(facts.model_id))
+    body = _CHAT.sub(lambda line: line[0] if is_hub_id(line[2].strip("'")) else line[1] + chat, body)
     body = _LINK.sub(lambda link: link[0] if is_hub_id(link[1]) else markdown_code(link[1]), body)
     for heading, text in _SECTION.findall(rendered):
         if text.strip() and heading not in kept:
