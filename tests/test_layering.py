@@ -314,7 +314,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/doctor": (2237, 9),
     "features/doors": (2646, 12),
     "features/echo_trap": (1888, 9),
-    "features/games": (1273, 8),
+    "features/games": (1280, 8),
     "features/hub": (969, 7),
     "features/inspector": (819, 5),
     "features/journal": (1302, 9),

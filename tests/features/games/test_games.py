@@ -221,7 +221,8 @@ SETTINGS = {
         "risky_probability": [1.5], "risky_reward": [math.nan],
     },
     CountdownEnv: {
-        "num_numbers": [(1, 3), 3], "target": [(5, 3)], "operators": [["**"]], "max_number": [0], "max_actions": [0],
+        "num_numbers": [(1, 3), 3], "target": [(5, 3)], "operators": [["**"], ["+", "/"]], "max_number": [0],
+        "max_actions": [0],
     },
     FrozenLakeEnv: {
         "size": [1, 8],  # a way that is longer than max_actions

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Annotated, Any
 
 from agent_r1_trl.features.games.base import ActionError, GameEnv, load_package, pair_of, shown
-from agent_r1_trl.settings import Count, Finite, Flag, SomeOf
+from agent_r1_trl.settings import Clash, Count, Finite, Flag, SomeOf
 
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -57,6 +57,13 @@ class CountdownEnv(GameEnv):
     """
 
     noun = "expression"
+    CLASHES = (
+        Clash(
+            "operators",
+            lambda c: "/" in c.operators and "-" not in c.operators,
+            "the generator takes - where a division would leave a rest. Add '-', or remove '/'.",
+        ),
+    )
     max_actions = 1
     max_actions_per_turn = 1
     num_numbers: Annotated[tuple[int, int], pair_of(2)] = (3, 4)
