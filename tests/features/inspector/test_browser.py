@@ -183,6 +183,10 @@ def test_times_are_those_of_a_step_however_often_they_are_logged(browser, tmp_pa
     visit = Visit(browser, write(tmp_path))
     assert "generating 5.0 s, 25 % update and the rest 15.0 s, 75 %" in " ".join(visit.text("#overview").split())
     assert "20.0 s a step, on average" in visit.text("#overview") and not visit.errors
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **times, "time/wait_s": 2.0}) + "\n")
+    visit = Visit(browser, write(tmp_path))
+    said = "waiting for the rollout 2.0 s, 10 % update and the rest 18.0 s, 90 %"
+    assert said in " ".join(visit.text("#overview").split()), "the rollout overlaps with the update"
 
 
 def test_a_link_opens_a_trajectory_and_a_wrong_one_says_so(browser, run_page):

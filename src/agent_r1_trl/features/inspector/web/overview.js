@@ -6,8 +6,10 @@ const FIRST = [
   ["rollout/turns"], ["completions/mean_length"], ["rollout/truncated_share"], ["tools/failure_share"], ["grad_norm"],
   ["loss"], ["critic/explained_variance"], ["step_time"],
 ];
-const PHASES = [["time/generate_s", "generating"], ["time/env_s", "tools and environments"],
-  ["time/resample_s", "resampling"], ["time/sync_s", "weights to the sampler"], ["time/wait_s", "waiting"]];
+// Of a rollout beside the update, a step takes what the update waits for it.
+const ROLLOUT = run.metrics["time/wait_s"] ? [["time/wait_s", "waiting for the rollout"]]
+  : [["time/generate_s", "generating"], ["time/env_s", "tools and environments"]];
+const PHASES = [...ROLLOUT, ["time/resample_s", "resampling"], ["time/sync_s", "weights to the sampler"]];
 
 const last = (values) => values?.findLast((value) => value !== null) ?? null;
 const first = (values) => values?.find((value) => value !== null) ?? null;
