@@ -122,8 +122,9 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
     trainer.train()
     (tmp_path / "trajectories" / "superseded").mkdir()
     (tmp_path / "trajectories" / "superseded" / "step_000000.1.jsonl").touch()
-    for folder in ("completions", "journal"):
-        (tmp_path / folder).mkdir(exist_ok=True)
+    of_eval = ("test/model/trajectories", "test/model/journal")  # of several rows
+    for folder in ("completions", "journal", *of_eval):
+        (tmp_path / folder).mkdir(exist_ok=True, parents=True)
         (tmp_path / folder / "rows.parquet").touch()
     (tmp_path / "inspector.html").touch()
     trainer.hub_model_id = "nobody/adder"
@@ -137,7 +138,8 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
         assert any(name.startswith("trajectories/") for name in files) == asked
         assert any(name.startswith("completions/") for name in files) == asked
         assert ("inspector.html" in files) == asked, "it holds them"
-        assert not any(name.startswith("journal/") for name in files)
+        assert ("test/model/trajectories/rows.parquet" in files) == asked
+        assert not any("journal/" in name for name in files)
         assert not any(name.startswith("checkpoint-") for name in files)  # the Trainer's own patterns still hold
     hf_api().upload_folder(folder_path=str(tmp_path))
     assert any(name.startswith("journal/") for name in uploads[-1]), "uploads of others are as before"

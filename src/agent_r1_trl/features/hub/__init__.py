@@ -20,7 +20,8 @@ LEFT_OUT = {
     "push.trajectories": ["trajectories/*", "completions/*", "*.html"],  # the inspector's pages hold them
     "push.critic": ["critic/*"],
 }
-"""Setting -> patterns of files in `output_dir` that are uploaded with it only; `*` matches subfolders as well."""
+"""Setting -> patterns of files in `output_dir` that are uploaded with it only; `*` matches subfolders as well. They
+hold in its folders, too: an evaluation with several rows leaves one for each."""
 VERSIONS = "### Framework versions\n\n"
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,8 @@ def uploads_checked(args: Any) -> Iterator[None]:
 
     api: Any = hf_api()
     upload_folder = api.upload_folder
-    left_out = [
-        item for name, patterns in LEFT_OUT.items() if not (name and plain_value(args, name)) for item in patterns
-    ]
+    kept_back = [patterns for name, patterns in LEFT_OUT.items() if not (name and plain_value(args, name))]
+    left_out = [f"{start}{item}" for patterns in kept_back for item in patterns for start in ("", "*/")]
 
     def upload(*others: Any, folder_path: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
         given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
