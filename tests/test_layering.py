@@ -315,7 +315,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/doors": (2646, 12),
     "features/echo_trap": (1888, 9),
     "features/games": (1280, 8),
-    "features/hub": (969, 7),
+    "features/hub": (970, 7),
     "features/inspector": (819, 5),
     "features/journal": (1302, 9),
     "features/reliability": (1424, 9),

@@ -13,6 +13,7 @@ from transformers.utils.hub import hf_api
 from agent_r1_trl import safe_text
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
 from agent_r1_trl.tools import tool
 from tests.toys import AddEnv, add
 from tests.trainers.helpers import make_trainer
@@ -123,7 +124,7 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
     (tmp_path / "trajectories" / "superseded").mkdir()
     (tmp_path / "trajectories" / "superseded" / "step_000000.1.jsonl").touch()
     of_eval = ("test/model/trajectories", "test/model/journal")  # of several rows
-    for folder in ("completions", "journal", *of_eval):
+    for folder in ("completions", "journal", ADAPTER_FOLDER, *of_eval):
         (tmp_path / folder).mkdir(exist_ok=True, parents=True)
         (tmp_path / folder / "rows.parquet").touch()
     (tmp_path / "inspector.html").touch()
@@ -139,7 +140,7 @@ def test_trajectories_are_uploaded_only_if_asked(tmp_path, uploads, asked):
         assert any(name.startswith("completions/") for name in files) == asked
         assert ("inspector.html" in files) == asked, "it holds them"
         assert ("test/model/trajectories/rows.parquet" in files) == asked
-        assert not any("journal/" in name for name in files)
+        assert not any("journal/" in name or name.startswith(ADAPTER_FOLDER) for name in files)
         assert not any(name.startswith("checkpoint-") for name in files)  # the Trainer's own patterns still hold
     hf_api().upload_folder(folder_path=str(tmp_path))
     assert any(name.startswith("journal/") for name in uploads[-1]), "uploads of others are as before"

@@ -16,7 +16,8 @@ from typing import Any
 from agent_r1_trl.settings import plain, plain_value
 
 LEFT_OUT = {
-    "": ["journal/*", "training_args.bin"],  # the arguments are a pickle that holds `hub_token`
+    # The arguments are a pickle that holds `hub_token`; the adapter is the one that vLLM's servers sample with now.
+    "": ["journal/*", "training_args.bin", "vllm_adapter/*"],
     "push.trajectories": ["trajectories/*", "completions/*", "*.html"],  # the inspector's pages hold them
     "push.critic": ["critic/*"],
 }
