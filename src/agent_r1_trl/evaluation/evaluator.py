@@ -70,7 +70,7 @@ def evaluate(
         examples: rows of the data set.
         limits: of every trajectory; use those of the training for comparable figures.
         params: greedy by default.
-        num_generations: attempts per example; a metric is averaged over them first.
+        num_generations: attempts per example; a metric is the mean over those that did not fail.
         seed: for sampling, environments and bootstrap.
         retry_failed: how often a trajectory that failed for no fault of the policy is sampled again.
         on_trajectory: called with each trajectory as it ends, from another thread.
