@@ -240,6 +240,9 @@ def test_attempts_of_a_hosted_model_are_compared_by_their_messages(browser, tmp_
     visit.until("document.querySelector('.siblings')")
     assert "Paris" in visit.text(".sibling:first-child") and "Rome" in visit.text(".sibling:last-child")
     assert "They differ" not in visit.text("#middle") and not visit.errors
+    visit = Visit(browser, write_page(tmp_path, tmp_path / "b.html", lambda run: None))
+    assert "of evaluations are in this file" in visit.text("#overview")
+    assert "Pass --tokenizer" not in visit.text("#overview")
 
 
 def test_turns_far_below_are_text_until_they_come_near(browser, tmp_path):

@@ -21,7 +21,8 @@ function drawOverview() {
     el("p.sentence", sentence()),
     run.left_out.length ? el("p.note", `This file holds the last ${plural(run.steps.length, "step")}: with steps ` +
       `${run.left_out[0]} to ${run.left_out.at(-1)} it would be larger than a browser likes.`) : null,
-    run.tokenizer ? null : el("p.note", "No tokenizer was found: tokens are shown as numbers. Pass --tokenizer."),
+    run.tokenizer || !table.tokens.some((number) => number) ? null
+      : el("p.note", "No tokenizer was found: tokens are shown as numbers. Pass --tokenizer."),
     cards(), eventsPart(), curvesPart(), timePart(), recipePart(), keysPart());
 }
 
