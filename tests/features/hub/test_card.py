@@ -120,6 +120,11 @@ def test_the_quick_start_stands_in_front_of_all_other_sections_and_keeps_its_pla
     assert re.findall(r"^## (.*)$", mine, re.MULTILINE)[:2] == ["About", "Quick start"] and "old" not in mine
 
 
+def test_a_card_that_an_editor_on_windows_wrote_keeps_its_metadata():
+    made = ModelCard(make_card(CardFacts(model_id="ada/adder"), "\ufeff---\r\nlicense: mit\r\n---\r\n# Mine\r\n"))
+    assert made.data.license == "mit" and made.text.strip().startswith("# Mine")
+
+
 @pytest.mark.parametrize("folder", ["/tmp/my agent", "/tmp/agent"])
 def test_the_card_of_a_run_without_a_recipe_is_pushed_with_the_name_of_the_repository(folder):
     trained = make_card(CardFacts(model_id=folder, recipe={"env": "my.Env"}))

@@ -238,7 +238,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     Raises:
         ValueError: the metadata is no YAML.
     """
-    text = text.replace("\r\n", "\n")
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")  # as editors on Windows write
     match = _HEADER.match(text)
     if match is None:
         return {}, text
