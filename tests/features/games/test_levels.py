@@ -19,6 +19,8 @@ def test_a_test_set_shares_no_level_with_the_training_set():
     train = make_rows("sokoban", 60, room=(5, 5), wall_share=0.0)
     test = make_rows("sokoban", 40, exclude=train, room=(5, 5), wall_share=0.0)
     assert not {row["level"] for row in train} & {row["level"] for row in test}
+    seeds = [{"seed": row["seed"]} for row in train]
+    assert make_rows("sokoban", 40, exclude=seeds, room=(5, 5), wall_share=0.0) == test
 
 
 def test_a_row_plays_its_level_whatever_the_seeds_of_the_run():

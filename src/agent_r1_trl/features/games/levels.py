@@ -33,7 +33,7 @@ def make_rows(
         game: "countdown", "frozen_lake", "sokoban", or a class.
         num: how many.
         seed: other seeds give other levels.
-        exclude: rows whose levels are excluded, so that test and training do not share any.
+        exclude: rows whose levels, or those of their seeds, are excluded, so that test and training do not share any.
         **options: settings of the environment, such as size=5. Give the environment the same.
 
     Raises:
@@ -47,7 +47,7 @@ def make_rows(
             f"game={game!r}: must be one of {names}, or a GameEnv. Rows of others need only a column seed."
         )
     env, name = found_class(**options), game if isinstance(game, str) else game.__name__
-    taken = {row["level"] for row in exclude}
+    taken = set(map(env.read_row, exclude))
     draws = random.Random(seed)
     found: list[dict[str, Any]] = []
     for _ in range(_DRAWS_PER_LEVEL * num):
