@@ -325,10 +325,10 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/serve": (1056, 7),
     "generation": (4026, 21),
     "recording": (1581, 8),
-    "rewards": (1219, 9),
+    "rewards": (1221, 9),
     "rollout": (2931, 15),
     "tools": (2522, 12),
-    "trainers": (6462, 17),
+    "trainers": (6465, 17),
     "update": (2080, 9),
 }
 

@@ -82,7 +82,11 @@ def test_none_is_0_beside_another_reward_unless_the_function_is_required():
     @required
     def wanted(completions, **columns): ...
 
-    for function, counts in ((asked, True), (wanted, False), (functools.partial(wanted, a=1), False)):
+    class Judge:
+        def asked(self, completions, **columns): ...
+
+    partials = [functools.partial(wanted, a=1), required(functools.partial(asked, a=1)), required(Judge().asked)]
+    for function, counts in ((asked, True), (wanted, False), *((item, False) for item in partials)):
         judged, unjudged, failed = two_turns(), two_turns(), two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR)
         rewards_of("keep").place_on_outcomes(
             [judged, unjudged, failed], torch.tensor([[1.0, 0.5], [1.0, NAN], [NAN, NAN]]),

@@ -17,6 +17,8 @@ def required(function: Callable[..., Any]) -> Callable[..., Any]:
     A trajectory that it does not score is then neither in the baseline nor in the loss, whatever else it earned, and
     counts as a failure (`failures.max_share`). Of other functions None counts as 0 beside the rewards of others.
     """
+    if inspect.ismethod(function):  # which has no attributes of its own
+        function = functools.partial(function)
     function.required = True  # type: ignore[attr-defined]
     return function
 

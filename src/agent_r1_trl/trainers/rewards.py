@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -335,7 +336,9 @@ class RewardCalls:
 
 def is_required(function: Any) -> bool:
     """Whether the trajectories that a reward function does not score count as failures (`rewards.required`)."""
-    return bool(getattr(unwrap_partial(function), "required", False))
+    while isinstance(function, functools.partial) and not getattr(function, "required", False):
+        function = function.func
+    return bool(getattr(function, "required", False))
 
 
 def note_missing(trajectory: Trajectory, said: str) -> None:
