@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import random
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -159,6 +160,7 @@ def _load_subject(report: Report, given: Any, trust_remote_code: bool) -> Subjec
     """Read a path or Hub name, or take a tokenizer; None if nothing can be examined."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+    given = os.fspath(given) if isinstance(given, os.PathLike) else given
     subject, options = Subject(tokenizer=given), {"trust_remote_code": trust_remote_code}
     if isinstance(given, str):
         try:
