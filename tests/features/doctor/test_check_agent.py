@@ -99,6 +99,13 @@ def test_what_else_is_probably_not_meant(options, check, word):
     assert all(item.fix for item in found)
 
 
+def test_that_nothing_scores_an_agent_is_said_once():
+    async def echoes(door, example):
+        return (await ask(door, example["prompt"]))["content"]
+
+    assert [item.check for item in findings(echoes)] == ["outcome"]
+
+
 def test_an_agent_that_raises_on_a_mistake_of_the_policy_is_told_what_it_earns():
     (found,) = findings(loop_agent)
     assert "On an unknown tool it raised" in found.message and "no_such_tool" in found.message

@@ -208,16 +208,16 @@ def _check_run(report: Report, run: _AgentRun) -> None:
     if "agent_overridden" in info:
         text = f"It sets {info['agent_overridden']}, which does not count: turns are sampled as the run says."
         report.warning("agent", text, "Remove it, or ask in the prompt for the form that is needed.")
-    unscored = feature("doors", "check_env of an agent").AgentEnv
-    is_scored = type(env).outcome_reward is not unscored.outcome_reward
-    if env.is_finished and not is_scored and (env.answer is None or isinstance(env.answer, str)):
-        text = f"run returned {env.answer!r:.60}: the environment's reward is 0."
-        fix = "Return a number from run, or define outcome_reward in a subclass. Fine with reward_funcs."
-        report.warning("outcome", text, fix)
 
 
 def _check_all(report: Report, runs: Sequence[_AgentRun]) -> None:
-    """Whether runs end, whether conversations are append-only, and what it costs if not."""
+    """Whether runs are scored and end, whether conversations are append-only, and what it costs if not."""
+    unscored = feature("doors", "check_env of an agent").AgentEnv.outcome_reward
+    ended = [run.env for run in runs if run.env.is_finished and type(run.env).outcome_reward is unscored]
+    for env in [env for env in ended if env.answer is None or isinstance(env.answer, str)][:1]:
+        text = f"run returned {env.answer!r:.60}: the environment's reward is 0."
+        fix = "Return a number from run, or define outcome_reward in a subclass. Fine with reward_funcs."
+        report.warning("outcome", text, fix)
     if not any(run.trajectory.stop_reason is StopReason.DONE for run in runs):
         text = f"No run ended by itself within {MAX_CALLS} calls, neither after tool calls nor after answers."
         report.warning("agent", text, "Return when the model answers with text, or after a number of turns.")
