@@ -244,6 +244,10 @@ def test_an_outcome_is_ok_only_where_it_was_looked_at():
     assert outcome(functools.partial(FunctionToolsEnv, [lookup.fn])).level == "skipped"
     assert "the right answer earns more" in outcome(GoodEnv).message
     assert "was not tried" in outcome(GoodDoors, [{"question": "Which?"}]).message
+    says_zero = scoring(lambda self, t: float(t.final_text == "0"))
+    assert "the right answer earns more" in outcome(says_zero, [{"question": "1 - 1?", "answer": 0}]).message
+    squad = {"question": "Which?", "answers": {"text": ["Oslo"], "answer_start": [3]}}
+    assert "was not tried" in outcome(says_zero, [squad]).message
 
 
 def test_every_tool_is_called_even_if_the_first_one_ends_the_episode():
@@ -647,9 +651,10 @@ def test_a_cache_may_be_shared():
     assert problems(Cached) == []
 
 
-def test_findings_are_not_repeated():
-    found = problems(env_like(tools=[tool_of(lambda: Opaque())]), EXAMPLES * 3)
-    assert len({(item.level, item.check, item.message) for item in found}) == len(found) == 1
+@pytest.mark.parametrize("broken", [env_like(tools=[tool_of(lambda: Opaque())]), scoring(lambda self, t: 0.0)])
+def test_findings_are_not_repeated(broken):
+    found = problems(broken, EXAMPLES * 3)
+    assert len({(item.level, item.check) for item in found}) == len(found) == 1
 
 
 # -------------------------------------------------------------------- tools that reset chooses

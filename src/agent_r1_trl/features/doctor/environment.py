@@ -32,6 +32,7 @@ from agent_r1_trl.features.doctor.episodes import (
     make_env,
 )
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
+from agent_r1_trl.rewards import check_golds
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.tools.pool import OwnThread
@@ -288,7 +289,7 @@ def _goes_on_to_the_end(trial: EnvTrial, episode: EnvEpisode, tools: Sequence[To
 def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
     """Finished, cut and empty trajectories of every row: is each scored, and does not answering earn no more?"""
     report, env = trial.report, trial.new(OwnThread())
-    own, is_tried = getattr(type(env), "outcome_reward", None), False
+    own, is_tried, is_wrong = getattr(type(env), "outcome_reward", None), False, False
     if not hasattr(env, "outcome_reward"):
         text = f"{type(env).__name__} has no outcome_reward: finished trajectories earn nothing from it."
         report.warning("outcome", text, "Define outcome_reward(self, trajectory), or pass reward_funcs.")
@@ -318,15 +319,15 @@ def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
         if cut > answered:
             text = f"Never answering earns {cut:g}, a wrong answer {answered:g}: the policy learns not to answer."
             report.warning("outcome", text, "Score a missing answer like a wrong one, or lower.")
-        column = next((name for name in GOLD_COLUMNS if row.get(name)), None)
-        if column is None or are_made_up or own is TRLEnvAdapter.outcome_reward:  # a TRL class scores what was done
+        found = _find_gold(row)
+        # A TRL class scores what was done.
+        if found is None or is_wrong or are_made_up or own is TRLEnvAdapter.outcome_reward:
             continue
-        is_tried = True
-        gold = row[column][0] if isinstance(row[column], (list, tuple)) else row[column]
+        is_tried, (column, gold) = True, found
         forms = (f"{gold}", f"<answer>{gold}</answer>", f"\\boxed{{{gold}}}", f"#### {gold}")
         best = max(_score(trial, row, "the right answer", [_answer(text)], StopReason.DONE) for text in forms)
-        if best <= wrong:
-            text = f"The answer from the column {column!r} ({str(gold)[:60]!r}) earns {best:g}, nonsense {wrong:g}."
+        if is_wrong := best <= wrong:
+            text = f"The answer from the column {column!r} ({gold[:60]!r}) earns {best:g}, nonsense {wrong:g}."
             fix = (
                 "See that outcome_reward reads the right column and the answer's form (plain text, <answer>, \\boxed "
                 "and #### were tried). Fine if the task is not solved by what the final text says."
@@ -334,6 +335,15 @@ def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
             report.warning("outcome", text, fix)
     right = "the right answer earns more than nonsense" if is_tried else "what a right answer earns was not tried"
     report.ok("outcome", f"outcome_reward scores finished, cut and empty trajectories; {right}.")
+
+
+def _find_gold(row: dict[str, Any]) -> tuple[str, str] | None:
+    """The first column with a gold answer that is a text or a number, and that answer; None without one."""
+    for name in GOLD_COLUMNS:
+        with contextlib.suppress(ValueError):
+            if gold := check_golds(row.get(name))[0]:
+                return name, gold
+    return None
 
 
 def _outcome_cases(tools: list[Tool]) -> dict[str, tuple[list[Message], StopReason]]:
