@@ -657,6 +657,10 @@ def test_findings_are_not_repeated(broken):
     assert len({(item.level, item.check) for item in found}) == len(found) == 1
 
 
+def test_calls_above_the_limit_of_a_turn_need_no_message_each():
+    assert problems(env_like(tools=[lookup, calculator, tool_of(lambda: "fine")], max_calls_per_turn=1)) == []
+
+
 # -------------------------------------------------------------------- tools that reset chooses
 
 

@@ -149,9 +149,9 @@ class EnvTrial:
             fix = "What a model writes and what a tool does must become an observation, not an exception or a hang."
             self.stop("step", f"On {what}: {stepped.failure}.", fix)
         step: StepResult = stepped.value
-        for result in step.info.get("tool_results", []):
-            if isinstance(result, ToolResult):
-                _check_result(report, result)
+        results = [item for item in step.info.get("tool_results") or () if isinstance(item, ToolResult)]
+        for result in results:
+            _check_result(report, result)
         if problem := bad_messages(step.observations):
             self.stop("step", f"step returned {problem}.", "Return [{'role': 'tool' or 'user', 'content': 'text'}].")
         if problem := _not_json({name: value for name, value in step.info.items() if name != "tool_results"}):
@@ -162,7 +162,8 @@ class EnvTrial:
                 report.error("step", text, "Return at least one message, or done=True.")
             num_calls = len(message.get("tool_calls") or [])
             num_answers = [observation["role"] for observation in step.observations].count("tool")
-            if num_calls and num_answers and num_calls != num_answers:
+            has_surplus = any(result.error is ToolErrorKind.TOO_MANY for result in results)  # one answer for all of it
+            if num_calls and num_answers and num_calls != num_answers and not has_surplus:
                 fix = "Return one message of role 'tool' per call, in the order of the calls."
                 report.warning("step", f"{num_calls} calls were answered by {num_answers} tool messages.", fix)
         return step
