@@ -36,6 +36,23 @@ def score(function, trajectories, num_missing=0, **columns):
     return values
 
 
+def test_a_run_logs_nothing_of_an_earlier_one_that_a_reward_function_has_ended(tmp_path):
+    worth = iter([100.0])
+
+    def paid(completions, log_metric, log_extra, **columns):
+        log_metric("told", value := next(worth))
+        log_extra("value", [value] * len(completions))
+        return [value] * len(completions)
+
+    trainer = make_trainer(tmp_path, reward_funcs=[paid], max_steps=2, logging_steps=2)
+    with pytest.raises(RewardError, match="StopIteration"):
+        trainer.train()
+    worth = iter([1.0, 3.0])
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "told" in entry)
+    assert entry["told"] == entry["rewards/paid/mean"] == 2.0
+
+
 def score_turns(function, trajectories, **columns):
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return add_turn_rewards(trajectories, rows or [{}] * len(trajectories), [function], [1.0])

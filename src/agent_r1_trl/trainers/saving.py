@@ -291,6 +291,7 @@ class SavingTrainer(GRPOTrainer):
         self.base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
         if self.env_factory is not None:  # an earlier run may have ended in the middle of a rollout
             self._step, self._buffered_inputs = 0, None
+            self.forget_metrics()
         with contextlib.ExitStack() as stack:
             checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
             return self._run(functools.partial(super().train, checkpoint, *args, **kwargs))
@@ -298,6 +299,12 @@ class SavingTrainer(GRPOTrainer):
     def _run(self, train: Callable[[], Any]) -> Any:
         """Call the Trainer's loop; inside the lock of `output_dir`, whatever else this saves."""
         return train()
+
+    def forget_metrics(self) -> None:
+        """Drop what would go into the next log, and what reward functions gave for it."""
+        pending = (self._pending_metrics, self._pending_extra_logs)
+        for values in (*self._metrics.values(), *self._logs.values(), *pending):
+            values.clear()
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
         """What the function returns on the main process, on every rank; so is what it raises."""

@@ -473,6 +473,5 @@ def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
     """Drop what this process holds of the steps behind a checkpoint: rollouts, journal, metrics, recorded steps."""
     trainer.rollouts.end_run()
     trainer.features.call("go_back", _step(folder), micro_step)
-    for values in (*trainer._metrics.values(), *trainer._logs.values()):
-        values.clear()
+    trainer.forget_metrics()
     trainer.optimizer.zero_grad(set_to_none=True)
