@@ -5,6 +5,7 @@ import torch
 
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from agent_r1_trl.trainers.callbacks import RolloutCallback
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv
 from tests.trainers.helpers import Remember, make_args, make_policy, questions, scripted, two_turns
@@ -32,13 +33,14 @@ class Worse(MultiTurnGRPOTrainer):
 
 @pytest.fixture
 def make(tmp_path):
-    def make(trainer=MultiTurnGRPOTrainer, **options):
+    def make(trainer=MultiTurnGRPOTrainer, callbacks=None, **options):
         tokenizer = make_tokenizer("qwen3")
         generator = scripted(tokenizer, two_turns)
         generator.__class__ = Copying
         return generator, trainer(
             model=make_policy(tokenizer), args=make_args(tmp_path, **options), env=AddEnv, generator=generator,
             train_dataset=questions(), eval_dataset=questions(), processing_class=tokenizer,
+            callbacks=callbacks,
         )  # fmt: skip
 
     return make
@@ -78,6 +80,22 @@ def test_a_second_run_begins_with_the_weights_that_the_first_one_left(make):
     left = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     trainer.train()
     assert all(map(torch.equal, generator.weights, left))
+
+
+class VoidsOne(RolloutCallback):
+    """Throws the first rollout away."""
+
+    num = 0
+
+    def after_rollout(self, batch):
+        self.num += 1
+        return self.num == 1
+
+
+def test_what_the_sync_took_is_logged_though_the_rollout_behind_it_was_thrown_away(make):
+    _, trainer = make(callbacks=[VoidsOne()])
+    trainer.train()
+    assert trainer.state.log_history[0]["time/sync_s"] > 0
 
 
 HALVES = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}

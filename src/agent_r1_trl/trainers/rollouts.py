@@ -238,6 +238,7 @@ class Rollouts:
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
+        metrics: dict[str, float] = {}
         while True:
             with (
                 self.features.around_rollout(),
@@ -245,7 +246,7 @@ class Rollouts:
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
             ):
                 policy = getattr(policy, "_orig_mod", policy)  # compiled: other names, and slow at new lengths
-                metrics = self.sync(policy, position.optimizer_step)
+                metrics |= self.sync(policy, position.optimizer_step)  # the second time there is nothing to do
                 if not position.round:
                     self.features.call("weights_synced", policy, position)
                 if self.upcoming is not None and position.is_training:
