@@ -46,6 +46,15 @@ def test_what_belongs_to_an_estimator_is_set_and_what_contradicts_it_is_refused(
             ({"num_generations": 1}, row.needs_group),
             ({"kl_placement": "reward", "beta": 0.1}, not row.reads_token_rewards),
             ({"separate_process_advantages": True}, row.needs_critic),
+            (
+                {
+                    "kl_placement": "reward",
+                    "beta": 0.1,
+                    "separate_process_advantages": True,
+                    "outcome_reward_weight": 0,
+                },
+                True,
+            ),
         ):
             expected = pytest.raises(ValueError, match=next(iter(option))) if refused else contextlib.nullcontext()
             with expected:

@@ -197,6 +197,11 @@ CLASHES = (
         "this changes nothing. Set beta > 0 (0.001 is usual), or remove kl_placement.",
     ),
     Clash.of(
+        {"kl_placement": ("reward",), "separate_process_advantages": (True,), "outcome_reward_weight": (0,)},
+        "the KL penalty belongs to the outcome there and would count 0, too. Set outcome_reward_weight above 0, or "
+        "kl_placement='loss'.",
+    ),
+    Clash.of(
         {"separate_process_advantages": (True,), "advantage_estimator": ()},
         "the critic's values belong to the sum of both. Set separate_process_advantages=False and weigh the rewards "
         "instead (process_reward_weight, outcome_reward_weight).",
