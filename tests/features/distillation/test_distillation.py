@@ -11,6 +11,7 @@ from agent_r1_trl.features.distillation import SelfDistillation
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.learning.tasks import LockedKeyDoorEnv, Progress, _config, tiny_tokenizer
+from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import loss_and_gradients, make_trainer, questions, scored_batch, step_gradients
 
@@ -154,6 +155,21 @@ def second(returns):
 
 def again(view):
     return [*view.prompt_messages, {"role": "user", "content": "again"}]
+
+
+def test_a_rewritten_row_has_no_teacher_though_the_row_before_it_has_no_token_to_train(tmp_path):
+    def mute_at_first(generator):
+        script, decode = generator._script, make_tokenizer("qwen3").decode
+        generator._script = lambda request: script(request) if "again" in decode(request.prompt_ids) else []
+        return generator
+
+    options = {"context.policy": again, "wrap_generator": mute_at_first}
+    batch = scored_batch(trainer := make(tmp_path, SelfDistillation("hint"), **options))
+    rows = trainer.last_batch.training_rows
+    assert all(
+        row.prompt_ids != trainer.last_trajectories[i].prompt_ids for i, row in zip(rows.index, rows.rows, strict=True)
+    )
+    assert not batch["distillation/has_teacher"].any()
 
 
 @pytest.mark.parametrize(

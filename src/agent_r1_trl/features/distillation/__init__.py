@@ -164,12 +164,12 @@ class SelfDistillation(RolloutCallback):
         A row whose context was rewritten has none, nor one that with its hint is longer than the model's context.
         """
         prompts = [self._hinted(*pair) for pair in zip(trajectories, self.hints(trajectories), strict=True)]
-        is_first = output["is_first_row"].tolist()
         most = self.trainer.rollouts.limits.max_model_length or math.inf
         chosen = [
             number
             for number, index in enumerate(rows.index.tolist())
-            if index >= 0 and is_first[number] and trajectories[index].in_baseline
+            if index >= 0 and trajectories[index].in_baseline
+            if rows.rows[number].prompt_ids == trajectories[index].prompt_ids
             if (prompt := prompts[index]) and len(prompt) + len(rows.rows[number].completion_ids) <= most
         ]
         device, places = output["completion_mask"].device, torch.tensor(chosen, dtype=torch.long)
@@ -178,7 +178,7 @@ class SelfDistillation(RolloutCallback):
         log_probs = self.trainer.score_tokens(hinted, [rows.rows[n].completion_ids for n in chosen], kept)
         teacher = torch.zeros(output["completion_mask"].shape, device=device)
         teacher[places.to(device), : log_probs.shape[1]] = log_probs.float()
-        has_teacher = torch.zeros(len(is_first), dtype=torch.bool, device=device)
+        has_teacher = torch.zeros(len(rows), dtype=torch.bool, device=device)
         has_teacher[places.to(device)] = True
         share = self.trainer.accelerator.reduce(has_teacher.float().mean(), reduction="mean")
         self.trainer.add_metrics({f"{self.name}/hinted_share": share.item()})
