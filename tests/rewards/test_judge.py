@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -312,6 +313,27 @@ def test_an_environment_is_scored_by_it_and_fails_with_the_judge():
             asyncio.run(judge(url, ranking=True).outcome(two_turns()))
         with pytest.raises(ValueError, match=r"JudgeReward\.turns=True: .* Use turn_reward_funcs"):
             asyncio.run(judge(url, turns=True).outcome(two_turns()))
+
+
+def test_trajectories_that_ask_by_themselves_share_the_limit_of_requests_at_once():
+    running, most = set(), []
+
+    def score(text):
+        running.add(me := threading.get_ident())
+        most.append(len(running))
+        time.sleep(0.05)
+        running.discard(me)
+        return len(text)
+
+    async def ask(reward):
+        await asyncio.gather(*(reward.outcome(two_turns(), {}) for _ in range(6)))
+
+    with judge_server(score) as (url, _):
+        for limit in (6, 2):
+            most.clear()
+            asyncio.run(ask(judge(url, max_concurrency=limit)))
+            assert 1 < max(most) <= limit
+        assert max(most) == 2
 
 
 @pytest.mark.parametrize(

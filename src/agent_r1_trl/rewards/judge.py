@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -292,7 +293,7 @@ class JudgeReward:
         """A verdict on each (task, texts)."""
         import openai
 
-        key, gate = os.environ.get(self.key_env or ""), asyncio.Semaphore(self.max_concurrency)
+        key, gate = os.environ.get(self.key_env or ""), _gate(self, asyncio.get_running_loop())
         rules().note({"api_key": key or ""})  # masked wherever a server or an error repeats it
         client = openai.AsyncOpenAI(
             base_url=self.url, api_key=key or "none", max_retries=self.max_retries, timeout=self.timeout_s
@@ -337,6 +338,12 @@ class JudgeReward:
 
     def _cost(self, num_read: int, num_written: int) -> float:
         return (num_read * self.input_price + num_written * self.output_price) / 1e6
+
+
+@functools.lru_cache(64)
+def _gate(judge: JudgeReward, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    """What all requests of a judge pass on an event loop, where each trajectory may ask by itself (`outcome`)."""
+    return asyncio.Semaphore(judge.max_concurrency)
 
 
 def read_scores(answer: Any, num: int, best: float) -> Verdict:
