@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import Qwen2Config
+from transformers import MambaConfig, Qwen2Config
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.features.doctor import memory_command
@@ -171,6 +171,11 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
 def test_a_mistake_is_refused(model, options, names, refusal):
     given = [] if "--model_name_or_path" in " ".join([*options, names]) else ["--model_name_or_path", model]
     assert names in refusal("memory", *given, *options)
+
+
+def test_a_model_without_attention_is_not_estimated(tmp_path, refusal):
+    MambaConfig().save_pretrained(tmp_path)
+    assert "mamba has no attention" in refusal("memory", "--model_name_or_path", str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
