@@ -8,6 +8,8 @@ import asyncio
 import functools
 import random
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
@@ -655,6 +657,38 @@ def test_a_cache_may_be_shared():
 def test_findings_are_not_repeated(broken):
     found = problems(broken, EXAMPLES * 3)
     assert len({(item.level, item.check) for item in found}) == len(found) == 1
+
+
+def test_every_environment_is_closed_and_may_come_from_an_async_function():
+    is_open = set()
+
+    class Counted(GoodEnv):
+        def __init__(self):
+            super().__init__()
+            is_open.add(id(self))
+
+        def close(self):
+            is_open.discard(id(self))
+
+    async def make():
+        return Counted()
+
+    for factory in (Counted, make):
+        assert problems(factory) == [] and not is_open
+
+
+def test_no_method_is_blamed_for_what_the_schemas_of_tools_import():
+    code = """if True:
+        import sys
+        from agent_r1_trl import ToolEnv, check_env
+
+        class Looks(ToolEnv):
+            def reset(self, example):
+                assert "transformers.utils" in sys.modules
+                return super().reset(example)
+
+        assert check_env(Looks, timeout_s=60) == []"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_calls_above_the_limit_of_a_turn_need_no_message_each():

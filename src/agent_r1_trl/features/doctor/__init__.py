@@ -7,7 +7,7 @@ It runs the same code as a rollout, on scripts.
     findings = run_doctor("Qwen/Qwen3-0.6B", env=MyEnv, examples=dataset)
     rich.print(render(findings))
 
-`check_env` checks an environment alone and loads neither torch nor transformers.
+`check_env` checks an environment alone; importing it loads neither torch nor transformers.
 """
 
 from __future__ import annotations

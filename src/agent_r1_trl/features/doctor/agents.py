@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.features import feature
 from agent_r1_trl.features.doctor.environment import NONSENSE, _answer, _broken_calls, _valid_messages
 from agent_r1_trl.features.doctor.episodes import Caller
@@ -133,9 +134,14 @@ class _AgentRun:
 
 def is_agent(make: Callable[[], Any], timeout_s: float) -> bool:
     """Whether this makes agents; False if it makes nothing, which the checks of environments report."""
+
+    def drives() -> bool:
+        with made_and_closed(make) as env:
+            return hasattr(env, "drive")
+
     with contextlib.closing(Caller(timeout_s)) as caller:
-        made = caller.call("making the environment", shared_pool(8).run(make, thread=OwnThread()))
-    return hasattr(made.value, "drive")
+        made = caller.call("making the environment", shared_pool(8).run(drives, thread=OwnThread()))
+    return bool(made.value)
 
 
 def examine_agent(

@@ -479,15 +479,14 @@ def _start_rows(report: Report, env: Any, rows: list[dict[str, Any]]) -> list[St
     """
     starts: list[Start] = []
     trial = EnvTrial(rows=rows, caller=Caller(_START_S), make=functools.partial(make_env, env))
-    with contextlib.closing(trial.caller):
+    with contextlib.closing(trial.caller), contextlib.closing(trial):
         for number, row in enumerate(rows):
-            session, started = trial.start(row)
+            _, started = trial.start(row)
             if started.failure:
                 text = f"Row {number} of the data set cannot be started: {started.failure}."
                 report.error("reset", text, "Correct or drop the row: reset must work for every one.")
                 break
             starts.append(started.value)
-            trial.caller.call("close", session.close())
     return starts
 
 

@@ -1,7 +1,7 @@
 """check_env: a linter for environments and their tools, to run before money is spent.
 
 It runs short episodes with good, bad and odd assistant messages and reports what would break training, teach the
-wrong thing, or leak from one trajectory into another. It loads neither torch nor transformers.
+wrong thing, or leak from one trajectory into another. Importing it loads neither torch nor transformers.
 
     for finding in check_env(MyEnv, dataset):
         print(finding.level, finding.message, finding.fix)
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.episodes import (
@@ -34,7 +35,7 @@ from agent_r1_trl.features.doctor.episodes import (
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.rewards import check_golds
 from agent_r1_trl.settings import Count, Seconds, check_value
-from agent_r1_trl.tools import Tool
+from agent_r1_trl.tools import Tool, shared_pool
 from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Message, StopReason, ToolErrorKind
 
@@ -88,6 +89,8 @@ def examine_env(
     timeout_s: float = TIMEOUT_S,
 ) -> list[Finding]:
     """As `check_env`, with one finding of level "ok" or "skipped" from every check that found nothing."""
+    import transformers.utils  # noqa: F401 - schemas of tools need it, and `reset` would wait for it
+
     from agent_r1_trl.features.doctor.agents import examine_agent, is_agent  # they import these checks
 
     check_value("num_episodes", num_episodes, Count)
@@ -120,7 +123,19 @@ def examine_env(
 
 def _check_construction(trial: EnvTrial) -> None:
     report = trial.report
-    if trial.new(OwnThread()) is trial.new(OwnThread()):
+
+    def are_one() -> bool:
+        with made_and_closed(trial.make) as first, made_and_closed(trial.make) as second:
+            return first is second
+
+    made = trial.caller.call("making the environment", shared_pool(8).run(are_one, thread=OwnThread()))
+    if made.failure:
+        fix = (
+            "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...). "
+            "TRL's classes need reset(self, **row), and type hints and docstrings on their tools."
+        )
+        trial.stop("construction", f"No environment could be made: {made.failure}.", fix)
+    if made.value:
         text = "The factory returns the same object every time: all trajectories would act in one environment."
         trial.stop("construction", text, "Return a new instance from it, or pass the class itself.")
     report.ok("construction", "Every trajectory gets an instance of its own.")
@@ -288,7 +303,7 @@ def _goes_on_to_the_end(trial: EnvTrial, episode: EnvEpisode, tools: Sequence[To
 
 def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
     """Finished, cut and empty trajectories of every row: is each scored, and does not answering earn no more?"""
-    report, env = trial.report, trial.new(OwnThread())
+    report, env = trial.report, trial.fresh(trial.rows[0])[0].env
     own, is_tried, is_wrong = getattr(type(env), "outcome_reward", None), False, False
     if not hasattr(env, "outcome_reward"):
         text = f"{type(env).__name__} has no outcome_reward: finished trajectories earn nothing from it."

@@ -1,6 +1,6 @@
 """Acting in an environment as a rollout does, with a time limit, and what is wrong with a step, a prompt or a tool.
 
-It is shared by `check_env` and the doctor. It loads neither torch nor transformers.
+It is shared by `check_env` and the doctor. Importing it loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from agent_r1_trl.features.doctor.report import Level, Report, describe_error
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout import Draft, EnvironmentFailure, EnvSession, RolloutRequest
 from agent_r1_trl.rollout.runner import LoopThread
-from agent_r1_trl.tools import Tool, as_tool, shared_pool
-from agent_r1_trl.tools.pool import OwnThread
+from agent_r1_trl.tools import Tool, as_tool
 from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory
 
 DESCRIBE = (
@@ -111,17 +110,6 @@ class EnvTrial:
         """Report what nothing further can be checked after."""
         self.report.add(level, check, message, fix)
         raise Stopped
-
-    def new(self, thread: OwnThread) -> Any:
-        """Make a fresh environment on a thread."""
-        made = self.caller.call("making the environment", shared_pool(8).run(self.make, thread=thread))
-        if made.failure:
-            fix = (
-                "Pass a class or function that works without arguments, e.g. functools.partial(MyEnv, argument=...). "
-                "TRL's classes need reset(self, **row), and type hints and docstrings on their tools."
-            )
-            self.stop("construction", f"No environment could be made: {made.failure}.", fix)
-        return made.value
 
     def start(self, row: dict[str, Any]) -> tuple[EnvSession, CallOutcome]:
         """Make a fresh environment, driven as in a rollout; returns it and the outcome of its `reset(row)`."""
