@@ -112,6 +112,13 @@ def test_a_saved_model_folder_has_no_findings(tmp_path):
     assert flagged(examine(str(tmp_path))) == flagged(examine(tmp_path)) == []
 
 
+def test_the_positions_are_those_of_the_model_and_not_what_its_tokenizer_says(tmp_path):
+    tokenizer = make_tokenizer("llama3")
+    tokenizer.model_max_length = 16
+    folder = save_model(tmp_path, tokenizer, max_position_embeddings=512)
+    assert flagged(examine(folder, examples=[{"prompt": "hello " * 20}], tools=[])) == []
+
+
 def save_model(folder, tokenizer, **sizes) -> str:
     config = LlamaConfig(**LLAMA | {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id} | sizes)
     LlamaForCausalLM(config).save_pretrained(folder)

@@ -39,6 +39,7 @@ from agent_r1_trl.features.doctor.report import Finding, Report, describe_error,
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.context_policies import STRIP_POLICY
+from agent_r1_trl.rollout.limits import context_length
 from agent_r1_trl.tools import Tool, as_tool
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
@@ -175,7 +176,7 @@ def _load_subject(report: Report, given: Any, trust_remote_code: bool) -> Subjec
         with contextlib.suppress(Exception):  # a folder with a tokenizer alone can be examined as well
             text_config = AutoConfig.from_pretrained(given, **options).get_text_config()
             subject.num_embeddings = getattr(text_config, "vocab_size", None)
-            subject.max_length = getattr(text_config, "max_position_embeddings", None)
+            subject.max_length = context_length(text_config)
         with contextlib.suppress(Exception):
             eos = GenerationConfig.from_pretrained(given).eos_token_id
             subject.eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -185,8 +186,8 @@ def _load_subject(report: Report, given: Any, trust_remote_code: bool) -> Subjec
         return None
     tokenizer = getattr(subject.tokenizer, "tokenizer", subject.tokenizer)
     length = getattr(tokenizer, "model_max_length", None)
-    if isinstance(length, int) and length < 10**9:
-        subject.max_length = min(length, subject.max_length or length)
+    if subject.max_length is None and isinstance(length, int) and length < 10**9:  # of some models it is far too low
+        subject.max_length = length
     return subject
 
 
