@@ -9,6 +9,7 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.reliability.learning import LearningReport
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
+from agent_r1_trl.rewards import required
 from agent_r1_trl.tools import tool
 from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer
@@ -65,6 +66,18 @@ def test_the_first_rollout_without_a_difference_is_named_once(tmp_path, env, sai
     assert not [text for text in messages[:first] if "skipped" in text], "the cause comes first"
     summary = trainer.features["learning"].summary()
     assert "4 of 4 rollouts (100%)" in summary and "the model has learned nothing" in summary
+
+
+def test_a_rollout_that_nobody_scored_says_nothing_of_the_one_before_it(tmp_path):
+    verdicts = iter([0.0, None])
+
+    @required
+    def judged(completions, **columns):
+        return [next(verdicts)] * len(completions)
+
+    trainer = make_trainer(tmp_path, reward_funcs=[judged], max_steps=2, sampling={"filter_groups": "top_p"})
+    trainer.train()
+    assert "0 of 1 rollouts" in trainer.features["learning"].summary()
 
 
 def test_rewards_that_differ_are_no_news(tmp_path, caplog):

@@ -91,10 +91,10 @@ class LearningReport(RolloutCallback):
 
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
         """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
-        position, kept = batch.position, batch.is_kept
+        position, kept, num = batch.position, batch.is_kept, len(self.rollouts)
         self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
         is_skipped = not any(gather_object([kept is None or bool(kept.any())]))
-        if is_skipped and self.rollouts:  # the filter kept none of its groups
+        if is_skipped and len(self.rollouts) > num:  # the filter kept none of its groups
             self.rollouts[-1] = self.rollouts[-1]._replace(teaches=False)
 
     def end_run(self) -> None:
