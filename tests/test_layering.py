@@ -317,7 +317,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/games": (1280, 8),
     "features/hub": (970, 7),
     "features/inspector": (819, 5),
-    "features/journal": (1302, 9),
+    "features/journal": (1310, 9),
     "features/reliability": (1424, 9),
     "features/sampling": (762, 7),
     "features/sandbox": (1570, 8),

@@ -232,6 +232,7 @@ def test_forms_of_trl_earn_the_same_when_they_come_from_the_journal(tmp_path, fo
         (length_of, False),
         (calls_of, True),
         (lambda completions, **kwargs: [len(kwargs["environments"])], True),
+        (lambda completions, **kwargs: [kwargs["environments"][i] for i in range(2)], True),
         (type("Scorer", (), {"__call__": lambda self, environments, **kwargs: []})(), True),
         (type("Scorer", (), {"__call__": lambda self, completions, **kwargs: []})(), False),
         (torch.nn.Linear(1, 1), False),

@@ -14,9 +14,10 @@ import hashlib
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -281,6 +282,13 @@ def reads_environments(functions: Sequence[Any]) -> bool:
             function = type(function).__call__
         code = getattr(function, "__code__", None)
         # Without code nothing is known; with it, the name stands among its arguments, or its texts (kwargs["..."]).
-        if code is None or "environments" in (*code.co_varnames, *code.co_consts, *code.co_names):
+        if code is None or "environments" in _words(code):
             return True
     return False
+
+
+def _words(code: CodeType) -> Iterator[Any]:
+    """Names and constants of a function, those of comprehensions and functions in it included."""
+    yield from (*code.co_varnames, *code.co_consts, *code.co_names)
+    for inner in code.co_consts:
+        yield from _words(inner) if isinstance(inner, CodeType) else ()
