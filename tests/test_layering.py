@@ -311,7 +311,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "evaluation": (1194, 7),
     "features/__init__.py": (132, 1),
     "features/distillation": (223, 1),
-    "features/doctor": (2265, 9),
+    "features/doctor": (2261, 9),
     "features/doors": (2646, 12),
     "features/echo_trap": (1887, 9),
     "features/games": (1280, 8),

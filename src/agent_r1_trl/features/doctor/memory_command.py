@@ -94,15 +94,11 @@ def read_setup(argv: Sequence[str]) -> MemorySetup:
     try:  # from the Hub only config.json is fetched
         options = {"revision": model.model_revision, "trust_remote_code": settings["trust_remote_code"]}
         config = AutoConfig.from_pretrained(name, **options)
-        has_attention = hasattr(config.get_text_config(), "num_attention_heads")
-        shape = read_shape(config, get_peft_config(model)) if has_attention else None
+        shape = read_shape(config, get_peft_config(model))
     except (OSError, ValueError) as error:
         raise UsageError(model_problem(name, error)) from error
-    if shape is None:
-        raise UsageError(
-            f"model_name_or_path={name!r}: {config.model_type} has no attention and is not estimated. Choose "
-            "another model, or train without an estimate."
-        )
+    except AttributeError as error:  # of models without attention
+        raise UsageError(f"model_name_or_path={name!r}: not estimated ({error}). Choose another model.") from error
     if settings["dtype"] == "auto":
         settings["dtype"] = str(config.dtype or "float32").removeprefix("torch.")
 
