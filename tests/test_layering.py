@@ -310,7 +310,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "environments": (1358, 8),
     "evaluation": (1194, 7),
     "features/__init__.py": (132, 1),
-    "features/distillation": (223, 1),
+    "features/distillation": (224, 1),
     "features/doctor": (2261, 9),
     "features/doors": (2646, 12),
     "features/echo_trap": (1887, 9),

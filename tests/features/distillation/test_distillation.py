@@ -120,6 +120,11 @@ def test_the_teacher_reads_the_hint_and_the_term_is_the_one_of_the_docstring(tmp
     assert trainer._metrics["train"]["distillation/hinted_share"] == [0.5]
 
 
+def test_the_hinted_share_is_one_of_trajectories_whatever_their_rows(tmp_path):
+    batch = scored_batch(trainer := make(tmp_path, SelfDistillation("hint"), **{"context.policy": again}))
+    assert len(batch["tool_mask"]) > 8 and trainer._metrics["train"]["distillation/hinted_share"] == [0.5]
+
+
 def test_siblings_learn_from_the_best_of_their_group(tmp_path):
     distillation = SelfDistillation(text=" Like {hint}!")
     trainer = make(tmp_path, distillation)

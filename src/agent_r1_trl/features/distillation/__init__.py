@@ -180,7 +180,8 @@ class SelfDistillation(RolloutCallback):
         teacher[places.to(device), : log_probs.shape[1]] = log_probs.float()
         has_teacher = torch.zeros(len(rows), dtype=torch.bool, device=device)
         has_teacher[places.to(device)] = True
-        share = self.trainer.accelerator.reduce(has_teacher.float().mean(), reduction="mean")
+        share = torch.tensor(len({*rows.index[places].tolist()}) / len(trajectories), device=device)
+        share = self.trainer.accelerator.reduce(share, reduction="mean")
         self.trainer.add_metrics({f"{self.name}/hinted_share": share.item()})
         is_action = pad_tokens(rows.rows, "action_mask", 0, teacher.shape[1]).bool().to(device)
         columns = {"teacher": teacher, "is_action": is_action, "has_teacher": has_teacher}
