@@ -49,6 +49,20 @@ class GoodEnv(ToolEnv):
         return float("Paris" in trajectory.final_text)
 
 
+def test_every_environment_is_closed():
+    is_open = set()
+
+    class Counted(GoodEnv):
+        def __init__(self):
+            super().__init__()
+            is_open.add(id(self))
+
+        def close(self):
+            is_open.discard(id(self))
+
+    assert not flagged(examine(make_tokenizer("qwen2_5"), env=Counted)) and not is_open
+
+
 # Families whose published templates drop the reasoning of earlier turns, and for which TRL ships no other template.
 DROPPING = ("gemma4", "gemma4_v5", "gptoss")
 

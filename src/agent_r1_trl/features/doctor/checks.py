@@ -31,6 +31,7 @@ from agent_r1_trl.chat.checks import (
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.templates import suggestion
 from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.environments.factory import tool_schemas
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv
 from agent_r1_trl.features.doctor.agents import examine_agent, is_agent
 from agent_r1_trl.features.doctor.environment import DEFAULT_EXAMPLE, NUM_EPISODES, TIMEOUT_S, examine_env
@@ -40,7 +41,7 @@ from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 from agent_r1_trl.rollout.limits import context_length
-from agent_r1_trl.tools import Tool, as_tool
+from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
 _NUM_PROMPTS = 64  # examples whose prompts are measured
@@ -495,8 +496,7 @@ def _schemas(env: Any, starts: list[Start]) -> list[Schema]:
     """Schemas of the tools of all rows, each once; those of a fresh environment where no row was started."""
     found = [schema for _, schemas in starts for schema in schemas]
     if not found and env is not None:
-        with contextlib.suppress(Exception):
-            found = [as_tool(item).schema for item in getattr(make_env(env), "tools", None) or ()]
+        found = tool_schemas(functools.partial(make_env, env))
     return list({schema["function"]["name"]: schema for schema in reversed(found)}.values())[::-1]
 
 
