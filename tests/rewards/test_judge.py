@@ -201,6 +201,15 @@ def test_the_cost_never_exceeds_its_limit_also_while_calls_are_in_flight():
         assert scored(reward, "e")[0] == [0.1], "two calls were cheaper than they might have been"
 
 
+@pytest.mark.parametrize("usage", [{"prompt_tokens": 3}, {"prompt_tokens": 3, "completion_tokens": None}, None])
+def test_a_server_that_does_not_count_has_cost_the_most_and_its_verdict_counts(usage):
+    status, answer = whole(verdict(5))
+    with judge_server(faults=[(status, answer | {"usage": usage})]) as (url, _):
+        metrics = {}
+        assert scored(judge(url, output_price=1e6, max_tokens=9), "a", log_metric=metrics.__setitem__)[0] == [0.5]
+    assert metrics["judge/cost"] == 9.0
+
+
 @pytest.mark.parametrize(("cache", "calls"), [(None, 2), ("judge.sqlite", 1)])
 def test_what_is_logged_counts_the_calls_of_all_ranks_of_which_the_trainer_takes_the_mean(
     tmp_path, monkeypatch, cache, calls

@@ -322,8 +322,10 @@ class JudgeReward:
         try:
             async with asyncio.timeout((self.max_retries + 1) * (self.timeout_s + MAX_RETRY_WAIT_S)):
                 record = (await client.post("/chat/completions", body=body, cast_to=httpx.Response)).json()
-            if used := record.get("usage"):
-                cost = self._cost(used["prompt_tokens"], used["completion_tokens"])
+            used = record.get("usage") or {}
+            num_read, num_written = used.get("prompt_tokens"), used.get("completion_tokens")
+            if num_read is not None and num_written is not None:
+                cost = self._cost(num_read, num_written)
             verdict = read_scores(record["choices"][0]["message"]["content"], num, self.max_score)
         except openai.APIStatusError as error:
             cost = 0.0
