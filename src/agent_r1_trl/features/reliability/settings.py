@@ -37,7 +37,7 @@ class OutageSettings(SettingsGroup):
     max_failure_rise: Share = setting(
         0.3,
         "How much the share of a tool's calls that fail may rise above that of its past, before the tool is asked "
-        "whether it is down. The model's own mistakes do not count. 1.0: as much as it likes.",
+        "whether it is down. The model's own mistakes do not count. 1.0 disables the check.",
     )
     min_calls: Count = setting(8, "Number of calls, on all processes, over which a tool is judged at least.")
     max_wait: NotNegative = setting(
