@@ -307,7 +307,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "chat": (2538, 11),
     "cli": (3192, 15),
     "critic": (561, 2),
-    "environments": (1358, 8),
+    "environments": (1356, 8),
     "evaluation": (1194, 7),
     "features/__init__.py": (132, 1),
     "features/distillation": (224, 1),
