@@ -107,6 +107,15 @@ def test_a_spent_budget_is_said_twice_then_refused_and_then_the_trajectory_ends(
     assert trajectory.info.get("agent/raised", 0) == 0
 
 
+def test_of_more_calls_at_once_than_turns_are_left_those_that_fit_are_answered():
+    async def agent(door, example):
+        asked = [ask(door, [{"role": "user", "content": f"Part {part}"}]) for part in range(9)]
+        return sum(said["content"] == "It is five." for said in await asyncio.gather(*asked))
+
+    trajectory, _ = checked(agent, ANSWER, max_turns=3, delay_s=0.2)
+    assert len(trajectory.turns) == 3 == trajectory.outcome_reward
+
+
 def test_an_agent_that_answers_after_its_budget_keeps_its_reward_and_the_limits_stop_reason():
     async def agent(door, example):
         said = await ask(door, example["prompt"])

@@ -157,6 +157,11 @@ class AgentSession:
 
     # ---------------------------------------------------------------- what a call may spend
 
+    @property
+    def _num_in_flight(self) -> int:
+        """Calls that are to be turns, and whose clients wait."""
+        return sum(call.is_trained and call.is_waited_for for calls in self._calls.values() for call in calls)
+
     def _max_tokens(self, context: HeldContext, asked: Asked, *, is_trained: bool) -> int | None:
         """How many tokens may be sampled; None for a final text in their place."""
         draft, limits = self._draft, self._limits
@@ -166,15 +171,14 @@ class AgentSession:
             return min(room, asked.max_tokens or room)
         if not draft.turns:  # so that a trajectory without a turn has a prompt
             draft.prompt_messages, draft.prompt_ids = context.messages, context.ids
-        calls = [call for calls in self._calls.values() for call in calls if call.is_trained and call.is_waited_for]
         num_spent = 0 if not draft.turns else draft.lengths[1] + len(context.delta)
         budget = limits.turn_budget(len(context.ids) - num_spent, num_spent)
-        if len(draft.turns) + len(calls) >= limits.max_turns:
+        if len(draft.turns) + self._num_in_flight >= limits.max_turns:
             if self.limit is None and budget > 0:
                 self._go_on(context)  # what was observed last is part of the trajectory
             return self._refuse(StopReason.MAX_TURNS, len(context.ids))
         if budget < 1:
-            is_first = not draft.turns and not calls
+            is_first = not draft.turns and not self._num_in_flight
             limit = StopReason.PROMPT_TOO_LONG if is_first else StopReason.MAX_COMPLETION_LENGTH
             assert limits.max_completion_length is not None
             return self._refuse(limit, len(context.ids), may_shorten=num_spent < limits.max_completion_length)
@@ -183,7 +187,7 @@ class AgentSession:
     def _refuse(self, limit: StopReason, num_tokens: int, *, may_shorten: bool = False) -> int | None:
         """Answer with a final text, or refuse; `may_shorten`: a shorter conversation could go on."""
         self.limit = self.limit or limit
-        self._num_refused += 1
+        self._num_refused += not self._num_in_flight  # one of many at once has not heard yet that there are too many
         is_end = limit is StopReason.PROMPT_TOO_LONG or self._num_refused >= NUM_REFUSALS
         if is_end and not self.over.done():
             self.over.set_result(self.limit)
