@@ -114,6 +114,7 @@ def test_of_more_calls_at_once_than_turns_are_left_those_that_fit_are_answered()
 
     trajectory, _ = checked(agent, ANSWER, max_turns=3, delay_s=0.2)
     assert len(trajectory.turns) == 3 == trajectory.outcome_reward
+    assert trajectory.stop_reason is StopReason.MAX_TURNS  # though others were heard after the limit was met
 
 
 def test_an_agent_that_answers_after_its_budget_keeps_its_reward_and_the_limits_stop_reason():

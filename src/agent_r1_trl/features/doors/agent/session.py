@@ -229,6 +229,8 @@ class AgentSession:
         call = _SampledCall(asked, context, is_trained, connection, task, is_main)
         task.add_done_callback(lambda task: self._look_at(call))
         same.append(call)
+        if is_trained:
+            self.limit = None  # there was room for it
         if is_main:
             self._main = call
         self._draft.enter(f"turn {len(self._draft.turns)}: generation")
@@ -292,7 +294,8 @@ class AgentSession:
             names = {tool["function"]["name"] for tool in context.tools}
             self._turns[identity], self._heard[held] = turn, (turn, time.perf_counter(), names)
             self._main = held if self._main is call else self._main
-            self.limit = StopReason.MAX_COMPLETION_LENGTH if is_cut and limits.room(*draft.lengths) < 1 else None
+            if is_cut and limits.room(*draft.lengths) < 1:
+                self.limit = StopReason.MAX_COMPLETION_LENGTH
             if context.drift:
                 self._count(f"drift/{context.drift}", agent_drift=context.difference)
             if call.asked.overridden:
