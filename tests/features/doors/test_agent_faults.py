@@ -127,6 +127,17 @@ def test_an_agent_that_answers_after_its_budget_keeps_its_reward_and_the_limits_
     assert trajectory.stop_reason is StopReason.MAX_TURNS and trajectory.outcome_reward == 0.5
 
 
+def test_an_agent_that_rewards_every_answer_may_reward_the_one_that_says_that_its_budget_is_spent():
+    async def agent(door, example):
+        for number in range(2):
+            _, answer, _ = await post(door, {"messages": [{"role": "user", "content": f"Part {number}"}]})
+            door.reward(answer["id"], 0.25)
+        return 1.0
+
+    trajectory, _ = checked(agent, ANSWER, max_turns=1)
+    assert trajectory.total_reward == 1.25 and trajectory.stop_reason is StopReason.MAX_TURNS
+
+
 def test_a_conversation_that_is_too_long_for_the_model_may_be_shortened():
     async def agent(door, example):
         await ask(door, example["prompt"])

@@ -68,7 +68,7 @@ class Door:
         """Reward one call, beside the outcome.
 
         Args:
-            answer: of the call, or its `id`.
+            answer: of the call, or its `id`. The text that says that the budget is spent earns nothing.
             value: is added to the turn's reward.
             name: of the part, in metrics.
 

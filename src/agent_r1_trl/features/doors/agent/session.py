@@ -37,6 +37,8 @@ MODEL = "policy"
 NUM_FINAL_TEXTS, NUM_REFUSALS = 2, 4
 """How many requests after the budget is spent are answered with a text, and how many there may be in all."""
 SPENT = "The budget of this task is spent. Give your final answer."
+FINAL = "chatcmpl-end"
+"""Id of that text, which is no turn."""
 GONE = "This trajectory has ended; its key is of no use any more."
 _warned: set[str] = set()
 
@@ -104,6 +106,8 @@ class AgentSession:
 
     def reward(self, identity: str, value: float, name: str) -> None:
         """Add to the reward of the turn with this answer."""
+        if identity == FINAL:
+            return
         turn = self._turns[identity]
         turn.reward += value
         turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + value
@@ -132,7 +136,7 @@ class AgentSession:
         if call is None:
             max_tokens = self._max_tokens(context, asked, is_trained=is_trained)
             if max_tokens is None:
-                return completion("chatcmpl-end", MODEL, {"content": SPENT}, "length", len(context.ids), 0)
+                return completion(FINAL, MODEL, {"content": SPENT}, "length", len(context.ids), 0)
             call = self._start(context, asked, connection, max_tokens, is_trained=is_trained)
         call.connection = connection
         await asyncio.wait({call.task})
