@@ -154,6 +154,12 @@ def test_a_program_that_hangs_ends_with_its_trajectory_and_so_do_its_children(tm
     assert trajectory.stop_reason is StopReason.TIMEOUT and len(pids) == 2 and not any(map(alive, pids))
 
 
+def test_a_program_that_ends_is_not_held_up_by_what_it_has_started(tmp_path):
+    text = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print(1)"
+    trajectory, _ = checked(program(tmp_path, text), THREE[2:], rollout_timeout=20)
+    assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome_reward == 1.0
+
+
 def alive(pid):
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 

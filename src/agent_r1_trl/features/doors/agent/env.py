@@ -10,8 +10,9 @@ import json
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import IO, Any
 
 from agent_r1_trl.environments.reward_values import read_number, read_outcome
 from agent_r1_trl.features.doors.agent.server import DoorServer, server_here
@@ -249,21 +250,29 @@ async def run_command(command: Sequence[str], door: Any, example: dict[str, Any]
         RuntimeError: it ended with another exit code than 0.
     """
     found = {"OPENAI_BASE_URL": door.base_url, "OPENAI_API_KEY": door.api_key, "OPENAI_MODEL": door.model}
-    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    process = await asyncio.create_subprocess_exec(*command, **pipes, env=os.environ | found, start_new_session=True)
-    try:
-        row = json.dumps(example, ensure_ascii=False, default=str).encode(errors="replace")
-        output, errors = await process.communicate(row)
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await process.communicate()  # so that its pipes are closed
+    with contextlib.ExitStack() as stack:
+        # Files, because a pipe does not end before all have ended that it was handed on to.
+        files: Any = {name: stack.enter_context(tempfile.TemporaryFile()) for name in ("stdin", "stdout", "stderr")}
+        files["stdin"].write(json.dumps(example, ensure_ascii=False, default=str).encode(errors="replace"))
+        files["stdin"].seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command, **files, env=os.environ | found, start_new_session=True
+        )
+        try:
+            await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it has started
+            await process.wait()
+        output, errors = (_text_of(files[name]) for name in ("stdout", "stderr"))
     if process.returncode:
-        told = errors.decode(errors="replace").strip()[-MAX_ERROR_CHARS:]
-        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}. {told}")
-    last = next(reversed(output.decode(errors="replace").strip().splitlines()), "")
+        raise RuntimeError(f"{command[0]} ended with exit code {process.returncode}. {errors[-MAX_ERROR_CHARS:]}")
+    last = next(reversed(output.splitlines()), "")
     with contextlib.suppress(ValueError):
         return json.loads(last)
     return last
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace").strip()
