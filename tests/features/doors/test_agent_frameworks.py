@@ -1,5 +1,6 @@
 """Agents of other frameworks and command lines, unchanged."""
 
+import asyncio
 import functools
 import sys
 import textwrap
@@ -182,6 +183,18 @@ def test_many_agents_on_threads_and_on_the_loop_play_at_a_time():
 
     trajectories, recorder = roll_out(plain, THREE[2:], examples=40, delay_s=0.5)
     assert {item.outcome_reward for item in trajectories} == {1.0} and recorder.generator.most_running > 20
+
+
+def test_a_plain_agent_may_run_async_code_in_event_loops_of_its_own():
+    async def said(door, example):
+        answer = await door.async_client.chat.completions.create(model="policy", messages=example["prompt"])
+        return answer.choices[0].message.content
+
+    def agent(door, example):
+        return float([asyncio.run(said(door, example)) for _ in range(2)] == ["five"] * 2)
+
+    trajectories, _ = roll_out(agent, THREE[2:], examples=4)
+    assert [item.outcome_reward for item in trajectories] == [1.0] * 4
 
 
 @pytest.mark.parametrize("is_async", [True, False])

@@ -8,6 +8,7 @@ import contextvars
 import functools
 import logging
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ class DoorServer:
     def __init__(self) -> None:
         self.sessions: dict[str, AgentSession] = {}
         self._ended: dict[str, None] = {}
+        self._clients: dict[str, Any] = {}
+        self._thread = threading.get_ident()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
@@ -74,12 +77,18 @@ class DoorServer:
             for connection in self._runner.server.connections:
                 connection.force_close()
 
-    @functools.lru_cache(2)  # noqa: B019 - a server lives as long as its loop
     def client(self, kind: str) -> Any:
-        """A client of OpenAI's that takes 20 ms to make; of this server, without a key."""
+        """A client of OpenAI's ("OpenAI" or "AsyncOpenAI") without a key; it takes 20 ms to make, so all share one.
+
+        An async one of another thread is its own, since connections belong to an event loop.
+        """
         import openai
 
-        return getattr(openai, kind)(base_url=f"{self.address}/v1", api_key="none")
+        is_shared = kind == "OpenAI" or threading.get_ident() == self._thread
+        if is_shared and kind in self._clients:
+            return self._clients[kind]
+        made = getattr(openai, kind)(base_url=f"{self.address}/v1", api_key="none")
+        return self._clients.setdefault(kind, made) if is_shared else made
 
     async def _answer(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
         from aiohttp import web
