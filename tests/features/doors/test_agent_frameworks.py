@@ -197,6 +197,23 @@ def test_a_plain_agent_may_run_async_code_in_event_loops_of_its_own():
     assert [item.outcome_reward for item in trajectories] == [1.0] * 4
 
 
+@pytest.mark.parametrize("kind", ["plain", "async", "program"])
+def test_a_proxy_does_not_stand_between_an_agent_and_its_endpoint(tmp_path, monkeypatch, kind):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+    def plain(door, example):
+        return float(bool(door.client.chat.completions.create(model="policy", messages=example["prompt"]).choices))
+
+    async def on_loop(door, example):
+        answer = await door.async_client.chat.completions.create(model="policy", messages=example["prompt"])
+        return float(bool(answer.choices))
+
+    agents = {"plain": plain, "async": on_loop, "program": program(tmp_path, "print(1)")}
+    trajectory, _ = checked(agents[kind], THREE[2:])
+    assert trajectory.outcome_reward == 1.0
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_trajectories_after_one_another_share_connections_and_nothing_is_left_on_the_loop(caplog, is_async):
 

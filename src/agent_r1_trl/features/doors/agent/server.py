@@ -87,7 +87,9 @@ class DoorServer:
         is_shared = kind == "OpenAI" or threading.get_ident() == self._thread
         if is_shared and kind in self._clients:
             return self._clients[kind]
-        made = getattr(openai, kind)(base_url=f"{self.address}/v1", api_key="none")
+        connections = openai.DefaultHttpxClient if kind == "OpenAI" else openai.DefaultAsyncHttpxClient
+        direct = connections(trust_env=False)  # no proxy leads to this machine
+        made = getattr(openai, kind)(base_url=f"{self.address}/v1", api_key="none", http_client=direct)
         return self._clients.setdefault(kind, made) if is_shared else made
 
     async def _answer(self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]) -> Any:
