@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import math
 import sys
 from collections import deque
@@ -12,6 +13,7 @@ import pytest
 
 from agent_r1_trl import check_env
 from agent_r1_trl.features.doors import GymnasiumEnv
+from agent_r1_trl.features.games.base import ActionError
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished
 from tests.features.games.helpers import begun, step, text_of, written
@@ -74,6 +76,18 @@ def test_a_reply_that_is_no_action_is_an_invalid_turn_with_a_message(name, text,
     result = step(env, written(text))
     assert said in text_of(result) and told in before and text_of(result).endswith(before)
     assert result.reward == -0.1 and result.info["is_invalid"] and not result.done and env.num_actions == 0
+
+
+@pytest.mark.parametrize(
+    "text", ['["fast"]', "[[1], [2, 3]]", "[{}]", f"[{10**400}]", "[1.5]", "[300]", "[-1]"], ids=len
+)
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_json_that_no_array_of_the_space_holds_is_no_action(text, dtype):
+    env = begun(functools.partial(GymnasiumEnv, "Pendulum-v1", parse_action=json.loads))
+    env.env.unwrapped.action_space = gymnasium.spaces.Box(0, 1, (1,), dtype)
+    assert env.read_action("[1]").tolist() == [1]
+    with pytest.raises(ActionError, match="is not an action"):
+        env.read_action(text)
 
 
 def test_numbers_are_written_out():

@@ -196,9 +196,13 @@ class GymnasiumEnv(PackagedEnv):
             action = text if self.parse_action is None else self.parse_action(text)
         except ValueError as error:
             raise ActionError(str(error)) from error
-        if isinstance(action, int | float | list | tuple) and isinstance(space, self._gymnasium.spaces.Box):
-            action = np.asarray(action, dtype=space.dtype)
-        if not space.contains(action):
+        given, is_action = action, False
+        with contextlib.suppress(ValueError, TypeError, OverflowError):  # what no array holds
+            if isinstance(given, int | float | list | tuple) and isinstance(space, self._gymnasium.spaces.Box):
+                action = np.asarray(given, dtype=space.dtype)
+            is_cut = action is not given and space.dtype.kind != "f" and not np.array_equal(action, given)  # 1.5 to 1
+            is_action = not is_cut and space.contains(action)
+        if not is_action:
             raise ActionError(f"{shown(text)} is not an action (they are those of {space})")
         return action
 
