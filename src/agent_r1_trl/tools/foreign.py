@@ -98,5 +98,5 @@ def text_of_mcp(result: Any) -> Any:
     texts = [getattr(block, "text", None) for block in result.content]
     text = "\n".join(item for item in texts if isinstance(item, str))
     if getattr(result, "is_error", getattr(result, "isError", False)):
-        raise HandledError(text)
+        raise HandledError(text or "Error: the tool failed, and did not say why.")
     return text if texts and None not in texts else result

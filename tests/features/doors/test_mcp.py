@@ -66,8 +66,13 @@ def make_server():
                 EmbeddedResource(type="resource", resource=text),
             ],
             "nothing": [],
+            "drawing": [
+                TextContent(type="text", text=""),
+                ImageContent(type="image", data="A", mime_type="image/gif"),
+            ],
+            "failure": [],
         }[kind]
-        return CallToolResult(content=content)
+        return CallToolResult(content=content, is_error=kind == "failure")
 
     @server.tool()
     async def wait(seconds: float) -> str:
@@ -116,6 +121,12 @@ def test_what_is_no_text_is_named_and_a_result_without_content_has_a_text():
     mixed, nothing = execute(office(), ("show", {"kind": "mixed"}), ("show", {"kind": "nothing"}))
     assert mixed.content == "a picture\n[image: image/png]\n[resource_link: file:///a.txt]\ninside"
     assert nothing.content == "(no output)"
+
+
+def test_an_empty_text_beside_an_image_is_read_as_it_is_and_a_failure_without_a_word_is_named():
+    drawing, failure = execute(office(), ("show", {"kind": "drawing"}), ("show", {"kind": "failure"}))
+    assert drawing.content == "\n[image: image/gif]" and drawing.error is None
+    assert failure.content == "Error: the tool failed, and did not say why." and failure.error
 
 
 def test_a_call_has_a_limit_of_its_own_and_leaves_the_session_as_it_was():

@@ -179,7 +179,7 @@ def _text_of(result: Any) -> str:
         return "(no output)" if result.structured_content is None else json.dumps(result.structured_content)
     items = [(block, getattr(block, "resource", block)) for block in result.content]
     return "\n".join(
-        getattr(item, "text", None) or f"[{block.type}: {getattr(item, 'uri', None) or item.mime_type}]"
+        item.text if hasattr(item, "text") else f"[{block.type}: {getattr(item, 'uri', None) or item.mime_type}]"
         for block, item in items
     )
 
