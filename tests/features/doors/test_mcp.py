@@ -7,6 +7,7 @@ import sys
 from typing import Annotated
 
 import pytest
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.types import CallToolResult, EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
 from pydantic import BaseModel, Field
@@ -149,6 +150,20 @@ def test_a_cancelled_call_leaves_the_session_as_it_was():
         return await executor.execute([ToolCall(name="add", arguments={"a": 1, "b": 1})])
 
     assert [item.content for item in asyncio.run(cancel())] == ["2"]
+
+
+def test_an_error_of_a_servers_own_with_the_code_of_a_lost_connection_is_no_lost_connection():
+    server, seen = MCPServer("paid", log_level="ERROR"), []
+
+    @server.tool()
+    def ask() -> str:
+        """Ask."""
+        seen.append(1)
+        raise MCPError(code=-32000, message="Rate limit exceeded")
+
+    (refused,) = execute(MCPToolset(server, session="trajectory"), ("ask", {}))
+    assert refused.error is ToolErrorKind.EXCEPTION and refused.content == "'ask' failed: Rate limit exceeded"
+    assert len(seen) == 1
 
 
 def test_tools_are_chosen_by_name_or_pattern_and_have_a_prefix():

@@ -112,6 +112,13 @@ def test_a_server_at_a_url_that_is_killed_in_mid_rollout_fails_its_trajectories_
     assert again.stop_reason.value == "done"
 
 
+def test_a_call_at_a_url_may_take_longer_than_mcp_waits_by_default(site, monkeypatch):
+    monkeypatch.setattr("mcp.shared._httpx_utils.MCP_DEFAULT_SSE_READ_TIMEOUT", 0.5)  # 300 s
+    for session in ("shared", "trajectory"):
+        (waited,) = execute(MCPToolset(site.url, session=session), ("wait", {"seconds": 2}))
+        assert waited.content == "waited" and waited.attempts == 1
+
+
 def test_a_shared_command_that_dies_is_started_again_and_calls_in_flight_are_repeated():
     toolset = MCPToolset(DESK)
     (first,) = execute(toolset, ("step", {}))

@@ -220,19 +220,19 @@ def _read_server(server: Any, is_shared: bool) -> tuple[str, Callable[[Any], Any
 async def _http(url: str, headers: dict[str, str] | None = None) -> AsyncIterator[Any]:
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
-    async with (
-        create_mcp_http_client(headers=headers) as client,
-        streamable_http_client(url, http_client=client) as streams,
-    ):
-        yield streams
+    async with create_mcp_http_client(headers=headers) as client:
+        client.timeout.read = None  # a call has a limit of its own, which may be above mcp's 300 s
+        async with streamable_http_client(url, http_client=client) as streams:
+            yield streams
 
 
 # -------------------------------------------------------------------- sessions
 
 T = TypeVar("T")
 
-CONNECTION_CLOSED = -32000
-"""MCP's code for requests that were in flight when their connection ended."""
+CONNECTION_CLOSED, LOST = -32000, ("Connection closed", "SSE stream ")
+"""The code of requests that were in flight when their connection ended, and how mcp's messages of them begin: servers
+give errors of their own the same code."""
 ANSWER_S = 10.0
 """Seconds in which a server that has refused a call has to list its tools; else it is gone."""
 END_S = 10.0
@@ -361,7 +361,8 @@ class ServerSession:
 
     async def _explain(self, held: HeldSession, what: str, error: Exception) -> Exception:
         """What a request raises that has failed in time."""
-        if getattr(error, "code", None) == CONNECTION_CLOSED or await self._is_gone(held, ANSWER_S):
+        is_lost = getattr(error, "code", None) == CONNECTION_CLOSED and str(error).startswith(LOST)
+        if is_lost or await self._is_gone(held, ANSWER_S):
             self._drop(held)
             told = f"MCP server {self._name} went away ({_told(error)})."
             if self._is_renewed:
