@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,13 @@ def test_an_adapter_with_nan_is_refused(base, tmp_path, refusal):
     weights = load_file(file)
     save_file({name: value.fill_(float("nan")) for name, value in weights.items()}, file)
     assert "NaN" in refusal("merge", tmp_path / "adapter", "--output_dir", tmp_path / "out")
+
+
+def test_a_full_disk_is_an_error_without_a_traceback(base, tmp_path, capsys):
+    folder, (soft, hard) = base(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        assert main(["merge", folder, "--output_dir", str(tmp_path / "merged")]) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "merged': cannot be written (" in capsys.readouterr().err and not (tmp_path / "merged").exists()

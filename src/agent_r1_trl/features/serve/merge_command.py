@@ -44,6 +44,7 @@ def _merge(arguments: argparse.Namespace) -> str:
     """Write the model and say what was done. An adapter is added to its base in float32, and rounded once."""
     import torch
     from peft import PeftConfig
+    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     from agent_r1_trl.evaluation.agent import check_model_folder, is_adapter_of_the_hub, load_agent
@@ -68,7 +69,7 @@ def _merge(arguments: argparse.Namespace) -> str:
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
-    except OSError as error:  # a full disk, no permission
+    except (OSError, SafetensorError) as error:  # a full disk, no permission
         raise DependencyError(f"output_dir={str(target)!r}: cannot be written ({error}).") from error
     done = "adapter merged into its base" if is_adapter else "copied"
     return f"{target}: {model.num_parameters():,} parameters, {dtype}; {done}"
