@@ -138,6 +138,16 @@ def test_settings_of_a_request_reach_the_sampler():
     assert [request.max_tokens for request in requests] == [20, 30], "no more than the server allows"
 
 
+def test_a_limit_that_the_recipes_summaries_do_not_fit_in_is_the_clients_mistake():
+    async def test(session, url):
+        status, answer, _ = await post(session, url, max_tokens=100)
+        assert status == 400 and answer["error"]["param"] == "max_tokens", answer
+        assert (await post(session, url, max_tokens=400))[0] == 200
+
+    context = {"policy": "summarise", "tokens": 1500, "summary_tokens": 256}
+    served(test, [say("Yes.")], limits={"context": context})
+
+
 def test_a_limit_is_the_finish_reason_length():
     async def test(session, url):
         _, answer, _ = await post(session, url)

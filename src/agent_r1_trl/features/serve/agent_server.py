@@ -115,11 +115,14 @@ class AgentServer:
 
     async def _roll_out(self, asked: ChatRequest) -> Trajectory:
         agent = self._agent
-        if asked.limit is not None:
-            limit = min(asked.limit, agent.limits.max_completion_length or asked.limit)
-            agent = replace(agent, limits=replace(agent.limits, max_completion_length=limit))
         params, seed = asked.params(self._params), self._seed if asked.seed is None else asked.seed
-        conversation = Conversation(agent, self._env_factory, params=params, seed=seed, row=self._row)
+        try:
+            if asked.limit is not None:
+                limit = min(asked.limit, agent.limits.max_completion_length or asked.limit)
+                agent = replace(agent, limits=replace(agent.limits, max_completion_length=limit))
+            conversation = Conversation(agent, self._env_factory, params=params, seed=seed, row=self._row)
+        except ValueError as error:  # too little for the recipe's summaries
+            raise APIError(400, f"max_tokens={asked.limit}: {error}", param="max_tokens") from error
         async with self._places:
             try:
                 return await conversation.say(asked.prompt)
