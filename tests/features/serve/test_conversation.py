@@ -154,6 +154,15 @@ def test_a_limit_ends_the_conversation_and_says_which():
         talk(said=SAID[:2], limits={"max_turns": 2})
 
 
+def test_a_limit_of_the_environments_own_is_not_named_as_one_of_the_rollout():
+    class Short(Heard):
+        async def step(self, message):
+            step = await super().step(message)
+            return step._replace(done=True, info={**step.info, "is_truncated": True})
+
+    assert talk(said=SAID[:1], env=Short).ended == "a limit of the environment's own is reached"
+
+
 def test_nothing_is_scored():
     class Strict(Heard):
         def process_reward(self, call, result):

@@ -174,6 +174,8 @@ class Conversation:
         longest = self.limits.max_model_length
         if reason is StopReason.PROMPT_TOO_LONG:
             return f"the prompt leaves no room for an answer within the model's limit of {longest} tokens"
+        if reason is StopReason.MAX_TURNS and self._stage.steps[-1].result.info.get("is_truncated"):
+            return "a limit of the environment's own is reached"
         limit = f"{_LIMIT_OF[reason]}={getattr(self.limits, _LIMIT_OF[reason])}"
         if reason is StopReason.MAX_COMPLETION_LENGTH and longest is not None:
             return f"{limit} or the model's own limit of {longest} tokens is reached"
