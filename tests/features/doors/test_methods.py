@@ -152,6 +152,22 @@ def test_methods_without_hints_or_docstrings_need_lenient_and_keep_what_they_say
     assert numbers == [1, 2]
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_method_that_yields_is_refused_with_the_way_out(lenient):
+    class Pages:
+        def read(self) -> str:
+            """Read."""
+            return "all"
+
+        def pages(self):
+            """Read page by page."""
+            yield "one"
+
+    with pytest.raises(ToolSchemaError, match=r"'pages' yields: .* Or pass exclude=\['pages'\]"):
+        tools_from(Pages(), lenient=lenient)
+    assert [item.name for item in tools_from(Pages(), exclude="pages", lenient=lenient)] == ["read"]
+
+
 def test_calls_on_one_object_never_run_at_the_same_time_whoever_makes_them_and_whatever_they_are():
     busy = Busy()
     tools, others = tools_from(busy), tools_from(busy)

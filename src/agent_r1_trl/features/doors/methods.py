@@ -81,6 +81,8 @@ def _read(method: Any, name: str, lenient: bool) -> Tool:
         return Tool(method, name=name)
     except ToolSchemaError as error:
         problem = error
+    except ValueError as error:  # it yields
+        raise ToolSchemaError(f"{error} Or pass exclude=[{name!r}].") from error
     with contextlib.suppress(Exception):  # hints that cannot be read, or that JSON cannot express
         if lenient:
             return _read_leniently(method, name, typing.get_type_hints(inspect.unwrap(method), include_extras=True))
