@@ -183,6 +183,24 @@ def test_calls_on_one_object_never_run_at_the_same_time_whoever_makes_them_and_w
     assert busy.most > 1
 
 
+def test_async_methods_whose_arguments_have_no_names_take_turns_too():
+    class Lift:
+        num_inside = 0
+
+        async def ride(self, floor, /):
+            self.num_inside += 1
+            await asyncio.sleep(0.05)
+            self.num_inside -= 1
+            return f"{floor}, {self.num_inside} others"
+
+    async def both():
+        lift, rides = Lift(), [ToolCall(name="ride", arguments={"floor": 2})]
+        executors = [ToolExecutor(tools_from(lift, lenient=True)) for _ in range(2)]
+        return await asyncio.gather(*(executor.execute(rides) for executor in executors))
+
+    assert [item.content for (item,) in asyncio.run(both())] == ["2, 0 others"] * 2
+
+
 def test_two_objects_do_not_wait_for_each_other():
     tools = [tools_from(Busy())[0] for _ in range(4)]
 

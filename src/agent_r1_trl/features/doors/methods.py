@@ -71,7 +71,7 @@ def _make_tool(method: Any, name: str, lenient: bool, place: DaemonThreadPool | 
     else:
         made = _read(method, name, lenient)
     made.sequential, made.place = place is not None, place
-    if place is not None and made.is_async:
+    if place is not None and (made.is_async or inspect.iscoroutinefunction(method)):
         made.fn = _in_place(made.fn, place)
     return made
 
