@@ -322,7 +322,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/sampling": (762, 7),
     "features/sandbox": (1570, 8),
     "features/search": (233, 2),
-    "features/serve": (1062, 7),
+    "features/serve": (1087, 7),
     "generation": (4026, 21),
     "recording": (1581, 8),
     "rewards": (1230, 9),

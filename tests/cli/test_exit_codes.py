@@ -1,5 +1,6 @@
 """Exit codes of commands that end early; docs/when-things-fail.md lists them. 2, mistakes: each command's tests."""
 
+import io
 import signal
 import subprocess
 import sys
@@ -74,6 +75,21 @@ def test_an_interrupted_evaluation_closes_its_environments_and_says_what_was_fin
     assert "interrupted: 0 of 2 trajectories finished" in capsys.readouterr().out
     assert not list(Path().glob("open-*"))
     assert not Path("scores/evaluation.json").exists()
+
+
+def test_an_interrupted_chat_takes_the_message_back_and_goes_on(interrupted, capsys, monkeypatch):
+    def press(signum, frame):  # as Python's own handler, with which `signal_this_process` sends nothing
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/mask\n"))
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        assert interrupted(signal.SIGINT, "chat") == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+    out = capsys.readouterr().out
+    assert out.index("(interrupted; the message is taken back)") < out.index("(nothing has been said)")
+    assert not [*Path().glob("open-*")]
 
 
 @pytest.mark.parametrize("signum", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,40 @@ def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
 def test_the_limits_of_the_recipe_end_the_chat(recipe, chat):
     out = chat(["Hello", "Again", "/reset", "Hello"], "--config", recipe(max_turns=1))
     assert out.count("max_turns=1 is reached; /reset)") == 3
+
+
+BEATING = """
+
+class BeatingEnv(AddEnv):
+    async def reset(self, example):
+        self.beating = asyncio.create_task(self.beat())
+        return super().reset(example)
+
+    async def beat(self):  # as one that answers the pings of a server
+        while True:
+            with open("beats", "a") as file:
+                file.write(".")
+            await asyncio.sleep(0.01)
+"""
+
+
+def test_an_environment_lives_on_while_the_user_thinks(recipe, monkeypatch):
+    class Thinking(io.StringIO):
+        def readline(self):
+            before, until = num_beats(), time.monotonic() + 3
+            while before and num_beats() < before + 5 and time.monotonic() < until:
+                time.sleep(0.01)
+            grown.append(num_beats() - before)
+            return super().readline()
+
+    def num_beats():
+        return len(Path("beats").read_text()) if Path("beats").exists() else 0
+
+    grown, config = [], recipe(max_tokens_per_turn=4)
+    Path("task.py").write_text("import asyncio\n" + Path("task.py").read_text() + BEATING)
+    monkeypatch.setattr("sys.stdin", Thinking("Hello\n/quit\n"))
+    assert main(["chat", "--config", config, "--env", "task.py:BeatingEnv"]) == 0
+    assert grown[0] == 0 and grown[1] >= 5
 
 
 FAILED, ENDED = StopReason.GENERATION_ERROR, StopReason.MAX_TURNS

@@ -6,9 +6,11 @@ agent-r1-trl chat outputs/my-agent --config recipe.yaml
 from __future__ import annotations
 
 import asyncio
+import functools
 import shlex
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from agent_r1_trl.features.serve.command_arguments import agent_of, environment_
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.recording import render_trajectory
 from agent_r1_trl.recording.store import encode_line
+from agent_r1_trl.rollout.runner import LoopThread
 from agent_r1_trl.safe_text import shown, visible
 
 COMMAND = "agent-r1-trl chat"
@@ -45,11 +48,33 @@ def run(argv: Sequence[str]) -> int:
         with users_mistakes():
             conversation = Conversation(agent, env_factory, on_event=screen.show, **how)
         screen.line(f"{agent.name}; /help lists the commands.")
-        with asyncio.Runner() as runner:
-            try:
-                return _answer_all(conversation, screen, runner)
-            finally:
-                runner.run(conversation.close())
+        thread = LoopThread()  # so that an environment's connections live on while the user thinks
+        wait_for = functools.partial(_wait_for, thread.loop)
+        try:
+            return _answer_all(conversation, screen, wait_for)
+        finally:
+            wait_for(conversation.close())
+            thread.end()
+            thread.join()
+
+
+def _wait_for(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Wait for a coroutine that runs on a loop; Ctrl-C cancels it, and waits for its end."""
+    has_ended = threading.Event()
+
+    async def start() -> asyncio.Task[Any]:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(lambda task: has_ended.set())
+        return task
+
+    task = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    try:
+        has_ended.wait()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(task.cancel)
+        has_ended.wait()
+        raise
+    task.result()
 
 
 class Screen:
@@ -94,7 +119,7 @@ class Screen:
         self._is_inside = bool(text) and not text.endswith("\n")
 
 
-def _answer_all(conversation: Conversation, screen: Screen, runner: asyncio.Runner) -> int:
+def _answer_all(conversation: Conversation, screen: Screen, wait_for: Callable[[Any], None]) -> int:
     """Answer until the input ends or says so; returns the exit code, which is about the last message."""
     exit_code = 0
     while (line := screen.ask()) is not None:
@@ -102,21 +127,21 @@ def _answer_all(conversation: Conversation, screen: Screen, runner: asyncio.Runn
         if command == "/quit":
             break
         if command == "/reset":
-            runner.run(conversation.reset())
+            wait_for(conversation.reset())
             screen.line("(a new conversation)")
         elif command.startswith("/"):
             _command(conversation, screen, command, rest.strip())
         elif command:
-            exit_code = _say(conversation, screen, runner, line)
+            exit_code = _say(conversation, screen, wait_for, line)
     return exit_code
 
 
-def _say(conversation: Conversation, screen: Screen, runner: asyncio.Runner, text: str) -> int:
+def _say(conversation: Conversation, screen: Screen, wait_for: Callable[[Any], None], text: str) -> int:
     exit_code = 0
     try:
         if conversation.ended is None:
             with users_mistakes():  # an environment may break the protocol
-                runner.run(conversation.say(text))
+                wait_for(conversation.say(text))
     except ConversationError as error:
         exit_code = EXIT_INFRASTRUCTURE if error.stop_reason.is_infrastructure_failure else 0
         screen.line(f"(not answered: {error}; the message is taken back)")
