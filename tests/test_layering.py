@@ -312,7 +312,7 @@ BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
     "features/__init__.py": (132, 1),
     "features/distillation": (224, 1),
     "features/doctor": (2261, 9),
-    "features/doors": (2686, 12),
+    "features/doors": (2692, 12),
     "features/echo_trap": (1887, 9),
     "features/games": (1280, 8),
     "features/hub": (970, 7),

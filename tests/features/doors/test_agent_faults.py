@@ -76,6 +76,25 @@ def test_what_a_client_that_left_for_good_has_not_heard_is_not_trained():
     assert trajectory.prompt_ids == recorder.contexts[1] and trajectory.prompt_messages[0]["content"] != "?"
 
 
+def test_a_request_of_megabytes_does_not_stop_the_others():
+    gaps = []
+
+    async def tick():
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(0.01)
+            gaps.append(time.perf_counter() - began)
+
+    async def agent(door, example):
+        ticking = asyncio.create_task(tick())
+        await ask(door, [{"role": "user", "content": "word and more text 12345. " * 40_000}])
+        ticking.cancel()
+        return 1.0
+
+    trajectory, _ = checked(agent, ANSWER)
+    assert trajectory.outcome_reward == 1.0 and max(gaps) < sum(gaps) / 2
+
+
 # -------------------------------------------------------------------- budgets
 
 

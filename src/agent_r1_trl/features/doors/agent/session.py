@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.errors import APIError
@@ -127,8 +128,13 @@ class AgentSession:
             self.called.set_result(asked.messages)
         await asyncio.wait({self._begun})
         self._check_open()
+        num_characters = sum(len(item["content"]) for item in asked.messages)
         try:
-            context = self._held.context(asked.messages, asked.tools)
+            if num_characters < LONG_TEXT:
+                context = self._held.context(asked.messages, asked.tools)
+            else:
+                context = await asyncio.to_thread(self._held.context, asked.messages, asked.tools)
+                self._check_open()
         except ChatFormatError as error:
             self._count("agent/refused", agent_refused=str(error))
             raise
