@@ -44,6 +44,21 @@ class AddEchoEnv(AddEnv):
     tools = (add, echo)
 
 
+def counted(env_class):
+    """A subclass, and which of its environments are not closed yet."""
+    is_open = set()
+
+    class Counted(env_class):
+        def __init__(self):
+            super().__init__()
+            is_open.add(id(self))
+
+        def close(self):
+            is_open.discard(id(self))
+
+    return Counted, is_open
+
+
 def say(text="5"):
     """An assistant message without a tool call."""
     return {"role": "assistant", "content": text}

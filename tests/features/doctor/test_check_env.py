@@ -20,6 +20,7 @@ from agent_r1_trl.features.doctor import episodes as caller_module
 from agent_r1_trl.features.doctor.environment import check_env, examine_env
 from agent_r1_trl.rewards import exact_match, extract_answer
 from agent_r1_trl.tools import InfrastructureError, SearchIndex, calculator, tool
+from tests.toys import counted
 
 EXAMPLES = [
     {"question": "What is the capital of Norway?", "answer": "Oslo"},
@@ -660,15 +661,7 @@ def test_findings_are_not_repeated(broken):
 
 
 def test_every_environment_is_closed_and_may_come_from_an_async_function():
-    is_open = set()
-
-    class Counted(GoodEnv):
-        def __init__(self):
-            super().__init__()
-            is_open.add(id(self))
-
-        def close(self):
-            is_open.discard(id(self))
+    Counted, is_open = counted(GoodEnv)
 
     async def make():
         return Counted()

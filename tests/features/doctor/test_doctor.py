@@ -18,6 +18,7 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
 from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, build_tokenizer, make_tokenizer, read_template
+from tests.toys import counted
 
 QWEN = read_template("qwen2_5_training")
 PLAIN = (
@@ -50,16 +51,7 @@ class GoodEnv(ToolEnv):
 
 
 def test_every_environment_is_closed():
-    is_open = set()
-
-    class Counted(GoodEnv):
-        def __init__(self):
-            super().__init__()
-            is_open.add(id(self))
-
-        def close(self):
-            is_open.discard(id(self))
-
+    Counted, is_open = counted(GoodEnv)
     assert not flagged(examine(make_tokenizer("qwen2_5"), env=Counted)) and not is_open
 
 
