@@ -102,14 +102,14 @@ class Agents:
 
 def roll_out(env: Any, chat: Any, num_calls: int, agents: int, context: str, turns: list[list[int]]) -> Any:
     """The trajectories, and milliseconds of processor time for each call."""
-    from agent_r1_trl.generation.base import Generation, Generator
+    from agent_r1_trl.generation.base import Generation, GenerationRequest, Generator
     from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
     from agent_r1_trl.rollout.requests import derive_seed
 
     class Script(Generator):
-        async def generate(self, prompt_ids: list[int], **options: Any) -> Generation:
+        async def generate(self, request: GenerationRequest) -> Generation:
             """Every turn but the last one calls; the seed says which it is, without a look at the context."""
-            ids = turns[options["seed"] in last]
+            ids = turns[request.seed in last]
             return Generation(token_ids=list(ids), logprobs=[-1.0] * len(ids), stop="stop")
 
     last = {derive_seed(seed, num_calls - 1) for seed in range(agents)}

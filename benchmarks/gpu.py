@@ -184,8 +184,7 @@ def scores(args: argparse.Namespace, layout: str) -> Row:
 
 def check_generator(device: str) -> Row:
     """Log-probs of tokens drawn at once for prompts of several lengths, against a pass over each row on the CPU."""
-    from agent_r1_trl.generation import TransformersGenerator
-    from agent_r1_trl.generation.base import SamplingParams
+    from agent_r1_trl.generation import GenerationRequest, TransformersGenerator
 
     args = tiny()
     torch.manual_seed(0)
@@ -198,7 +197,7 @@ def check_generator(device: str) -> Row:
     )
 
     async def sample() -> list[Any]:
-        calls = [generator.generate(ids, max_tokens=40, seed=1, params=SamplingParams()) for ids in prompts]
+        calls = [generator.generate(GenerationRequest(prompt_ids=ids, max_tokens=40, seed=1)) for ids in prompts]
         return await asyncio.gather(*calls)
 
     answers = asyncio.run(sample())
@@ -405,8 +404,7 @@ def run_quickstart(args: argparse.Namespace) -> Iterator[Row]:
 
 def run_generator(args: argparse.Namespace) -> Iterator[Row]:
     """Tokens per second of the local generator, and of vLLM where it is installed."""
-    from agent_r1_trl.generation import TransformersGenerator
-    from agent_r1_trl.generation.base import SamplingParams
+    from agent_r1_trl.generation import GenerationRequest, TransformersGenerator
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     given = ["--model", "tiny" if args.toy else "0.5b", "--dtype", "float32" if device == "cpu" else "bfloat16"]
@@ -419,7 +417,7 @@ def run_generator(args: argparse.Namespace) -> Iterator[Row]:
 
     async def sample() -> int:
         calls = [
-            generator.generate(ids, max_tokens=tokens, seed=seed, params=SamplingParams())
+            generator.generate(GenerationRequest(prompt_ids=ids, max_tokens=tokens, seed=seed))
             for seed, ids in enumerate(prompts)
         ]
         return sum(len(answer.token_ids) for answer in await asyncio.gather(*calls))

@@ -135,7 +135,7 @@ class ForcedGenerator(TransformersGenerator):
     def _sample(self, rows: list[Any], logits: torch.Tensor) -> None:
         for row in rows:
             if not row.token_ids:
-                row.reply = self.script.reply_to(row.request.prompt_ids)
+                row.reply = self.script.reply_to(row.request.asked.prompt_ids)
         super()._sample(rows, force(logits, [row.reply[len(row.token_ids)] for row in rows]))
 
 

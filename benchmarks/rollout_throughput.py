@@ -51,7 +51,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import TRLEnvAdapter
-from agent_r1_trl.generation import SamplingParams, VLLMGenerator
+from agent_r1_trl.generation import GenerationRequest, SamplingParams, VLLMGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 
 MAX_TOKENS_PER_TURN = 48
@@ -184,7 +184,9 @@ class EngineTrainer(TimedTrainer):
         async def generate_all() -> list[Any]:
             return await asyncio.gather(
                 *(
-                    self.generator.generate(ids, max_tokens=MAX_TOKENS_PER_TURN, seed=0, params=GREEDY)
+                    self.generator.generate(
+                        GenerationRequest(prompt_ids=ids, max_tokens=MAX_TOKENS_PER_TURN, params=GREEDY)
+                    )
                     for ids in prompt_ids
                 )
             )
