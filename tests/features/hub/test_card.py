@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.features.hub.card import CardFacts, make_card, metrics, read_facts, read_scores
 from agent_r1_trl.features.serve.chat_command import COMMAND
-from agent_r1_trl.features.serve.command_arguments import environment_of, read_conversation_arguments
+from agent_r1_trl.features.serve.command_agent import environment_of, read_conversation_arguments
 from agent_r1_trl.settings import plain
 from agent_r1_trl.tools import as_tool
 
@@ -94,7 +94,7 @@ def started(**facts):
     assert install == "pip install agent-r1-trl"
     program, command, *rest = shlex.split(line)
     assert f"{program} {command}" == COMMAND
-    arguments = read_conversation_arguments(COMMAND, rest)
+    arguments = read_conversation_arguments("chat", rest)
     assert arguments.model_name_or_path == "ada/adder"
     return arguments, environment_of(arguments)()
 

@@ -9,12 +9,14 @@ import yaml
 from agent_r1_trl.cli import main
 from agent_r1_trl.features.hub.card import split_card
 from tests.features.hub.conftest import write_history
+from tests.features.hub.secrets import secret_like
 from tests.hub import READ_TOKEN, TOKEN
 
 MODEL_FILES = {
     "model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     "chat_template.jinja", "recipe.yaml", "evaluation.json",
 }  # fmt: skip
+PRIVATE_KEY = secret_like("-----BEGIN {pem}PRIVATE KEY-----")
 
 
 def push(*arguments):
@@ -102,7 +104,7 @@ def test_a_dry_run_lists_the_files_and_reaches_nobody(hub, run_folder, capsys):
     [
         ("recipe.yaml", "a: 1\nkey: hf_" + "Q" * 34 + "\n", "recipe.yaml, line 2: Hugging Face token"),
         ("evaluation.json", '{\n"password": "correct horse"}', "under the name 'password'"),
-        ("chat_template.jinja", "x\ny\n-----BEGIN RSA PRIVATE KEY-----", "chat_template.jinja, line 3: private key"),
+        ("chat_template.jinja", f"x\ny\n{PRIVATE_KEY}", "chat_template.jinja, line 3: private key"),
         ("generation_config.json", '{"x": "' + TOKEN + '"}', "the value of HF_TOKEN"),
     ],
     ids=["a token", "a value under a name", "a private key", "a value of the environment"],
@@ -119,7 +121,7 @@ def test_nothing_leaves_with_a_secret_inside_until_its_file_is_allowed(hub, run_
 
 def test_a_secret_in_a_trajectory_stops_the_data_set(hub, run_folder, capsys):
     path = run_folder / "trajectories" / "step_000001.jsonl"
-    path.write_text(path.read_text().replace("Hauptstadt?", "use AKIAIOSFODNN7EXAMPLE"))
+    path.write_text(path.read_text().replace("Hauptstadt?", f"use {secret_like('AKIA{16 upper}')}"))
     said = refusal(capsys, run_folder, "--repo_id", "ada/runs", "--trajectories")
     assert "data/train-00000.parquet, row 1: AWS access key" in said
     assert hub.repos == {}

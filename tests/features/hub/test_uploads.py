@@ -10,6 +10,7 @@ from agent_r1_trl.features.hub.card import split_card
 from agent_r1_trl.features.hub.secret_scan import SecretFoundError
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.features.hub.conftest import RESULTS, hub  # noqa: F401
+from tests.features.hub.secrets import secret_like
 from tests.hub import TOKEN
 from tests.trainers.helpers import make_trainer
 
@@ -52,7 +53,7 @@ def test_a_secret_stops_the_upload_of_a_trainer_until_its_file_is_allowed(pushed
 
 
 def test_a_secret_in_a_checkpoint_is_logged_and_training_goes_on(pushed, hub, tmp_path, caplog):  # noqa: F811
-    (tmp_path / "notes.txt").write_text("-----BEGIN PRIVATE KEY-----")
+    (tmp_path / "notes.txt").write_text(secret_like("-----BEGIN {pem}PRIVATE KEY-----"))
     trainer = make_trainer(
         tmp_path, hub_model_id="ada/adder", push_to_hub=True, save_strategy="steps", save_steps=1, max_steps=2
     )

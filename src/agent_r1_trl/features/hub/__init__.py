@@ -1,4 +1,4 @@
-"""What is sent to the Hub: the files of a run, and the card that describes them.
+"""Uploads to the Hub: the files of a run, and the card that describes them.
 
 transformers uploads the whole `output_dir`, which may hold data that is private, or huge: what leaves is searched for
 secrets, and trajectories and critic go along only if asked for.
@@ -11,9 +11,13 @@ import logging
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.settings import plain, plain_value
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.construction import TrainRows
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 LEFT_OUT = {
     # The arguments are a pickle that holds `hub_token`; the adapter is the one that vLLM's servers sample with now.
@@ -27,12 +31,12 @@ VERSIONS = "### Framework versions\n\n"
 logger = logging.getLogger(__name__)
 
 
-def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
+def make_callbacks(config: object, train_dataset: TrainRows) -> list[Any]:
     """None: it takes no part in the steps of a run."""
     return []
 
 
-def finish_card(trainer: Any, path: Path) -> None:
+def finish_card(trainer: MultiTurnTrainer, path: Path) -> None:
     """Add what is known of the run to the card that TRL wrote at `path`, and take out what the Hub would refuse."""
     from agent_r1_trl import __version__
     from agent_r1_trl.environments.factory import env_name, tool_schemas
@@ -60,7 +64,7 @@ def finish_card(trainer: Any, path: Path) -> None:
     path.write_text(make_card(facts, card, in_full=True), encoding="utf-8")
 
 
-def _import_path(factory: Any) -> str | None:
+def _import_path(factory: object) -> str | None:
     """Where a reader finds the class of an environment, or a function that makes it; None where nobody can."""
     module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
     return f"{module}.{name}" if module != "__main__" and name.isidentifier() else None
@@ -79,7 +83,7 @@ def uploads_checked(args: Any) -> Iterator[None]:
     kept_back = [patterns for name, patterns in LEFT_OUT.items() if not (name and plain_value(args, name))]
     left_out = [f"{start}{item}" for patterns in kept_back for item in patterns for start in ("", "*/")]
 
-    def upload(*others: Any, folder_path: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
+    def upload(*others: object, folder_path: Any, ignore_patterns: Any = None, **kwargs: object) -> Any:
         given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
         ignored, folder = [*given, *left_out], Path(folder_path)
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]

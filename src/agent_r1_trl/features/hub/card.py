@@ -8,6 +8,7 @@ an id, is left out of the metadata. Texts of others are escaped.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -26,6 +27,8 @@ from agent_r1_trl.safe_text import markdown, markdown_code, shown, shown_all
 from agent_r1_trl.trainers.config import AGENT_R1
 
 if TYPE_CHECKING:
+    import jinja2
+
     from agent_r1_trl.advantages.estimators import Estimator
 
 CARD = "README.md"
@@ -73,7 +76,7 @@ class Scores:
 
 @dataclass(kw_only=True)
 class CardFacts:
-    """What a run left about itself."""
+    """A run's own files about itself."""
 
     model_id: str
     """Under which the card tells to load the model."""
@@ -82,9 +85,9 @@ class CardFacts:
     recipe: dict[str, Any] = field(default_factory=dict)
     """The settings of the run; empty if it left none."""
     scores: list[Scores] = field(default_factory=list)
-    """What `evaluation.json` says."""
+    """The content of `evaluation.json`."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """What was logged."""
+    """The logs."""
     env: str = ""
     """Name of the environment."""
     tools: list[dict[str, Any]] | None = None
@@ -93,7 +96,7 @@ class CardFacts:
 
     @property
     def data(self) -> dict[str, str]:
-        """What a data set was used for -> its Hub id or path."""
+        """Use of a data set -> its Hub id or path."""
         names = {"training": "dataset_name", "evaluation": "eval_dataset_name"}
         return {use: str(self.recipe[name]) for use, name in names.items() if self.recipe.get(name)}
 
@@ -157,7 +160,7 @@ def read_scores(evaluation: Mapping[str, Any], data: Mapping[str, str]) -> list[
     return found
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -195,20 +198,11 @@ def make_card(facts: CardFacts, before: str = "", *, in_full: bool = False) -> s
 
 def render(facts: CardFacts, in_full: bool) -> str:
     """The template, filled; sections about which nothing is known are empty."""
-    import jinja2
-
     estimator, command = facts.estimator, quick_start(facts)
     results: dict[str, list[Scores]] = {}
     for scores in facts.scores:
         results.setdefault(data_name(scores.data), []).append(scores)
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
-    environment.filters |= {
-        "md": lambda text: markdown("" if text is None else str(text)),
-        "code": lambda text: markdown_code(str(text)),
-        # One line, so that nothing in it closes its block of code.
-        "json": lambda item: shown(json.dumps(item or {}, ensure_ascii=False)),
-    }
-    return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")).render(
+    return _template().render(
         vars(facts),
         in_full=in_full,
         data=facts.data,
@@ -221,6 +215,20 @@ def render(facts: CardFacts, in_full: bool) -> str:
         citation=AGENT_R1["citation"],
         results=results,
     )
+
+
+@functools.cache  # each checkpoint has a card, and compiling takes a tenth of a second
+def _template() -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= {
+        "md": lambda text: markdown("" if text is None else str(text)),
+        "code": lambda text: markdown_code(str(text)),
+        # One line, so that nothing in it closes its block of code.
+        "json": lambda item: shown(json.dumps(item or {}, ensure_ascii=False)),
+    }
+    return environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
 
 
 def metrics(history: Iterable[Mapping[str, Any]]) -> dict[str, list[float]]:
@@ -278,7 +286,7 @@ def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str
     return dict(shown_all({name: value for name, value in done.items() if value not in (None, "", [])}))
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
@@ -326,7 +334,7 @@ def agent_options(recipe: Mapping[str, Any]) -> list[str]:
     return [] if text is None else ["--env", str(recipe["env"]), *(["--env_kwargs", text] if text != "{}" else [])]
 
 
-def _text_of(value: Any) -> str | None:
+def _text_of(value: object) -> str | None:
     """A value as it stands on a command line, with secrets masked; None if JSON cannot hold it."""
     try:
         return value if isinstance(value, str) else json.dumps(shown_all(value), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""What the settings of uploads cannot mean; read with those of the trainer."""
+"""Problems of the settings of uploads, read with those of the trainer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "evaluation": ("evaluation.json", "evaluation.md"),
     "card": ("README.md", "LICENSE", "LICENSE.txt"),
 }  # fmt: skip
-"""What it is -> patterns of names in the directory."""
+"""Kind of file -> patterns of names in the directory."""
 CRITIC = {"critic": ("critic/*.safetensors", "critic/*.json")}
 _LOG_IN = (
     "Log in (`hf auth login`), or set HF_TOKEN to a token that may write, from https://huggingface.co/settings/tokens."
@@ -191,7 +191,7 @@ def _push(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
     return str(url)
 
 
-def _explained(place: str, error: Any) -> Exception:
+def _explained(place: str, error: object) -> Exception:
     """An answer of the Hub, or none, with what to do about it."""
     status = getattr(getattr(error, "response", None), "status_code", 0)
     said = getattr(error, "server_message", None) or " ".join(str(error).splitlines()[:1])

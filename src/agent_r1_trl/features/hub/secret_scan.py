@@ -1,10 +1,8 @@
 """Secrets in files that are about to leave the machine: found by file and line, and never printed.
 
-Three kinds: what the rules of `safe_text` know (values of environment variables with a secret's name, values under
-such a name, the user's own patterns), tokens in well-known forms (`TOKEN_FORMS`), and private keys.
-
-Covered here: text in UTF-8, JSON, JSONL, YAML, Parquet, the header of safetensors, small binary files. Not covered:
-weights, a secret in another encoding, and token ids, which spell what the messages beside them say.
+Four kinds: tokens in well-known forms (`secret_forms`), texts under names of secrets (`secret_names`), values of
+environment variables with such a name, and the user's own patterns. `secret_files` says which files are read, and how.
+Not covered: weights, a secret in another encoding, and token ids, which spell what the messages beside them say.
 """
 
 from __future__ import annotations
@@ -14,49 +12,24 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent_r1_trl import safe_text
 from agent_r1_trl.errors import RunError
+from agent_r1_trl.features.hub.secret_files import FilePart, Leaf, file_parts
+from agent_r1_trl.features.hub.secret_forms import find_forms
+from agent_r1_trl.features.hub.secret_names import expected_under
+from agent_r1_trl.features.hub.secret_values import is_placeholder, looks_generated
+from agent_r1_trl.patterns import PatternTimeoutError
 
-TOKEN_FORMS: dict[str, tuple[str, str]] = {
-    "Hugging Face token": ("hf_ api_org_", r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}"),
-    "API key (sk-...)": ("sk-", r"\bsk-(?=[A-Za-z_\-]*\d)[A-Za-z0-9][A-Za-z0-9_\-]{18,}"),
-    "AWS access key": ("AKIA ASIA", r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
-    "AWS secret key": ("aws AWS", r"(?i:aws_?secret_?(?:access_?)?key)\W{1,6}[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"),
-    "GitHub token": ("gh github_pat_", r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{40,})"),
-    "GitLab token": ("glpat-", r"\bglpat-[A-Za-z0-9_\-]{20,}"),
-    "Google API key": ("AIza", r"\bAIza[0-9A-Za-z_\-]{35}"),
-    "Slack token": ("xox", r"\bxox[abeprs]-[0-9A-Za-z\-]{10,}"),
-    "Stripe key": ("k_live_", r"\b[sr]k_live_[0-9A-Za-z]{16,}"),
-    "JSON web token": ("eyJ", r"\beyJ[A-Za-z0-9_\-]{10,}\.eyJ[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{10,}"),
-    "npm token": ("npm_ _authToken", r"\bnpm_[A-Za-z0-9]{30,}|_authToken\s*=\s*(?![$<{\[])[^\s]{8,}"),
-    "PyPI token": ("pypi-", r"\bpypi-[A-Za-z0-9_\-]{16,}"),
-    "bearer token": ("earer", r"(?i:authorization\W{1,6}bearer)\s+(?=\S*\d)[A-Za-z0-9._~+/\-]{16,}"),
-    "password in a URL": ("://", r"\b[a-zA-Z][\w+.\-]*://[^\s/:@\"'<>]*:(?![$<{\[*])[^\s/:@\"'<>]{3,}@[\w\[]"),
-    "password": (
-        "assw ASSW assphrase ASSPHRASE",
-        r"(?i:pass(?:word|wd|phrase))[\"']?\s*[:=]\s*[\"']?(?![$<{\[*])(?=[^\s\"']*[0-9!@#%^&])[^\s\"',;()]{6,}"
-        r"|^\W*(?i:pass(?:word|wd|phrase))\s*[:=]\s*[\"']?(?!pass)[^\s\"',;()\[\]{}$<*]{8,}[\"']?\s*$",
-    ),
-    "private key": ("PRIVATE", r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----"),
-}
-"""Kind -> (words of which one stands in every such token, regular expression)."""
-WEIGHTS = (".gguf", ".pt", ".pth", ".bin", ".npz")
-MAX_BINARY_BYTES = 16 * 2**20
-"""Larger weights are not searched, but for the header of safetensors."""
-TOKEN_FILES = ("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-"""Files whose names are those of tokens."""
-SETTINGS = (".json", ".yaml", ".yml", ".env", ".ini", ".cfg", ".toml", ".properties", ".npmrc", ".pypirc", ".netrc")
-"""Endings, or names, of files in whose lines names stand before values."""
-
-_FORMS = {kind: (words.split(), re.compile(pattern)) for kind, (words, pattern) in TOKEN_FORMS.items()}
-_PAIR = re.compile(r"""([\w.\-]+)["']?\s*[:=]\s*(?:"([^"]+)"|'([^']+)'|([^\s"'#{}\[\],][^"'#{}\[\],]*))""")
-_SPECIAL_TOKEN = re.compile(
-    r"(?<!auth)(?<!access)(?<!api)(?<!hf)(?<!hub)(?<!bearer)(?<!secret)[_\-]token$", re.IGNORECASE
-)
-"""A name of a tokenizer's token in `config.json` and its kin."""
-_MASKED = re.compile(r"\[secret(?:: [^\]]*)?\]")
+_ASSIGNED = re.compile(r"[:=>]{1,2}[ \t]{0,4}[\"'\\]{0,8}(?P<value>[A-Za-z0-9+/_\-.~]{10,400}={0,2})")
+"""A value behind a sign, in text of any kind."""
+_NAME_BEFORE = re.compile(r"(?:[\w.\-]{1,40} ){0,2}[\w.\-]{1,60}(?=[\"'\\\])]{0,8}[ \t]{0,4}\Z)")
+_NAME_ROOTS = ("token", "key", "secret", "pass", "auth", "cred", "jwt", "bearer", "string")
+"""One of these stands in every name of a secret."""
+_SCHEME = re.compile(r"(?i:basic|bearer|token|apikey|api-key|digest)[ \t]+(?P<secret>\S{6,})\Z")
+_CREDENTIAL = re.compile(r"(?i:password|passwd|pwd|key|secret|token|sig)[ \t]{0,4}=|://[^/\s]{0,300}@")
+"""Parts that make a connection string secret."""
 
 
 class SecretFoundError(RunError, ValueError):
@@ -69,7 +42,7 @@ class SecretFinding(NamedTuple):
     """A place that looks like a secret."""
 
     line: int
-    """From 1; the row of a Parquet file. 0 in a binary file."""
+    """From 1; the row of a Parquet file. 0 in a binary file, and in what a Parquet file says of itself."""
     kind: str
 
 
@@ -98,96 +71,97 @@ def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), fix: 
 
 
 def scan_file(path: Path) -> list[SecretFinding]:
-    """What looks like a secret in a file, whose ending says what it is; at most one finding of a kind and line."""
-    is_config, rules = path.name.endswith("config.json"), safe_text.rules()
+    """Likely secrets in a file, whose name says what it is; at most one finding of a kind and line."""
+    known = _known_values()
     found: dict[SecretFinding, None] = {}
-    for line, text, value in _pieces(path):
-        kinds = list(_kinds(text))
-        for secret, name in rules.values_in(_without_numbers(value)).items():
-            if not _MASKED.fullmatch(secret.strip()) and not (is_config and _SPECIAL_TOKEN.search(name)):
-                kinds.append(f"a value under the name {safe_text.visible(name)!r}")
-        found |= dict.fromkeys(SecretFinding(line, kind) for kind in kinds)
-    return list(found)
+    for part in file_parts(path):
+        for line, kind in (*_forms_in(part), *_assigned_in(part), *_leaves_in(part), *_known_in(part, known)):
+            found[SecretFinding(line, kind)] = None
+    return sorted(found, key=lambda finding: finding.line)
 
 
-def _kinds(text: str) -> Iterator[str]:
-    """Kinds of secrets in a text."""
-    for kind, (words, pattern) in _FORMS.items():
-        if any(word in text for word in words) and pattern.search(text):
-            yield kind
-    rules = safe_text.rules()
-    for value, name in rules.known_values().items():
-        if value in text or json.dumps(value)[1:-1] in text or json.dumps(value, ensure_ascii=False)[1:-1] in text:
-            yield f"the value of {name}"
-    if any(pattern.search(text) for pattern in rules.patterns):
-        yield "what a pattern of secrets.patterns matches"
+def _forms_in(part: FilePart) -> Iterator[tuple[int, str]]:
+    """Secrets that are told by their form."""
+    for match in find_forms(part.text):
+        if match.text not in part.source:  # else it has been found in the text of the file
+            yield part.line_at(match.start, match.text), match.form.name
 
 
-def _pieces(path: Path) -> Iterator[tuple[int, str, Any]]:
-    """(line, text, what the text is as an object, or None) for every part of a file."""
-    with path.open("rb") as file:
-        beginning = file.read(8192)
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-    elif path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            size = file.read(8)
-            header = file.read(min(int.from_bytes(size, "little"), MAX_BINARY_BYTES))
-        yield 0, (size + header).decode("utf-8", "replace"), None
-    elif b"\0" in beginning:
-        if path.suffix not in WEIGHTS or path.stat().st_size <= MAX_BINARY_BYTES:
-            yield 0, path.read_bytes().decode("latin-1"), None
-    else:
-        has_names = (path.suffix or path.name) in SETTINGS and path.name not in TOKEN_FILES
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                pairs = {name: "".join(texts).strip() for name, *texts in _PAIR.findall(line) if has_names}
-                value = {name: text for name, text in pairs.items() if not text.isdigit()}
-                yield number, line, _parsed(line) if path.suffix == ".jsonl" else value
+def _assigned_in(part: FilePart) -> Iterator[tuple[int, str]]:
+    """Values that look generated behind a name and a sign: `api_key="..."` in code, prose or a message."""
+    for match in _ASSIGNED.finditer(part.text):
+        before = part.text[max(0, match.start() - 100) : match.start()]
+        value = match["value"]
+        if not any(root in before.lower() for root in _NAME_ROOTS) or not looks_generated(value):
+            continue
+        if (name := _name_at_end(before)) and not is_placeholder(value) and value not in part.source:
+            yield part.line_at(match.start("value"), value), _under(name)
 
 
-def _parsed(text: str) -> Any:
+def _name_at_end(text: str) -> str:
+    """The name of a secret that a text ends with, of up to three words (`AWS secret key`); "" if there is none."""
+    match = _NAME_BEFORE.search(text)
+    words = match[0].split(" ") if match else []
+    names = (" ".join(words[-num:]) for num in range(1, len(words) + 1))
+    return next((name for name in names if expected_under(name)), "")
+
+
+def _leaves_in(part: FilePart) -> Iterator[tuple[int, str]]:
+    """Texts under names of secrets in objects, tables and settings."""
+    for leaf in part.leaves:
+        if is_secret_leaf(leaf):
+            yield part.line_of(leaf), _under(leaf.name)
+
+
+def is_secret_leaf(leaf: Leaf) -> bool:
+    """Whether a text under a name is a secret. Under names that mean other things as well it must look generated."""
+    text = leaf.text.strip()
+    if len(text) < safe_text.MIN_SECRET_LENGTH or is_placeholder(text):
+        return False
+    if "string" in leaf.name.lower():
+        return _CREDENTIAL.search(text) is not None
+    if expected_under(leaf.name) == "any" and not leaf.is_nested:
+        return True
+    if with_scheme := _SCHEME.match(text):  # of `Authorization`
+        secret = with_scheme["secret"]
+        return not is_placeholder(secret) and (looks_generated(secret) or not secret.isalpha())
+    return len(text.split()) == 1 and looks_generated(text)
+
+
+def _under(name: str) -> str:
+    return f"a value under the name {safe_text.visible(name)!r}"
+
+
+def _known_values() -> dict[str, str]:
+    """Values that are known to be secrets, as they are and as JSON writes them, each with its name."""
+    return {
+        spelling: name
+        for value, name in safe_text.rules().known_values().items()
+        for spelling in (value, json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+    }
+
+
+def _known_in(part: FilePart, known: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """Values of the environment and of rows, and what the user's own patterns match."""
+    for value, name in known.items():
+        position = part.text.find(value)
+        while position >= 0:
+            yield part.line_at(position, value), f"the value of {name}"
+            position = part.text.find(value, position + len(value))
+    if safe_text.rules().patterns:
+        lines = [part.text] if part.is_row else part.text.splitlines(keepends=True)
+        position = 0
+        for line in lines:
+            if kind := _own_pattern(line):
+                yield part.line_at(position, line), kind
+            position += len(line)
+
+
+def _own_pattern(text: str) -> str:
+    """Kind of a text that one of the user's patterns matches; "" if none does."""
     try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid:  # cut off, or none
-        yield 0, path.read_bytes().decode("latin-1"), None
-        return
-    schema = file.schema_arrow
-    columns = [field.name for field in schema if re.search("string|binary", str(field.type))]
-    number = 0
-    for batch in file.iter_batches(batch_size=64, columns=columns):
-        for row in batch.to_pylist():
-            number += 1
-            yield number, "\n".join(_texts(row)), row
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str | bytes):
-        yield value if isinstance(value, str) else value.decode("latin-1")
-    elif isinstance(value, dict):
-        yield from (text for item in value.items() for part in item for text in _texts(part))
-    elif isinstance(value, list):
-        yield from (text for item in value for text in _texts(item))
-
-
-def _without_numbers(value: Any) -> Any:
-    """A value without lists of numbers (token ids), which hold no text and are long; JSON in texts is read."""
-    if isinstance(value, dict):
-        return {name: _without_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        is_text = not all(isinstance(item, int | float) for item in value)
-        return [_without_numbers(item) for item in value] if is_text else []
-    if isinstance(value, str) and value[:1] in ("{", "["):
-        inside = _parsed(value)
-        return value if inside is None else _without_numbers(inside)
-    return value
+        if any(pattern.search(text) for pattern in safe_text.rules().patterns):
+            return "what a pattern of secrets.patterns matches"
+    except PatternTimeoutError:
+        return "a text on which a pattern of secrets.patterns takes too long"
+    return ""

@@ -10,7 +10,7 @@ from agent_r1_trl.settings import Flag, SettingsGroup, Texts, setting
 
 @dataclass(kw_only=True)
 class PushSettings(SettingsGroup):
-    """What is uploaded with the model; without any of it, what is private stays here."""
+    """Files that are uploaded with the model; by default private ones stay here."""
 
     trajectories: Flag = setting(
         False, "Upload the recorded trajectories. They contain prompts and tool results, which may be private."
