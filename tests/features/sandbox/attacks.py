@@ -1,8 +1,8 @@
 """What a model's code could try, and which sandbox stops it; the table of docs/sandbox.md says the same.
 
-    python -m tests.features.sandbox.attacks sandlock          # {"makes a device node": true, ...}
+    python -m tests.features.sandbox.attacks sandlock          # {"makes a device node": "yes", ...}
 
-`true` means stopped. Each attack is tried for real, against a process, files and listeners made for it.
+Each attack is tried for real, against a process, files and listeners made for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,21 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from agent_r1_trl.features.sandbox import LocalSandbox, MontySandbox, Sandbox, SandboxLimits, SandboxResult
+from agent_r1_trl.features.sandbox import (
+    LocalSandbox,
+    MontySandbox,
+    Sandbox,
+    SandboxError,
+    SandboxLimits,
+    SandboxResult,
+    local,
+)
 from agent_r1_trl.features.sandbox.processes import drop_privileges
 
 LIMITS = SandboxLimits(timeout_s=3, memory_mb=512, disk_mb=16, max_processes=16)
@@ -57,7 +66,7 @@ try:
     libc = ctypes.CDLL(None, use_errno=True)
 except ImportError:  # monty has none of them
     pass
-folder, pid, secret = {folder!r}, {pid}, {secret!r}
+folder, pid, secret, readable = {folder!r}, {pid}, {secret!r}, {readable!r}
 target = os.path.join(folder, "target")
 def succeeded(holds=True):
     if holds:
@@ -113,6 +122,16 @@ TRIED = {
     "changes times through a folder": "n = os.open(folder, os.O_PATH)\nos.utime('target', dir_fd=n); succeeded()",
     "sets an extended attribute": "os.setxattr(target, 'user.x', b'1'); succeeded()",
     "removes an extended attribute": "os.removexattr(os.path.join(folder, 'marked'), 'user.x'); succeeded()",
+    # files that the code may read, because they lie beside Python's own
+    "marks a file": "import fcntl\nf = open(readable); n = bytearray(8); fcntl.ioctl(f, 0x80086601, n)\n"
+    "fcntl.ioctl(f, 0x40086602, n); succeeded()",
+    "gives a file a project": "import fcntl\nf = open(readable); n = bytearray(28); fcntl.ioctl(f, 0x801C581F, n)\n"
+    "fcntl.ioctl(f, 0x401C5820, n); succeeded()",
+    "takes a lease on a file": "import fcntl\nf = open(readable); fcntl.fcntl(f, 1024, 0); succeeded()",
+    "gives a file a write hint": "import fcntl\nfcntl.fcntl(open(readable), 1036, bytes([2] + [0] * 7)); succeeded()",
+    "watches a folder by fcntl": "import fcntl\nn = os.open(os.path.dirname(readable), os.O_RDONLY)\n"
+    "signal.signal(signal.SIGIO, signal.SIG_IGN); fcntl.fcntl(n, 1026, 2); succeeded()",
+    "locks a file": "import fcntl\nfcntl.flock(open(readable), fcntl.LOCK_EX | fcntl.LOCK_NB); succeeded()",
     "writes into a FIFO": "n = os.open(os.path.join(folder, 'fifo'), os.O_WRONLY | os.O_NONBLOCK); succeeded()",
     "writes to a terminal": "os.write(os.open({terminal!r}, os.O_WRONLY | os.O_NOCTTY), b'x'); succeeded()",
     # processes of the user
@@ -132,6 +151,11 @@ TRIED = {
     # network, and channels between trajectories
     "opens a socket to localhost": "socket.create_connection(('127.0.0.1', {port}), 2); succeeded()",
     "opens a socket to another address": "socket.create_connection(({address!r}, {port}), 2); succeeded()",
+    "opens a socket by TCP Fast Open": "s = socket.socket()\n"
+    "try:\n    s.sendto(b'x', 0x20000000, ('127.0.0.1', {port}))\nexcept BlockingIOError:\n    time.sleep(0.2)\n"
+    "s.getpeername(); succeeded()",
+    "opens a socket by Multipath TCP": "s = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262)\n"
+    "s.connect(('127.0.0.1', {port})); succeeded()",
     "sends a datagram": "s = socket.socket(type=socket.SOCK_DGRAM)\n"
     "s.sendto(b'x', ('127.0.0.1', {port})); succeeded()",
     "listens on a port": "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); succeeded()",
@@ -181,10 +205,14 @@ def scene() -> Iterator[dict[str, object]]:
             listener.bind(address)
             if kind == "STREAM":
                 listener.listen()
+        # Python's own folder can be read in every sandbox, by every user who can run Python.
+        own = sys.prefix if os.access(sys.prefix, os.W_OK) else folder
+        readable = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=own)), "readable")
+        readable.write_text("x")
         port = stack.enter_context(socket.create_server(("0.0.0.0", 0))).getsockname()[1]
         yield {
             "folder": folder, "pid": victim.pid, "secret": secret, "port": port, "address": own_address(),
-            "abstract": abstract, "terminal": os.ttyname(other_end),
+            "abstract": abstract, "terminal": os.ttyname(other_end), "readable": str(readable),
         }  # fmt: skip
 
 
@@ -203,6 +231,51 @@ def own_address() -> str:
             return "127.0.0.2"
 
 
+def run_within(sandbox: Sandbox, code: str, limit_s: float) -> SandboxResult | None:
+    """The result, or None if there is none within so many seconds: nobody stops the code then."""
+    results: list[SandboxResult] = []
+
+    def run() -> None:
+        with contextlib.suppress(SandboxError):  # it is closed meanwhile
+            results.append(sandbox.run(code))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return results[0] if results else None
+
+
+def seconds_of(sandbox: Sandbox, code: str) -> float:
+    began = time.monotonic()
+    sandbox.run(code)
+    return time.monotonic() - began
+
+
+def processes_with(mark: str) -> list[int]:
+    """Ids of the processes whose command line or name holds a text."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            texts = [Path(f"/proc/{name}/{file}").read_bytes() for file in ("cmdline", "comm", "stat")]
+            if mark.encode() in texts[0] + texts[1] and b") Z" not in texts[2]:
+                found.append(int(name))
+    return found
+
+
+def is_gone(mark: str) -> bool:
+    """Whether no process with this mark is left, also none that is another one at every look; ends those that are."""
+    left = [pid for _ in range(30) for pid in processes_with(mark)]
+    while pids := processes_with(mark):
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+    return not left
+
+
+def new_mark() -> str:
+    return f"{100 + uuid.uuid4().int % 10**9 / 10**9:.9f}"
+
+
 def fork_bomb(sandbox: Sandbox) -> bool:
     before = len([name for name in os.listdir("/proc") if name.isdigit()])
     began = time.monotonic()
@@ -213,18 +286,89 @@ def fork_bomb(sandbox: Sandbox) -> bool:
     return took < 3 * LIMITS.timeout_s and after < before + 50 and still_answers(sandbox)
 
 
-def fills_disk(sandbox: Sandbox) -> bool:
-    code = """
-for number in range(256):
-    with open(f"file{number}", "wb") as stream:
-        stream.write(b"x" * (1 << 20))
-print("all", "written")
+FILL = """
+import os
+def fill(place="file", size=1 << 20, number=64):
+    for index in range(number):
+        with open(f"{place}{index}", "wb") as stream:
+            stream.write(b"x" * size)
 """
-    return "all written" not in sandbox.run(code).output and still_answers(sandbox)
+
+
+def fills_disk(sandbox: Sandbox) -> bool:
+    return sandbox.run(FILL + "fill()\n'all written'").value is None and still_answers(sandbox)
+
+
+def fills_disk_in_a_hidden_folder(sandbox: Sandbox) -> bool:
+    code = "os.mkdir('hidden', 0o300)\nfill('hidden/file')\n'all written'"
+    return sandbox.run(FILL + code).value is None and still_answers(sandbox)
+
+
+def fills_disk_in_a_deep_folder(sandbox: Sandbox) -> bool:
+    code = "for _ in range(120):\n    os.mkdir('n' * 50)\n    os.chdir('n' * 50)\nfill()\n'all written'"
+    return sandbox.run(FILL + code).value is None and still_answers(sandbox)
+
+
+def fills_disk_by_fallocate(sandbox: Sandbox) -> bool:
+    code = """
+import ctypes
+file, size = open("large", "wb"), ctypes.c_long(64 << 20)
+ctypes.CDLL(None).fallocate(file.fileno(), 1, ctypes.c_long(0), size)
+if os.fstat(file.fileno()).st_blocks * 512 >= 64 << 20:
+    print("all", "allocated")
+"""
+    return "all allocated" not in sandbox.run(FILL + code).output and still_answers(sandbox)
+
+
+def fills_disk_outside(sandbox: Sandbox) -> bool:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o777)
+        sandbox.run(FILL + f"fill({folder + '/file'!r}, number=32)")
+        return len(os.listdir(folder)) < 32
+
+
+CHATTER = """
+import os, time
+if os.fork() == 0:
+    while True:
+        os.write(1, b"x")
+        time.sleep(0.005)
+"""
+"""Its supervisor always has something to read."""
+LASTS_S = 2.5
+"""Seconds that code goes on after it has exceeded a limit; shorter than its timeout."""
+
+
+def fills_disk_behind_its_output(sandbox: Sandbox) -> bool:
+    code = f"{CHATTER}{FILL}fill(number=32)\ntime.sleep({LASTS_S})"
+    return seconds_of(sandbox, code) < LASTS_S and still_answers(sandbox)
 
 
 def takes_memory(sandbox: Sandbox) -> bool:
     return "10737418240" not in str(sandbox.run("data = b'x' * (10 << 30)\nlen(data)")) and still_answers(sandbox)
+
+
+SHARE = f"""
+import os, time
+if os.fork() == 0:
+    if os.fork() == 0:
+        os.fork()
+    else:
+        os.fork()
+    data = bytearray(b"x") * (200 << 20)
+    time.sleep({LASTS_S})
+    os._exit(0)
+time.sleep({LASTS_S})
+"""
+"""Four processes that take 800 MB together, and none of them more than it may."""
+
+
+def takes_memory_by_many_processes(sandbox: Sandbox) -> bool:
+    return seconds_of(sandbox, SHARE) < LASTS_S and still_answers(sandbox)
+
+
+def takes_memory_behind_its_output(sandbox: Sandbox) -> bool:
+    return seconds_of(sandbox, CHATTER + SHARE) < LASTS_S and still_answers(sandbox)
 
 
 def loops(sandbox: Sandbox) -> bool:
@@ -233,25 +377,94 @@ def loops(sandbox: Sandbox) -> bool:
     return time.monotonic() - began < 2 * LIMITS.timeout_s and still_answers(sandbox)
 
 
-def leaves_daemon(sandbox: Sandbox) -> bool:
-    mark = f"{100 + uuid.uuid4().int % 10**9 / 10**9:.9f}"
-    code = f"""
-import os
+def answers_for_its_interpreter(sandbox: Sandbox) -> bool:
+    """It gives an answer, and never reads the next request, which is longer than a pipe."""
+    code = """
+import json, os, sys, time
+frame = sys._getframe()
+while frame.f_code.co_name != "serve":
+    frame = frame.f_back
+names = frame.f_locals
+os.write(names["answers"], b"\\n" + json.dumps({"id": names["request"]["id"]}).encode() + b"\\n")
+while True:
+    time.sleep(1)
+"""
+    sandbox.run(code)
+    return run_within(sandbox, f"1 # {'x' * 150_000}", 2 * LIMITS.timeout_s) is not None and still_answers(sandbox)
+
+
+UNSUPERVISED = """
+import contextlib, os, signal, time
+def parent_of(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+with contextlib.suppress(Exception):
+    supervisor = os.getppid()
+    for pid in (parent_of(supervisor), supervisor):
+        os.kill(pid, signal.SIGSTOP)
+"""
+"""It stops the supervisor, and what watches over that."""
+
+
+def loops_unsupervised(sandbox: Sandbox, then: str = "") -> bool:
+    sandbox.run("1")
+    result = run_within(sandbox, f"{UNSUPERVISED}{then}\nwhile True:\n    time.sleep(1)", 2 * LIMITS.timeout_s)
+    if (server := local._server) is not None:
+        os.kill(server._process.pid, signal.SIGCONT)  # which then finds the stopped supervisor
+    return result is not None and still_answers(sandbox)
+
+
+def takes_memory_unsupervised(sandbox: Sandbox) -> bool:
+    return loops_unsupervised(sandbox, SHARE)
+
+
+def starts_processes_unsupervised(sandbox: Sandbox) -> bool:
+    mark = new_mark()
+    start = f"""
+for _ in range(2 * {LIMITS.max_processes}):
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "{mark}"])
+"""
+    is_stopped = loops_unsupervised(sandbox, start)
+    return is_gone(mark) and is_stopped
+
+
+DAEMON = """
+import os, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.execvp("sleep", ["sleep", "{mark}"])
     os._exit(0)
-import time
 time.sleep(0.3)
 """
-    sandbox.run(code)
+
+
+def leaves_daemon(sandbox: Sandbox, code: str = DAEMON) -> bool:
+    mark = new_mark()
+    sandbox.run(code.replace("{mark}", mark))
     sandbox.close()
     time.sleep(0.5)
-    left = processes_with(mark)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    return not left
+    return is_gone(mark)
+
+
+def leaves_daemon_without_supervisor(sandbox: Sandbox) -> bool:
+    return leaves_daemon(sandbox, DAEMON + UNSUPERVISED.replace("SIGSTOP", "SIGKILL"))
+
+
+def leaves_daemon_that_hops(sandbox: Sandbox) -> bool:
+    """It is another process, in another session, at every moment."""
+    code = """
+import ctypes, os, time
+until = time.monotonic() + 20
+ctypes.CDLL(None).prctl(15, b"{mark}")
+if os.fork() == 0:
+    while time.monotonic() < until:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+    os._exit(0)
+"""
+    return leaves_daemon(sandbox, code)
 
 
 def fills_disk_without_names(sandbox: Sandbox) -> bool:
@@ -268,60 +481,79 @@ print("all", "written")
     return "all written" not in sandbox.run(code).output
 
 
-def processes_with(mark: str) -> list[int]:
-    """Ids of the processes whose command line holds a text."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            if mark.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
-                found.append(int(name))
-    return found
-
-
-WATCHED: dict[str, Callable[[Sandbox], bool]] = {
-    "starts a fork bomb": fork_bomb,
-    "fills the disk": fills_disk,
-    "fills the disk with deleted files": fills_disk_without_names,
-    "takes 10 GB of memory": takes_memory,
-    "loops for ever": loops,
-    "leaves a daemon behind": leaves_daemon,
+WATCHED: dict[str, list[Callable[[Sandbox], bool]]] = {
+    "starts a fork bomb": [fork_bomb, starts_processes_unsupervised],
+    "fills the disk": [
+        fills_disk,
+        fills_disk_in_a_hidden_folder,
+        fills_disk_in_a_deep_folder,
+        fills_disk_by_fallocate,
+        fills_disk_behind_its_output,
+        fills_disk_outside,
+    ],
+    "fills the disk with deleted files": [fills_disk_without_names],
+    "takes 10 GB of memory": [
+        takes_memory,
+        takes_memory_by_many_processes,
+        takes_memory_behind_its_output,
+        takes_memory_unsupervised,
+    ],
+    "loops for ever": [loops, answers_for_its_interpreter, loops_unsupervised],
+    "leaves a daemon behind": [leaves_daemon, leaves_daemon_that_hops, leaves_daemon_without_supervisor],
 }
-"""Name -> function that tries it and says whether it was stopped."""
+"""Name -> functions that try it and say whether it was stopped: first as code does by mistake, then to get past."""
 
 _STOPPED = """
 makes a device node, mounts a file system, changes its root directory, sets the host name, becomes another user,
 becomes another group, gains by a setuid program, regains a capability, opens a raw socket, opens a packet socket,
 sets the clock, raises a hard limit, raises its priority, switches swap space, finds a secret in its own environment
 """
-NOT_STOPPED_BY_SANDLOCK = {"learns the size and times of a file", "fills the disk with deleted files"}
-STOPPED_BY_LIMITS = {name.strip() for name in _STOPPED.split(",")} | (
-    set(WATCHED) - {"fills the disk with deleted files"}
-)
+YES, ACCIDENTS, NO = "yes", "accidents only", "**no**"
+"""It is stopped in every way that was tried, only where it is a mistake, or not at all."""
+STOPPED_BY_LIMITS = {name.strip() for name in _STOPPED.split(",")}
+NOT_STOPPED_BY_SANDLOCK = {
+    "learns the size and times of a file",
+    "locks a file",
+    "fills the disk with deleted files",
+}
+
+
+def of_limits(name: str) -> str:
+    if name in WATCHED:
+        return ACCIDENTS if len(WATCHED[name]) > 1 else NO
+    return YES if name in STOPPED_BY_LIMITS else NO
+
+
 ATTACKS = {
-    name: {"sandlock": name not in NOT_STOPPED_BY_SANDLOCK, "limits": name in STOPPED_BY_LIMITS, "monty": True}
+    name: {"sandlock": NO if name in NOT_STOPPED_BY_SANDLOCK else YES, "limits": of_limits(name), "monty": YES}
     for name in (*TRIED, *WATCHED)
 }
-"""Attack -> backend -> whether it must stop it."""
+"""Attack -> backend -> what the table says of it."""
 
 
-def try_all(backend: str) -> dict[str, bool]:
-    """Whether the backend stops each attack; those that would harm the machine are left out without a backend."""
-    stopped: dict[str, bool] = {}
+def try_all(backend: str) -> dict[str, str]:
+    """What the backend makes of each attack; those that would harm the machine are left out without a backend."""
+    found: dict[str, str] = {}
     with scene() as facts, contextlib.ExitStack() as stack:
         sandbox = BACKENDS[backend]()
         stack.callback(lambda: sandbox.close())
         for name, code in TRIED.items():
             result = sandbox.run(PRELUDE.format(**facts) + code.format(**facts))
-            stopped[name] = "the attack succeeded" not in result.output
+            found[name] = NO if "the attack succeeded" in result.output else YES
         sandbox.close()
-        for name, attack in WATCHED.items() if backend != "none" else ():
-            sandbox = BACKENDS[backend]()
-            stopped[name] = attack(sandbox)
-            sandbox.close()
-    return stopped
+        for name, ways in WATCHED.items() if backend != "none" else ():
+            stopped = []
+            for way in ways:
+                sandbox = BACKENDS[backend]()
+                stopped.append(way(sandbox))
+                sandbox.close()
+                if not stopped[-1]:
+                    print(f"{backend} has not stopped {way.__name__}", file=sys.stderr)
+            found[name] = YES if all(stopped) else ACCIDENTS if stopped[0] else NO
+    return found
 
 
-def try_all_as(user: int, backend: str) -> dict[str, bool] | None:
+def try_all_as(user: int, backend: str) -> dict[str, str] | None:
     """The same as another user, who has no privileges; None if that user can run no Python here."""
     root = Path(__file__).resolve().parents[3]
     packages = next(path for path in sys.path if (Path(path) / "sandlock").is_dir())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.features.sandbox.tools import find_problems
-from tests.features.sandbox.attacks import ATTACKS, TRIED, try_all, try_all_as
+from tests.features.sandbox.attacks import ACCIDENTS, ATTACKS, NO, TRIED, YES, try_all, try_all_as
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "sandbox.md"
 COLUMNS = ("sandlock", "limits", "monty")
@@ -21,14 +21,15 @@ def why_not_sandlock() -> str:
     return next(find_problems("sandlock", "python"), "")
 
 
-def expected(backend: str) -> dict[str, bool]:
-    return {name: stops[backend] for name, stops in ATTACKS.items()}
+def expected(backend: str) -> dict[str, str]:
+    return {name: cells[backend] for name, cells in ATTACKS.items()}
 
 
 def test_the_page_says_what_the_attacks_expect():
-    rows = re.findall(r"^\| (.+?) \|((?: (?:yes|\*\*no\*\*) \|){3})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    cell = f" (?:{'|'.join(map(re.escape, (YES, ACCIDENTS, NO)))}) \\|"
+    rows = re.findall(rf"^\| (.+?) \|((?:{cell}){{3}})$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     said = {
-        name: dict(zip(COLUMNS, (cell.strip() == "yes" for cell in row.strip("|").split("|")), strict=True))
+        name: dict(zip(COLUMNS, (cell.strip() for cell in row.strip("|").split("|")), strict=True))
         for name, row in rows
     }
     assert said == ATTACKS and list(said) == list(ATTACKS)
@@ -44,11 +45,12 @@ def test_it_stops_what_the_page_says(backend):
 
 def test_limits_stop_what_the_page_says_and_no_more_than_the_system_itself_does():
     unprotected = try_all("none")
-    wanted = {name: stops or unprotected.get(name, False) for name, stops in expected("limits").items()}
+    wanted = {name: YES if unprotected.get(name) == YES else cell for name, cell in expected("limits").items()}
     assert try_all("limits") == wanted
     # Else the tests above would prove nothing; a container may stop some of them itself.
-    by_the_kernel = sum(expected("limits")[name] for name in TRIED)
-    assert sum(unprotected.values()) <= by_the_kernel + 15, [name for name, stops in unprotected.items() if stops]
+    by_the_kernel = [name for name in TRIED if expected("limits")[name] == YES]
+    by_the_system = [name for name, cell in unprotected.items() if cell == YES]
+    assert len(by_the_system) <= len(by_the_kernel) + 15, by_the_system
 
 
 @pytest.mark.parametrize("backend", ["sandlock", "limits"])
@@ -57,9 +59,8 @@ def test_root_and_another_user_are_stopped_alike(backend):
         pytest.skip("the tests above ran as a user without privileges already")
     if backend == "sandlock" and (reason := why_not_sandlock()):
         pytest.skip(reason)
-    stopped = try_all_as(NOBODY, backend)
-    if stopped is None:
+    found = try_all_as(NOBODY, backend)
+    if found is None:
         pytest.skip("no other user can run Python here")
-    assert {name: stopped[name] for name, stops in expected(backend).items() if stops} == {
-        name: True for name, stops in expected(backend).items() if stops
-    }
+    stopped = {name: cell for name, cell in expected(backend).items() if cell != NO}
+    assert {name: found[name] for name in stopped} == stopped

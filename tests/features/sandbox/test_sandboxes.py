@@ -1,5 +1,6 @@
 """What a sandbox does with good code and bad, and what is left of it afterwards."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -230,6 +231,48 @@ def test_an_answer_that_is_written_late_is_not_taken_for_the_next_one(sandbox):
 
 
 # -------------------------------------------------------------------- the end
+
+
+def test_code_that_stops_its_supervisor_ends_its_own_sandbox():
+    with contextlib.closing(make("limits")) as sandbox:
+        began = time.monotonic()
+        result = sandbox.run("import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass")
+        assert (result.error, result.lost) == ("The code ended the sandbox.", "everything")
+        assert time.monotonic() - began < LIMITS.timeout_s
+        assert sandbox.run("6 * 7").value == "42"
+
+
+def test_a_folder_that_was_hidden_is_counted_and_stays_as_it_was(tmp_path):
+    folder, deep = tmp_path / "hidden", tmp_path / "deep" / "/".join("n" * 150)
+    folder.mkdir()
+    (folder / "file").write_bytes(b"x" * 10_000)
+    (tmp_path / "link").symlink_to("/usr")
+    folder.chmod(0)
+    size, entries = processes.directory_usage(str(tmp_path))
+    assert size >= 10_000 and entries == 3 and folder.stat().st_mode & 0o777 == 0
+    folder.chmod(0o700)
+    deep.mkdir(parents=True)
+    assert processes.directory_usage(str(tmp_path), max_entries=999)[1] == 999
+    assert processes.directory_usage(str(tmp_path / "gone")) == (0, 0)
+
+
+def test_honest_code_does_not_meet_the_filter_of_system_calls(sandbox):
+    code = """
+import asyncio, fcntl, multiprocessing, os, shutil, socket, sqlite3, subprocess, sys
+async def talk():
+    process = await asyncio.create_subprocess_exec("echo", "said", stdout=subprocess.PIPE)
+    return (await process.communicate())[0].decode().strip()
+sqlite3.connect("data.db").execute("create table t (a)")
+shutil.copyfile("data.db", "copy.db")
+fcntl.flock(open("copy.db"), fcntl.LOCK_EX)
+left, right = socket.socketpair()
+right.setblocking(False)
+queue = multiprocessing.Pipe()
+os.set_inheritable(left.fileno(), True)
+[asyncio.run(talk()), sys.stdout.isatty(), shutil.get_terminal_size().columns]
+"""
+    result = sandbox.run(code)
+    assert (result.value, result.error) == ("['said', False, 80]", None)
 
 
 def test_close_kills_what_runs_and_wakes_the_call(sandbox):

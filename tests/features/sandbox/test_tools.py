@@ -82,7 +82,7 @@ def test_what_the_code_does_wrong_is_a_failed_call_with_the_whole_story():
     env = started()
     step = asyncio.run(env.step(calls(("python", "print('before')\n1 / 0"))))
     (result,) = step.info["tool_results"]
-    assert result.error is ToolErrorKind.EXCEPTION and result.is_models_mistake
+    assert result.error is ToolErrorKind.EXCEPTION and result.is_charged
     assert result.content.startswith("before\nTraceback") and result.content.endswith("division by zero")
     assert step.reward == env.tool_error_reward
     (failed,) = results(env, ("shell", "echo out; exit 2"))

@@ -1,4 +1,4 @@
-"""What a sandbox is: something that runs a model's code for one trajectory, and the limits under which it does.
+"""The interface of sandboxes, which run a model's code for one trajectory, and the limits under which it does.
 
 Every trajectory has a sandbox of its own. Its variables and files live until `close`, or until a limit ends them.
 """
@@ -46,16 +46,16 @@ class SandboxLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxResult:
-    """What one call did. Everything in it is meant for the model."""
+    """The result of one call. Everything in it is meant for the model."""
 
     output: str = ""
-    """What the code printed."""
+    """The output of the code."""
     value: str | None = None
     """`repr` of the last expression, or None if there was none, or if its value is None."""
     error: str | None = None
-    """What went wrong: a short traceback, an exit code, or the limit that ended the code. None if nothing did."""
+    """The failure: a short traceback, an exit code, or the limit that ended the code. None if nothing did."""
     lost: Literal["", "variables", "everything"] = ""
-    """What a limit destroyed: nothing, the interpreter with its variables, or the private directory as well."""
+    """The damage by a limit: nothing, the interpreter with its variables, or the private directory as well."""
 
 
 @runtime_checkable

@@ -111,5 +111,56 @@ def write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-if __name__ == "__main__":
+# -------------------------------------------------------------------- what sandlock lets through
+
+NUMBERS = {"x86_64": (0xC000003E, 16, 72, 41), "aarch64": (0xC00000B7, 29, 25, 198)}
+"""Machine -> its name to seccomp, and its numbers of `ioctl`, `fcntl` and `socket`."""
+IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+"""TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; others mark files that can only be read."""
+FCNTLS = (*range(8), 9, 36, 37, 38, *range(1027, 1035))
+"""Descriptors, locks, pipes; none that takes a lease, watches a folder, signals a process or gives a file a hint."""
+SOCKET_FAMILIES = (1,)
+"""AF_UNIX, which sandlock judges. TCP Fast Open and Multipath TCP connect without `connect`."""
+
+
+def seal() -> None:
+    """Deny, by a filter of seccomp for this process and all that it starts, what only the arguments of a call decide.
+
+    Raises:
+        OSError: the filter cannot be set.
+    """
+    import ctypes
+    import errno
+    import platform
+    import struct
+
+    deny, allow = 0x00050000, 0x7FFF0000
+    machine, ioctl, fcntl_number, socket = NUMBERS[platform.machine()]
+    load, is_equal, is_at_least, end = 0x20, 0x15, 0x35, 0x06  # BPF: of a word, two jumps, the verdict
+    program = [
+        (load, 0, 0, 4),  # the machine
+        (is_equal, 1, 0, machine),
+        (end, 0, 0, deny | errno.EPERM),
+        (load, 0, 0, 0),  # the number of the call
+        (is_at_least, 0, 1, 1 << 30),  # x32
+        (end, 0, 0, deny | errno.EPERM),
+    ]
+    for number, place, allowed, error in (
+        (ioctl, 24, IOCTLS, errno.ENOTTY),  # the second argument; what programs know of a file that is no device
+        (fcntl_number, 24, FCNTLS, errno.EPERM),
+        (socket, 16, SOCKET_FAMILIES, errno.EPERM),
+    ):
+        tests = [(is_equal, len(allowed) - index, 0, value) for index, value in enumerate(allowed)]
+        part = [(load, 0, 0, place), *tests, (end, 0, 0, deny | error), (end, 0, 0, allow)]
+        program += [(is_equal, 0, len(part), number), *part]
+    program.append((end, 0, 0, allow))
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    described = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(22, ctypes.c_ulong(2), described, 0, 0) != 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        raise OSError(ctypes.get_errno(), "the filter of system calls cannot be set")
+
+
+if __name__ == "__main__":  # in sandlock
+    seal()
     serve()

@@ -10,16 +10,20 @@ import ctypes
 import os
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
 _CAPABILITY_VERSION_3 = 0x20080522
 _libc = ctypes.PyDLL(None, use_errno=True)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 KILL_TIMEOUT_S = 5.0
+MAX_DEPTH = 100
+"""Folders within each other; beyond the length of a path, which code gets to by `chdir`, nothing could be counted."""
 _HAS_CHILDREN_FILE = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 """Most kernels list a thread's children; others (CONFIG_PROC_CHILDREN off) need a look at every process."""
 
@@ -88,21 +92,75 @@ def reap(*, keep: Collection[int] = ()) -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a tracer has stopped a process."""
+    return _state(pid) in "Tt"
+
+
+# -------------------------------------------------------------------- a directory
+
+
+@dataclass
+class _Usage:
+    """The count below a directory."""
+
+    max_entries: int
+    size: int = 0
+    entries: int = 0
+
+
 def directory_usage(path: str, *, max_entries: int = 20_000) -> tuple[int, int]:
-    """(bytes on disk, number of entries) below `path`; counting stops at `max_entries`."""
-    size = entries = 0
-    waiting = [path]
-    while waiting and entries < max_entries:
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as listing:
-            for entry in listing:
-                entries += 1
-                if entries >= max_entries:
-                    break
-                with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-    return size, entries
+    """(bytes on disk, number of entries) below `path`; counting stops at `max_entries`.
+
+    Code cannot hide files from it: folders that it has made unreadable are read, and one that is nested deeper than
+    honest code does counts as `max_entries`. No link is followed, whatever changes in the meantime.
+    """
+    usage = _Usage(max_entries)
+    with contextlib.suppress(FileNotFoundError), _opened(path, None) as folder:
+        _measure(folder, usage, 0)
+    return usage.size, usage.entries
+
+
+def _measure(folder: int, usage: _Usage, depth: int) -> None:
+    with os.scandir(folder) as listing:
+        for entry in listing:
+            usage.entries += 1
+            if usage.entries >= usage.max_entries:
+                return
+            try:
+                found = entry.stat(follow_symlinks=False)
+                usage.size += found.st_blocks * 512
+                if not stat.S_ISDIR(found.st_mode):
+                    continue
+                with _opened(entry.name, folder) as inner:
+                    if depth == MAX_DEPTH:
+                        usage.entries = usage.max_entries
+                        return
+                    _measure(inner, usage, depth + 1)
+            except (FileNotFoundError, NotADirectoryError):  # it is gone, or something else by now
+                continue
+
+
+@contextlib.contextmanager
+def _opened(name: str, inside: int | None) -> Iterator[int]:
+    """A descriptor of a folder of this user that can be read and searched, whatever its mode is."""
+    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=inside)
+    try:
+        place, mode = f"/proc/self/fd/{found}", stat.S_IMODE(os.stat(found).st_mode)
+        is_hidden = mode & 0o500 != 0o500
+        if is_hidden:
+            os.chmod(place, mode | 0o500)
+        try:
+            folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                yield folder
+            finally:
+                os.close(folder)
+        finally:
+            if is_hidden:
+                os.chmod(place, mode)
+    finally:
+        os.close(found)
 
 
 def remove_tree(path: str) -> None:

@@ -27,10 +27,13 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.features.sandbox import interpreter as interpreter_file
 from agent_r1_trl.features.sandbox import processes
+
+if TYPE_CHECKING:
+    pass
 
 WATCH_S = 0.05
 """Seconds between two looks at the number of processes and their memory; a shorter call is never looked at."""
@@ -55,7 +58,7 @@ class Call:
     output: bytearray = field(default_factory=bytearray)
     num_dropped: int = 0
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    """What its answer names, so that nothing else is taken for it."""
+    """The number in its answer, so that nothing else is taken for it."""
     answer: dict[str, Any] | None = None
     unread: bytearray = field(default_factory=bytearray)
     num_received: int = 0
@@ -80,7 +83,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """What was printed."""
+        """The output."""
         text = self.output.decode("utf-8", errors="replace")
         return f"{text}\n[truncated: {self.num_dropped} more bytes were printed]" if self.num_dropped else text
 
@@ -139,8 +142,11 @@ class Supervisor:
         if answer is None:
             return self._explain_end(interpreter, call)
         interpreter.pause()
-        processes.kill_descendants(keep=interpreter.pid)  # what was left running
+        is_alone = processes.kill_descendants(keep=interpreter.pid)  # what was left running
         self._drain(interpreter, call)
+        if not is_alone:
+            self._stop()
+            return {"output": call.text, "error": "It went on in the background and was stopped.", "lost": "variables"}
         if self._is_disk_full():
             return self._empty_disk(call)
         return {"output": call.text, "value": answer.get("value"), "error": answer.get("error")}
@@ -148,6 +154,7 @@ class Supervisor:
     def _wait(self, interpreter: Interpreter, call: Call) -> bool:
         """Collect output until the answer is there; False if the interpreter ended or a limit was broken."""
         watched: list[Any] = [interpreter.answers, interpreter.output, interpreter.ended, self._control]
+        next_watch = time.monotonic() + WATCH_S
         while call.answer is None:
             now = time.monotonic()
             if now >= call.deadline:
@@ -155,7 +162,11 @@ class Supervisor:
                     f"Timeout: it ran for longer than {self._settings['timeout_s']:g} s and was stopped."
                 )
                 return False
-            ready = select.select(watched, [], [], min(WATCH_S, call.deadline - now))[0]
+            unsent = [interpreter.requests] if interpreter.unsent else []
+            wait_s = max(0.0, min(next_watch, call.deadline) - now)
+            ready, writable, _ = select.select(watched, unsent, [], wait_s)
+            if writable:
+                interpreter.send_more()
             if self._control in ready and not self._receive():
                 self._is_abandoned = True
                 return False
@@ -171,10 +182,11 @@ class Supervisor:
                     return False
             elif interpreter.ended in ready:
                 return False
-            if time.monotonic() - now >= WATCH_S or not ready:
+            if time.monotonic() >= next_watch:  # also while there is output without end
                 call.broken_limit = self._find_broken_limit(call)
                 if call.broken_limit:
                     return False
+                next_watch = time.monotonic() + WATCH_S
         return True
 
     def _find_broken_limit(self, call: Call) -> str:
@@ -346,6 +358,9 @@ class ForkServer:
 
     def _collect(self) -> None:
         """Clear up after supervisors that ended, and after processes that outlived theirs."""
+        for pid in filter(processes.is_stopped, self._directories):
+            with contextlib.suppress(OSError):  # by its own code, which has no isolation
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 if directory := self._directories.pop(pid, ""):
@@ -373,7 +388,7 @@ READABLE = (
     "/usr", "/lib", "/lib64", "/bin", "/sbin", "/opt", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime",
     "/dev/null", "/dev/zero", "/dev/urandom", "/dev/random",
 )  # fmt: skip
-"""What a program needs to start; no home directory, no /etc/passwd, no /proc."""
+"""The paths that a program needs to start; no home directory, no /etc/passwd, no /proc."""
 DENIED = """
 mknod mknodat
 chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat file_setattr
@@ -381,14 +396,14 @@ setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr re
 prlimit64 setrlimit setpriority ioprio_set sched_setaffinity sched_setscheduler sched_setparam sched_setattr
 migrate_pages move_pages process_madvise process_mrelease process_vm_readv pidfd_getfd kcmp
 keyctl add_key request_key mq_open mq_unlink shmget msgget semget memfd_create memfd_secret
-quotactl quotactl_fd inotify_add_watch fanotify_mark
+quotactl quotactl_fd inotify_add_watch fanotify_mark fallocate
 """
-"""What Landlock does not judge: calls that change files, processes or keys of the same user, or take memory that is
-nobody's."""
+"""Calls beyond Landlock: those that change files, processes or keys of the same user, or take memory or disk
+space past a limit. `interpreter.seal` denies those of which the arguments decide."""
 MAX_OPEN_FILES = 128
 WAIT_S = 2.0
 SPARE_TASKS = 256
-"""What the user's other processes may start in the meantime before the code can start none any more."""
+"""Processes that the user may start elsewhere in the meantime, before the code can start none any more."""
 
 
 class Interpreter:
@@ -400,11 +415,23 @@ class Interpreter:
         self.answers = answers
         self.output = output
         self.ended = os.pidfd_open(pid)
+        self.unsent = b""
+        """Bytes that the pipe had no room for yet: code may have kept its interpreter from reading."""
+        os.set_blocking(requests, False)
 
     def send(self, request: dict[str, Any]) -> None:
-        """Write one request; one that no longer reads is found dead by the wait that follows."""
-        with contextlib.suppress(BrokenPipeError):
-            interpreter_file.write_all(self.requests, json.dumps(request).encode() + b"\n")
+        """Begin to write one request; one that no longer reads is found dead by the wait that follows."""
+        self.unsent = json.dumps(request).encode() + b"\n"
+        self.send_more()
+
+    def send_more(self) -> None:
+        """Write as much of the request as the pipe has room for."""
+        try:
+            self.unsent = self.unsent[os.write(self.requests, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            self.unsent = b""
 
     def resume(self) -> None:
         """Let it run."""

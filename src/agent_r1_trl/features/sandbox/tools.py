@@ -48,7 +48,7 @@ class Session:
         self._sandbox: Sandbox | None = None
         self._end: Callable[[], Any] = lambda: None
 
-    def __deepcopy__(self, memo: Any) -> Session:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return Session(self.make)  # a copy of an environment is another trajectory
 
     def open(self) -> Sandbox:
@@ -65,7 +65,7 @@ class Session:
         self._end()
 
 
-def _named(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _named(what: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call what may be the user's own; whatever it raises is a `SandboxError`."""
     try:
         return function(*arguments)
@@ -89,7 +89,7 @@ def run_code(sandbox: Sandbox, code: str, language: Language) -> SandboxResult:
 
 
 class SandboxTool(Tool):
-    """What `PythonTool` and `ShellTool` share: one sandbox per environment instance, hence per trajectory.
+    """The common part of `PythonTool` and `ShellTool`: one sandbox per environment instance, hence per trajectory.
 
     Tools of one environment that name the same sandbox with the same limits share it, with its files.
 
@@ -108,7 +108,7 @@ class SandboxTool(Tool):
 
     def __init__(
         self,
-        sandbox: Any = None,
+        sandbox: object = None,
         *,
         limits: SandboxLimits | None = None,
         name: str | None = None,
@@ -127,13 +127,13 @@ class SandboxTool(Tool):
         longest_s = 2 * self.limits.timeout_s + 3 * self.limits.start_timeout_s
         super().__init__(self._make_function(), name=name or self.language, timeout_s=longest_s, **settings)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> str:
+    def __call__(self, *args: object, **kwargs: object) -> str:
         """Run code and return what a model would read, errors included."""
         (code,) = inspect.signature(self.fn).bind(*args, **kwargs).args
         result = run_code(self._session.open(), code, self.language)
         return render_sandbox_result(result, self.limits.max_output_chars)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Tool:
+    def __get__(self, instance: object, owner: type | None = None) -> Tool:
         """The tool with the sandbox of an environment instance."""
         if instance is None:
             return self
@@ -148,7 +148,7 @@ class SandboxTool(Tool):
         made.fn = made._make_function()
         return made
 
-    def __deepcopy__(self, memo: Any) -> SandboxTool:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SandboxTool:
         return self._with(copy.deepcopy(self._session, memo))
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ def make_sandbox_factory(sandbox: Any, limits: SandboxLimits, language: Language
     return functools.partial(LocalSandbox, "sandlock" if sandbox == "sandlock" else "limits", limits)
 
 
-def find_problems(sandbox: Any, language: Language) -> Iterator[str]:
+def find_problems(sandbox: object, language: Language) -> Iterator[str]:
     """Why a name or an object makes no sandbox here, with what to do."""
     names = ", ".join(map(repr, BACKENDS))
     if isinstance(sandbox, type):
