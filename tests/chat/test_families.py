@@ -195,6 +195,27 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(row):
         assert without_reasoning(sampled) == without_reasoning(rendered)
 
 
+NAMES = ("get-file", "fs.read")
+"""What servers of MCP call their tools, and no function of Python is called."""
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.cells[0] not in REFUSED], ids=lambda row: row.file)
+def test_a_name_with_a_dash_or_a_dot_is_called_or_refused_when_it_meets_the_template(row):
+    tokenizer, _ = tokenizer_of(row)
+    chat = ChatFormat(tokenizer)
+    for name in NAMES:
+        tool = {"type": "function", "function": {**TOOLS[0]["function"], "name": name}}
+        prompt = [{"role": "user", "content": "Read it."}]
+        try:
+            ids = chat.encode_prompt(prompt, [tool])
+        except ChatFormatError as error:
+            assert "Rename them, such as Tool(fn, name=" in str(error), error
+            continue
+        said = chat.encode_reply(calling(name, {"query": "a"}))
+        message = chat.parse(said, prompt_ids=ids, tools=[tool])
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": name, "arguments": {"query": "a"}}]
+
+
 # Templates that write earlier messages in another way later, so that no appended ids can be those of the whole.
 REWRITTEN = ("hermes_3", "mistral_nemo", "mistral_small_3_2")
 

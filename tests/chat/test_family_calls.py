@@ -6,11 +6,13 @@ version to version; they are in the tests without it, with the reason.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 
 import pytest
 
+from agent_r1_trl import ToolEnv, tool
 from agent_r1_trl.chat import ChatFormat
 from tests.families import FAMILIES
 
@@ -314,6 +316,95 @@ def test_an_observation_names_the_call_as_the_model_did(family):
     observation = {"role": "tool", "name": "now", "tool_call_id": message["tool_calls"][0]["id"], "content": "noon"}
     ids, _ = chat.encode_observations(message, [observation], TOOLS)
     assert chat.encoder.to_text(ids) == shown
+
+
+KIMI = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"<call>(?P<id>functions\.(?P<name>\w+):\d+)<args>",
+            "close_pattern": r"</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "id": "{id}",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"content": "text"},
+    },
+}
+"""A grammar of transformers' own form, whose ids hold the name."""
+# family, grammar, what is sampled, the id in it
+WITH_IDS = {
+    "hermes": ("qwen2_5", None, '<tool_call>\n{"name": "now", "arguments": {}, "id": "call_1"}\n</tool_call>', "call_1"),
+    "call_id": ("qwen2_5", None, '<tool_call>\n{"call_id": "functions.now:0", "name": "now", "arguments": {}}\n</tool_call>', "functions.now:0"),
+    "tool_call_id": ("qwen2_5", None, '<tool_call>\n{"tool_call_id": "a-b", "name": "now"}\n</tool_call>', "a-b"),
+    "a number": ("qwen2_5", None, '<tool_call>\n{"id": 0, "name": "now", "arguments": {}}\n</tool_call>', "0"),
+    "long": ("qwen2_5", None, '<tool_call>\n{"id": "%s", "name": "now"}\n</tool_call>' % ("x" * 100), "x" * 100),
+    "llama 3": ("llama3_1", None, '{"id": "call_1", "name": "now", "parameters": {}}', "call_1"),
+    "llama 3, whole": ("llama3_1", None, '{"id": "call_1", "type": "function", "function": {"name": "now", "parameters": {}}}', "call_1"),
+    "mistral nemo": ("mistral_nemo", None, '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "abc12XYZ9"}]', "abc12XYZ9"),
+    "mistral small": ("mistral_small_3_2", None, "[TOOL_CALLS]now[CALL_ID]abc12XYZ9[ARGS]{}", "abc12XYZ9"),
+    "mistral, dashes": ("mistral_small_3_2", None, "[TOOL_CALLS]now[CALL_ID]call-1.0:2[ARGS]{}", "call-1.0:2"),
+    "nemotron nano": ("nemotron_nano_2", None, '<TOOLCALL>[{"name": "now", "arguments": {}, "id": "call_1"}]</TOOLCALL>', "call_1"),
+    "lfm2, JSON": ("lfm2", None, '<|tool_call_start|>[{"name": "now", "arguments": {}, "id": "call_1"}]<|tool_call_end|>', "call_1"),
+    "of transformers": ("qwen2_5", KIMI, "<call>functions.now:3<args>{}</call>", "functions.now:3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "grammar", "text", "own_id"), WITH_IDS.values(), ids=WITH_IDS.keys())
+def test_the_id_that_a_model_wrote_is_that_of_the_call_and_of_its_answer(family, grammar, text, own_id):
+    class Clock(ToolEnv):
+        @tool
+        def now(self) -> str:
+            """The time."""
+            return "noon"
+
+    tokenizer = FAMILIES[family]()
+    shows_ids = family == "qwen2_5"  # a template that writes them after whatever it writes before the answer
+    if shows_ids:
+        answer = "{{- '\\n<tool_response>\\n' }}"
+        assert answer in tokenizer.chat_template
+        shown = answer + "{{- message.tool_call_id + ': ' }}"
+        tokenizer.chat_template = tokenizer.chat_template.replace(answer, shown)
+    chat = ChatFormat(tokenizer, response_template=grammar)
+    message = chat.parse(
+        chat.encoder.encode(text + tokenizer.convert_ids_to_tokens(chat.turn_end_ids[-1])), tools=TOOLS
+    )
+    assert calls_of(message) == [("now", {})] and message["tool_calls"][0]["id"] == own_id
+    (observation,) = asyncio.run(Clock().step(message)).observations
+    assert observation["tool_call_id"] == own_id and observation["content"] == "noon"
+    ids, _ = chat.encode_observations(message, [observation], TOOLS)
+    if shows_ids or family == "mistral_nemo":
+        assert own_id in chat.encoder.to_text(ids)
+
+
+def test_ids_of_one_turn_differ_whatever_the_model_wrote_and_made_ones_fit_mistrals_templates():
+    calls = [{"name": "now", "arguments": {}, **written} for written in ({"id": "abc12XYZ9"}, {"id": "abc12XYZ9"}, {})]
+    message = read("mistral_nemo", f"[TOOL_CALLS]{json.dumps(calls)}")
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert ids[0] == "abc12XYZ9" and len(set(ids)) == 3
+    assert all(len(made) == 9 and made.isalnum() for made in ids)
+
+
+@pytest.mark.parametrize("ids", [("call_a", "call_b"), (None, None), ("abc12XYZ9", "abc12XYZ8")])
+def test_calls_in_a_prompt_may_have_ids_that_mistrals_template_refuses(ids):
+    calls, answers = [], []
+    for own, text in zip(ids, ("noon", "night"), strict=True):
+        named = {"id": own} if own else {}
+        calls.append({"type": "function", "function": {"name": "now", "arguments": {}}, **named})
+        answers.append({"role": "tool", "content": text} | ({"tool_call_id": own} if own else {}))
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    order = answers if None in ids else answers[::-1]
+    chat = chat_of("mistral_nemo")
+    prompt = chat.encode_prompt([{"role": "user", "content": "q"}, said, *order], TOOLS)
+    told = chat.encoder.to_text(prompt)
+    fitted = ids if "abc12XYZ9" in ids else ("c00000000", "c00000001")
+    for made, text in zip(fitted, ("noon", "night"), strict=True):
+        assert f'"id": "{made}"' in told and f'{{"content": {text}, "call_id": "{made}"}}' in told
 
 
 def test_ids_that_a_template_refuses_do_not_turn_the_observation_into_a_user_message():

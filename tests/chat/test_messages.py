@@ -10,6 +10,7 @@ from PIL import Image
 
 from agent_r1_trl import ToolCall
 from agent_r1_trl.chat import ChatFormat, ChatFormatError
+from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.tools import ToolExecutor
 from agent_r1_trl.trajectory import ToolErrorKind
 from tests.families import FAMILIES
@@ -30,9 +31,28 @@ def test_blocks_of_text_are_their_text(family):
 
 
 @pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b", "annotations": []}], "a\nb"),
+        (["a", {"type": "text", "text": "b", "image": None}], "a\nb"),
+        ([{"type": None, "text": "a"}, {"text": "b"}], "a\nb"),
+        ({"type": "text", "text": "a"}, "a"),
+        ([], ""),
+        (b"bytes \xc3\xa9", "bytes é"),
+        ([{"text": "a", "score": 1}], '[{"text": "a", "score": 1}]'),
+    ],
+)
+def test_text_is_text_in_whatever_blocks_it_comes(content, text):
+    assert as_text(content, "prompt[0]") == text
+
+
+@pytest.mark.parametrize(
     "content",
     [
         [{"type": "image", "image": "x.png"}],
+        [{"type": "image"}],
+        [{"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}],
+        ["See:", {"type": "input_image", "image_url": "x"}],
         [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "x"}}],
         Image.new("RGB", (2, 2)),
         {"picture": Image.new("RGB", (2, 2))},
@@ -40,7 +60,9 @@ def test_blocks_of_text_are_their_text(family):
 )
 def test_an_image_is_refused_by_name(content):
     chat = ChatFormat(FAMILIES["qwen2_5"]())
-    with pytest.raises(ChatFormatError, match=r"prompt\[0\] holds .*(image|Image).*text only"):
+    with pytest.raises(
+        ChatFormatError, match=r"prompt\[0\] holds .*(image|Image|document).*text only.*trl.GRPOTrainer"
+    ):
         chat.encode_prompt([{"role": "user", "content": content}])
     with pytest.raises(ChatFormatError, match=r"observations\[0\] holds"):
         chat.encode_observations({"role": "assistant", "content": ""}, [{"role": "user", "content": content}])
@@ -100,5 +122,5 @@ def test_a_tool_that_returns_an_image_fails_by_name():
     executor = ToolExecutor([draw])
     calls = [ToolCall(name="draw", arguments={"width": width}) for width in (2, 9)]
     for result in asyncio.run(executor.execute(calls)):
-        assert result.error is ToolErrorKind.EXCEPTION
+        assert result.error is ToolErrorKind.INFRASTRUCTURE, "no argument of the model's is the cause"
         assert "Image" in result.content and "neither text nor JSON" in result.content and "0x" not in result.content

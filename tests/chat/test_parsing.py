@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.patterns import PatternTimeoutError
 from tests.effort import examples, short
 from tests.families import FAMILIES as FAMILIES_OF_MODELS
 from tests.tokenizers import FAMILIES as OF_TRL
@@ -147,12 +149,38 @@ def test_gptoss_analysis_preamble_call_and_answer_are_told_apart():
         "<|channel|>commentary to=functions.search <|constrain|>json<|message|>",
         " to=functions.search<|channel|>commentary <|constrain|>json<|message|>",
         "<|channel|>commentary to=functions.search<|message|>",
+        "<|channel|>analysis to=functions.search code<|message|>",
+        "<|channel|>commentary to=functions.search code<|message|>",
+        "<|channel|>commentary to=functions.search <|constrain|>code<|message|>",
+        " to=functions.search<|channel|>analysis <|constrain|>json<|message|>",
+        " to=functions.search<|channel|>analysis code<|message|>",
+        "<|channel|>commentary to=search <|constrain|>json<|message|>",
+        " to=search<|channel|>commentary json<|message|>",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>analysis to=search code<|message|>",
     ],
 )
 def test_every_way_gptoss_addresses_a_tool_is_read(header):
     message = read("gptoss", header + '{"query": "Paris"}<|call|>')
     assert functions(message) == [{"name": "search", "arguments": {"query": "Paris"}}]
     assert message["content"] == "" and "malformed_tool_call" not in message
+
+
+@pytest.mark.parametrize(
+    ("header", "end"),
+    [
+        ("<|channel|>final <|constrain|>json<|message|>", "<|return|>"),
+        ("<|channel|>final json<|message|>", "<|return|>"),
+        ("<|channel|>final<|message|>", "<|call|>"),
+        ("<|channel|>final<|message|>", "<|end|>"),
+        ("<|channel|>final json<|message|>", "<|call|>"),
+        ("<|channel|>final <|constrain|>json<|message|>", "<|call|>"),
+        ("<|channel|>analysis code<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>", "<|call|>"),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>", ""),
+    ],
+)
+def test_an_answer_of_gptoss_holds_no_part_of_its_header_or_end(header, end):
+    message = read("gptoss", header + '{"a": 1}' + end)
+    assert message["content"] == '{"a": 1}' and "malformed_tool_call" not in message
 
 
 @pytest.mark.parametrize(
@@ -265,7 +293,6 @@ def test_an_unreadable_call_says_what_was_wrong_and_keeps_its_text(body, reason)
         ("gemma4", '<|tool_call>call:f{query:<|"|>x'),
         ("gemma4", "<|tool_call>f(query)<tool_call|><turn|>"),
         ("gemma4", "<|tool_call>call:f{query:}<tool_call|><|tool_response>"),
-        ("gemma4", "<|tool_call>call:f{k:NaN}<tool_call|><|tool_response>"),
         ("gptoss", ' to=functions.f<|channel|>commentary json<|message|>{"query": "x'),
         ("gptoss", " to=functions.f<|channel|>commentary json<|message|>{oops}<|call|>"),
         ("gptoss", '<|channel|>commentary<|message|>{"query": "x"}<|call|>'),
@@ -414,6 +441,56 @@ def test_forced_reasoning_is_read_after_a_tool_result_too():
 # -------------------------------------------------------------------- time
 
 
+SHAPES = [
+    {
+        "name": name,
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "note": {"type": "string"},
+                "path": {"type": "string", "nullable": True},
+                "count": {"type": "integer"},
+                "flags": {"type": "array", "items": {"type": "string"}},
+                "where": {"type": "object", "properties": {"zip": {"type": "string"}, "floor": {"type": "integer"}}},
+            },
+        },
+    }
+    for name in ("get-file", "fs.read", "search")
+]
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "arguments"),
+    [
+        ('call:get-file{note:<|"|>a<|"|>}', "get-file", {"note": "a"}),
+        ("call:fs.read{note:3}", "fs.read", {"note": "3"}),
+        ("call:search{note:3,count:3}", "search", {"note": "3", "count": 3}),
+        ("call:search{ note: Oslo , }", "search", {"note": "Oslo"}),
+        ("call:search{path:null,count:null,note:null}", "search", {"path": None, "count": None, "note": "null"}),
+        ('call:search{flags:[a, <|"|>b, c<|"|>,1]}', "search", {"flags": ["a", "b, c", "1"]}),
+        ("call:search{where:{zip:0150,floor:2}}", "search", {"where": {"zip": "0150", "floor": 2}}),
+        ('call:search{note:"Oslo"}', "search", {"note": "Oslo"}),
+        ("call:search{}", "search", {}),
+        ('call:unknown{a:1,b:true,c:x y,d:<|"|>}<|"|>}', "unknown", {"a": 1, "b": True, "c": "x y", "d": "}"}),
+    ],
+)
+def test_gemma_writes_names_and_bare_words_as_it_likes(written, name, arguments):
+    chat = chat_of("gemma4")
+    ids = chat.encoder.encode(f"<|tool_call>{written}<tool_call|><|tool_response>")
+    message = chat.parse(ids, tools=SHAPES)
+    assert functions(message) == [{"name": name, "arguments": arguments}] and "malformed_tool_call" not in message
+
+
+@pytest.mark.parametrize("name", ["get-file", "import", "a b"])
+def test_lfm2_refuses_tools_whose_names_no_call_can_have_with_the_renaming(name):
+    chat = chat_of("lfm2")
+    tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
+    with pytest.raises(ChatFormatError, match=r"Rename them, such as Tool\(fn, name="):
+        chat.encode_prompt([{"role": "user", "content": "Hi"}], [tool])
+    named = {"type": "function", "function": {**tool["function"], "name": "fs.read"}}
+    assert chat.encode_prompt([{"role": "user", "content": "Hi"}], [named])
+
+
 FLOODS = {  # what is written again and again, per family
     "qwen3": ["<tool_call>", "<think>", '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>\n', "{", "<"],
     "gptoss": [
@@ -421,7 +498,9 @@ FLOODS = {  # what is written again and again, per family
         "<|channel|>commentary to=functions.search <|constrain|>json<|message|>{}<|call|>",
     ],
     "llama3": ['{"name": "search", "parameters": {}}; ', "<|python_tag|>", '{"name":'],
-    "gemma4": ["<|tool_call>call:search{}<tool_call|>", "<|tool_call>call:"],
+    "gemma4": [
+        "<|tool_call>call:search{}<tool_call|>", "<|tool_call>call:", "<|tool_call>call:search{a:[", "{a:", "a:1,",
+    ],
     "qwen3_5": ["<function=", "<function=a><parameter=", "<tool_call><function=a>", "<parameter=a>"],
     "mistral_small_3_2": ["[TOOL_CALLS]", "[TOOL_CALLS]search[ARGS]{}", "[THINK]"],
     "deepseek_v3_1": ["<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n{}", " ", "```"],
@@ -450,3 +529,30 @@ def test_reading_a_turn_takes_time_in_proportion_to_its_length(family, flood):
 
     seconds(1000)
     assert seconds(100_000) < 12 * max(seconds(20_000), 0.01)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"open_pattern": r"<tool_call><x>(a|aa)+$", "close": "</tool_call>"},
+        {"open": "<tool_call>", "close_pattern": r"(a|aa)+$"},
+        {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>(a|aa)+)</"},
+        },
+    ],
+)
+def test_a_turn_on_which_a_pattern_of_the_grammar_takes_too_long_is_not_read_at_all(call, monkeypatch, caplog):
+    monkeypatch.setattr("agent_r1_trl.patterns.LIMIT_S", 0.1)
+    fields = {"tool_calls": {"repeats": True, "content": "json", **call}}
+    grammar = {"defaults": {"role": "assistant"}, "start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    chat = ChatFormat(make_tokenizer("qwen2_5"), response_template=grammar)
+    text = "<tool_call><x>" + "a" * 80 + "!</tool_call>"
+    for _ in range(2):
+        start = time.process_time()
+        with pytest.raises(PatternTimeoutError, match=r"response_template: the pattern .* took longer than 0.1 s"):
+            chat.parse(chat.encoder.encode(text + "<|im_end|>"))
+        assert time.process_time() - start < 2
+    assert len(caplog.records) == 1

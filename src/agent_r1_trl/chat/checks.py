@@ -1,6 +1,6 @@
-"""What a chat format must do right over whole conversations: append what the template renders, read what was said.
+"""Checks of a chat format over whole conversations: it appends what the template renders, and reads what was said.
 
-The doctor reports what these checks find.
+The doctor reports their findings.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ _CONTROL_TOKEN = re.compile(r"<([|\uff5c])[^\s<>|\uff5c]{1,64}\1>|<\|\w{1,64}>|<
 def speak(chat: ChatFormat, message: Message) -> list[int]:
     """The ids of a reply; its calls are changed to have the ids that are read from it."""
     reply = chat.encode_reply(message)
-    for call, read in zip(message.get("tool_calls") or (), chat.parse(reply).get("tool_calls", ()), strict=False):
-        call["id"] = read["id"]
+    calls = message.get("tool_calls") or ()
+    read = chat.parse(reply).get("tool_calls", ())
+    for call, as_read in zip(calls, read, strict=False):
+        call["id"] = as_read["id"]
     return reply
 
 
@@ -39,7 +41,9 @@ def empty_reasoning(chat: ChatFormat) -> str:
 
 def possible_reasoning(chat: ChatFormat) -> tuple[str, ...]:
     """Reasoning that a turn of the policy may have, the empty one first."""
-    return ("", "because") if chat.thinks and not empty_reasoning(chat) else ("",)
+    if not chat.thinks or empty_reasoning(chat):
+        return ("",)
+    return ("", "because")
 
 
 def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, reasoning: str) -> tuple[str, str]:
@@ -49,40 +53,62 @@ def first_difference(chat: ChatFormat, tools: Sequence[Schema] | None, reasoning
         The difference, and `observation`, `tool` (before a tool message), `user` (before a user message), or
         `empty reasoning` where the template only leaves that of its generation prompt out of earlier turns.
     """
-    name = tools[0]["function"]["name"] if tools else "look_up"
     conversation: list[Message] = [{"role": "user", "content": "first"}]
     ids = chat.encode_prompt(conversation, tools)
     empty = empty_reasoning(chat)
-    difference, found = "", ""
+    to_text = chat.encoder.to_text
+    difference, place = "", ""
     for number in range(3):
-        message: Message = {"role": "assistant", "content": f"answer {number}"}
-        observation: Message = {"role": "user", "content": f"next {number}"}
-        if tools and number != 1:
-            message = calling(name, {"query": "x"})
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        message = _turn(number, tools, reasoning)
         reply = speak(chat, message)
-        if calls := message.get("tool_calls"):
-            observation = tool_answer(f"result {number}", name) | {"tool_call_id": calls[0]["id"]}
+        observation = _answer(number, message)
         delta = chat.encode_observations(message, [observation], tools)[0]
         ids += reply + delta
         conversation += [message, observation]
-        whole = chat.encode_conversation(conversation, tools, generation_prompt=True)
         appended = chat.canonical(ids)
-        if appended == whole:
+        rendered = chat.encode_conversation(conversation, tools, generation_prompt=True)
+        if appended == rendered:
             continue
-        if whole[-len(delta) :] != delta:
-            mine, theirs = chat.encoder.to_text(delta), chat.encoder.to_text(whole[-len(delta) :])
+        as_rendered = rendered[-len(delta) :]
+        if delta != as_rendered:
+            mine, theirs = to_text(delta), to_text(as_rendered)
             return f"a rollout appends {mine!r} where the template renders {theirs!r}", "observation"
-        mine, theirs = (chat.encoder.to_text(side) for side in (appended, whole))
-        only_empty = bool(empty) and mine.replace(empty, "") == theirs.replace(empty, "")
-        if not difference or (found == "empty reasoning" and not only_empty):
-            pairs = zip(appended, whole, strict=False)
-            place = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(appended), len(whole)))
-            mine, theirs = (chat.encoder.to_text(side[max(0, place - 5) : place + 10]) for side in (appended, whole))
+        only_empty = bool(empty) and to_text(appended).replace(empty, "") == to_text(rendered).replace(empty, "")
+        if not difference or (place == "empty reasoning" and not only_empty):
+            around = _around_first_difference(appended, rendered)
+            mine, theirs = to_text(appended[around]), to_text(rendered[around])
             difference = f"after turn {number} a rollout has {mine!r} where the template renders {theirs!r}"
-            found = "empty reasoning" if only_empty else observation["role"]
-    return difference, found
+            place = "empty reasoning" if only_empty else observation["role"]
+    return difference, place
+
+
+def _turn(number: int, tools: Sequence[Schema] | None, reasoning: str) -> Message:
+    """A call, or an answer where there are no tools and in the second turn."""
+    message: Message = {"role": "assistant", "content": f"answer {number}"}
+    if tools and number != 1:
+        message = calling(tools[0]["function"]["name"], {"query": "x"})
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _answer(number: int, turn: Message) -> Message:
+    """The tool's answer to a call, or the next question."""
+    calls = turn.get("tool_calls")
+    if not calls:
+        return {"role": "user", "content": f"next {number}"}
+    answer = tool_answer(f"result {number}", calls[0]["function"]["name"])
+    return answer | {"tool_call_id": calls[0]["id"]}
+
+
+def _around_first_difference(first: Sequence[int], second: Sequence[int]) -> slice:
+    """Some ids before and after the place where two lists of ids differ first."""
+    place = min(len(first), len(second))
+    for at, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            place = at
+            break
+    return slice(max(0, place - 5), place + 10)
 
 
 def differences(chat: ChatFormat, tools: Sequence[Schema] | None) -> dict[str, tuple[str, str]]:
@@ -93,16 +119,21 @@ def differences(chat: ChatFormat, tools: Sequence[Schema] | None) -> dict[str, t
 def broken_prefix(found: dict[str, tuple[str, str]]) -> str:
     """The first of `differences` that a rollout cannot live with; "" if there is none."""
     fatal = ("observation", "tool") if len(found) == 1 else ("observation",)
-    return next((difference for difference, place in found.values() if difference and place in fatal), "")
+    for difference, place in found.values():
+        if difference and place in fatal:
+            return difference
+    return ""
 
 
 def hidden_parts(chat: ChatFormat, tools: Sequence[Schema]) -> dict[str, list[str]]:
     """By tool, what the prompt does not show of its name and arguments; empty if it shows all."""
     text = chat.encoder.to_text(chat.encode_prompt([_QUESTION], tools))
     hidden = {}
-    for function in (schema["function"] for schema in tools):
-        parts = [function["name"], *function.get("parameters", {}).get("properties", {})]
-        if missing := [part for part in parts if part not in text]:
+    for schema in tools:
+        function = schema["function"]
+        arguments = function.get("parameters", {}).get("properties", {})
+        missing = [part for part in (function["name"], *arguments) if part not in text]
+        if missing:
             hidden[function["name"]] = missing
     return hidden
 
@@ -121,10 +152,12 @@ def is_sound(chat: ChatFormat) -> bool:
 
 
 def misread_content(chat: ChatFormat) -> str | None:
-    """What a reply that says `said.` is read as; None if it is read as that."""
+    """The content that is read of a reply that says `said.`; None if it is right."""
     prompt = chat.encode_prompt([_QUESTION])
     for reasoning in possible_reasoning(chat):
-        message = _SAID | ({"reasoning_content": reasoning} if reasoning else {})
+        message = dict(_SAID)
+        if reasoning:
+            message["reasoning_content"] = reasoning
         content = chat.parse(chat.encode_reply(message), prompt)["content"]
         if content != "said.":
             return content
@@ -132,7 +165,7 @@ def misread_content(chat: ChatFormat) -> str | None:
 
 
 def control_tokens(text: str) -> set[str]:
-    """What looks like one in a text."""
+    """The texts that look like control tokens."""
     return {match[0] for match in _CONTROL_TOKEN.finditer(text)}
 
 

@@ -19,11 +19,14 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.safe_text import map_texts, whole
 from agent_r1_trl.trajectory import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Private-use characters: no tokenizer's normaliser or template filter changes them, nor the digits between them.
 _OPEN, _MIDDLE, _CLOSE = "\U000f0000", "\U000f0002", "\U000f0001"
@@ -54,7 +57,7 @@ class TextEncoder:
         ChatFormatError: the tokenizer's back end cannot be copied.
     """
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         self.tokenizer = tokenizer
         self.special_ids: dict[str, int] = {}
         """Spelling -> id of the tokens that the tokenizer marks special."""
@@ -85,7 +88,7 @@ class TextEncoder:
 
     # ---------------------------------------------------------------- hiding data
 
-    def hide(self, data: Any, *, special_only: bool = False) -> Any:
+    def hide(self, data: object, *, special_only: bool = False) -> Any:
         """Replace the spellings of control tokens in every string of JSON-like data; `restore` undoes it.
 
         `special_only` leaves the added tokens alone that the tokenizer does not mark special.
@@ -95,18 +98,25 @@ class TextEncoder:
 
     def hide_prompt(self, messages: Sequence[Message]) -> list[Message]:
         """Messages of a prompt: special tokens are text in all but what an assistant said."""
-        return [
-            message if message.get("role") == "assistant" else self.hide(message, special_only=True)
-            for message in messages
-        ]
+        hidden = []
+        for message in messages:
+            if message.get("role") != "assistant":
+                message = self.hide(message, special_only=True)
+            hidden.append(message)
+        return hidden
 
-    def restore(self, data: Any) -> Any:
+    def restore(self, data: object) -> Any:
         """Undo `hide` in every string of `data`."""
-        return map_texts(lambda text: self._hidden_re.sub(lambda match: self._spellings[int(match[1])], text), data)
+
+        def spelling(match: re.Match[str]) -> str:
+            return self._spellings[int(match[1])]
+
+        return map_texts(lambda text: self._hidden_re.sub(spelling, text), data)
 
     def valid_tokens(self, text: str, start: int = 0) -> list[tuple[int, int, str]]:
         """(start, end, spelling) of the control tokens in rendered text that are not hidden, from a character on."""
-        return [(match.start(), match.end(), match[0]) for match in self._control_re.finditer(text, start)]
+        matches = self._control_re.finditer(text, start)
+        return [(match.start(), match.end(), match[0]) for match in matches]
 
     # ---------------------------------------------------------------- text -> ids
 
@@ -127,12 +137,18 @@ class TextEncoder:
         Returns:
             how many ids at the start are those of the earlier text, and the ids after them.
         """
-        while known.cuts and known.cuts[-1][0] + self._longest > num_kept:  # its token must have been kept as well
+        while known.cuts:
+            num_characters, _ = known.cuts[-1]
+            if num_characters + self._longest <= num_kept:  # the token behind the cut was kept as well
+                break
             known.cuts.pop()
         start, num_ids = known.cuts.pop() if known.cuts else (0, 0)
+        cuts = [start]
+        for at, _, token in self.valid_tokens(text, start):
+            if token in self._borders and at > start:
+                cuts.append(at)
         ids: list[int] = []
-        cuts = [at for at, _, token in self.valid_tokens(text, start) if token in self._borders and at > start]
-        for begin, end in itertools.pairwise([start, *cuts, len(text)]):
+        for begin, end in itertools.pairwise([*cuts, len(text)]):
             piece = text[begin:end]
             if piece not in known.pieces:
                 known.pieces[piece] = self.encode(piece)
@@ -145,15 +161,18 @@ class TextEncoder:
 
         A token that reaches into a flagged segment carries the flag.
         """
-        spans, text = [], ""
+        spans = []
+        text = ""
         for piece, flag in segments:
             start = len(text)
             text += self._privately(piece)
             if flag:
                 spans.append((start, len(text)))
         encoding = self._tokenize(text)
-        offsets, flags = encoding.offsets, [False] * len(encoding.ids)
+        offsets = encoding.offsets  # start and end of each token
+        flags = [False] * len(offsets)
         for start, end in spans:
+            # from the first token that ends behind the start, to the last that begins before the end
             first = bisect.bisect_right(offsets, start, key=operator.itemgetter(1))
             stop = bisect.bisect_left(offsets, end, lo=first, key=operator.itemgetter(0))
             flags[first:stop] = [True] * (stop - first)
@@ -171,8 +190,11 @@ class TextEncoder:
         keep = max_tokens
         while keep > 0:
             # The token after the cut may start inside a character whose first bytes were kept: drop that character.
-            prefix = text[: min(offsets[keep - 1][1], offsets[keep][0])]
-            if len(self._backend.encode(prefix, add_special_tokens=False).ids) <= max_tokens:
+            end_of_kept, start_of_next = offsets[keep - 1][1], offsets[keep][0]
+            prefix = text[: min(end_of_kept, start_of_next)]
+            # A shorter text may be cut into more tokens.
+            num_tokens = len(self._backend.encode(prefix, add_special_tokens=False).ids)
+            if num_tokens <= max_tokens:
                 return prefix
             keep -= 1
         return ""
@@ -191,16 +213,18 @@ class TextEncoder:
         pieces = []
         for is_control, run in itertools.groupby(token_ids, self._control_id_set.__contains__):
             ids = list(run)
-            pieces += [self.to_text([each]) for each in ids] if is_control else [self.hide(self.to_text(ids))]
+            if is_control:
+                pieces += [self.to_text([token_id]) for token_id in ids]
+            else:
+                pieces.append(self.hide(self.to_text(ids)))
         return "".join(pieces)
 
     def to_text(self, token_ids: Sequence[int]) -> str:
         """The characters that ids spell, control tokens included, nothing hidden and nothing tidied up."""
         if not token_ids:
             return ""
-        return str(
-            self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     # ---------------------------------------------------------------- private names
 
@@ -219,7 +243,12 @@ class TextEncoder:
         return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _privately(self, text: str) -> str:
-        live = self._control_re.sub(lambda match: self.mark(str(self._spellings.index(match[0]))), text)
+        """Private names for live spellings, plain characters for hidden ones."""
+
+        def private_name(match: re.Match[str]) -> str:
+            return self.mark(str(self._spellings.index(match[0])))
+
+        live = self._control_re.sub(private_name, text)
         return str(whole(self.restore(live)))
 
     def _copy_backend(self) -> Any:
@@ -235,7 +264,10 @@ class TextEncoder:
             backend = Tokenizer.from_str(json.dumps(spec))
         except Exception as error:  # the Rust side raises bare Exceptions
             raise self._inconsistent(f"its back end cannot be copied with control tokens renamed ({error})") from error
-        moved = [text for text, token_id in self.control_ids.items() if backend.token_to_id(names[text]) != token_id]
+        moved = []
+        for spelling, token_id in self.control_ids.items():
+            if backend.token_to_id(names[spelling]) != token_id:
+                moved.append(spelling)
         if moved:
             raise self._inconsistent(f"the added tokens {moved[:5]} have ids that do not follow the vocabulary")
         return backend
@@ -262,20 +294,26 @@ def split_by_author(delta: str, glue: str, marks: Sequence[str]) -> list[tuple[s
             return [(delta, True)]
         pieces.append(before)
     head, *between = pieces
-    if not delta.startswith(head) or not delta.endswith(glue) or len(head) + len(glue) > len(delta):
+    tail = glue  # behind the last mark
+    has_both_ends = delta.startswith(head) and delta.endswith(tail)
+    if not has_both_ends or len(head) + len(tail) > len(delta):
         return [(delta, True)]
-    segments, rest = [(head, False)], delta[len(head) : len(delta) - len(glue)]
+    segments = [(head, False)]
+    rest = delta[len(head) : len(delta) - len(tail)]
     for piece in between:
         heard, found, rest = rest.partition(piece)
         if not found:
             return [(delta, True)]
         segments += [(heard, True), (piece, False)]
-    return [*segments, (rest, True), (glue, False)]
+    return [*segments, (rest, True), (tail, False)]
 
 
 def _any_of(spellings: list[str]) -> re.Pattern[str]:
+    """A pattern that finds any of the spellings, of several at one place the longest; nothing for an empty list."""
+    if not spellings:
+        return re.compile(r"(?!)")
     longest_first = sorted(spellings, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) if longest_first else r"(?!)")
+    return re.compile("|".join(map(re.escape, longest_first)))
 
 
 def _rename_vocabulary(model: dict[str, Any], names: dict[str, str]) -> None:
@@ -288,5 +326,9 @@ def _rename_vocabulary(model: dict[str, Any], names: dict[str, str]) -> None:
         if isinstance(model.get("unk_token"), str):
             model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
     if isinstance(model.get("merges"), list):
-        pairs = (merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"])
-        model["merges"] = [pair for pair in pairs if not names.keys() & {pair[0], pair[1], pair[0] + pair[1]}]
+        kept = []
+        for merge in model["merges"]:
+            left, right = merge if isinstance(merge, list) else merge.split(" ")
+            if not names.keys() & {left, right, left + right}:
+                kept.append([left, right])
+        model["merges"] = kept

@@ -16,15 +16,15 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.chat.calls import GRAMMAR_NAMES
+from agent_r1_trl.chat.calls import GRAMMAR_NAMES, Grammar, refused_names
 from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.parsing import TurnParser
 from agent_r1_trl.chat.reasoning import History, check_drops, find_rule
-from agent_r1_trl.chat.rendering import ChatTemplate, TemplateRenderer
+from agent_r1_trl.chat.rendering import ChatTemplate, TemplateRenderer, with_short_ids
 from agent_r1_trl.chat.templates import (
     check_template_kwargs,
     choose_chat_template,
@@ -34,7 +34,11 @@ from agent_r1_trl.chat.templates import (
     text_grammar,
     without_tools,
 )
+from agent_r1_trl.patterns import PatternTimeoutError
 from agent_r1_trl.trajectory import Author, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Schema = dict[str, Any]
 
@@ -64,7 +68,7 @@ class ChatFormat:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template: str | None = None,
         response_template: dict[str, Any] | str | None = None,
@@ -117,12 +121,12 @@ class ChatFormat:
 
     @property
     def template_to_save(self) -> str | dict[str, str]:
-        """What a tokenizer must carry as its chat_template for the conversations of this format."""
+        """The chat_template that a tokenizer must carry for the conversations of this format."""
         if self.plain_template is None:
             return self.chat_template
         return {"default": self.plain_template, "tool_use": self.chat_template}
 
-    def write_to(self, tokenizer: Any) -> None:
+    def write_to(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Give a tokenizer the template and the grammar of this format, so that they are saved with it."""
         tokenizer.chat_template = self.template_to_save
         if self.response_template is not None:
@@ -149,6 +153,14 @@ class ChatFormat:
                 f"{suggestion(self.tokenizer, self.chat_template)} Or use a model whose template can, or describe the "
                 "tools in the prompt and read the calls in your environment.",
             )
+        names = [str(schema.get("function", schema).get("name")) for schema in tools or ()]
+        if refused := refused_names(self.grammar, names):
+            better = re.sub(r"\W", "_", refused[0])
+            raise ChatFormatError(
+                f"tools={refused}: models of this family write calls as Python, where a function cannot have such a "
+                "name, so no call of these tools could be read.",
+                f"Rename them, such as Tool(fn, name={better!r}), or MCPToolset(names={{...}}).",
+            )
         try:
             text = json.dumps([list(messages), list(tools or ())])
         except (TypeError, ValueError, RecursionError):  # not all of it is JSON
@@ -159,7 +171,7 @@ class ChatFormat:
         safe = self.encoder.hide_prompt(readable(messages, self.chat_template, where="prompt"))
         schemas = self.encoder.hide(list(tools), special_only=True) if tools else None
         try:
-            return self.encoder.encode(self.template.render(safe, schemas, generation_prompt=True))
+            return self.encoder.encode(self._render_prompt(safe, schemas))
         except Exception as error:
             roles = [message.get("role") for message in messages]
             raise ChatFormatError(
@@ -167,10 +179,18 @@ class ChatFormat:
                 "Let the environment's reset return messages that the template takes (system first, then user).",
             ) from error
 
+    def _render_prompt(self, messages: Sequence[Message], schemas: Sequence[Schema] | None) -> str:
+        try:
+            return self.template.render(messages, schemas, generation_prompt=True)
+        except Exception:  # templates raise what they like; here for the ids of calls, perhaps
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return self.template.render(with_short_ids(messages), schemas, generation_prompt=True)
+
     def encode_observations(
         self, message: Message, observations: Sequence[Message], tools: Sequence[Schema] | None = None
     ) -> tuple[list[int], list[Author]]:
-        """What follows the end-of-turn token of an assistant turn, up to and including the generation prompt.
+        """The text behind the end-of-turn token of an assistant turn, up to and including the generation prompt.
 
         Args:
             message: the assistant message as parsed; only the names and ids of its calls are rendered.
@@ -196,7 +216,7 @@ class ChatFormat:
         return ids[1:], authors[1:]
 
     def history(self, tools: Sequence[Schema] | None = None) -> History | None:
-        """What renders a conversation anew before every turn, with `strips_reasoning`; else None."""
+        """The renderer of whole conversations before every turn, with `strips_reasoning`; else None."""
         if self.reasoning_rule is None:
             return None
         return History(self.template, self.encoder, self.reasoning_rule, tools)
@@ -234,7 +254,7 @@ class ChatFormat:
         *,
         position: int | None = None,
     ) -> Message:
-        """The assistant message that the sampled ids spell. Never raises.
+        """The assistant message that the sampled ids spell.
 
         Args:
             token_ids: the sampled turn, stop token included.
@@ -247,6 +267,9 @@ class ChatFormat:
             `role`, `content`; where they apply `reasoning_content`, `tool_calls` (arguments parsed, ids unique in
             the turn: the model's own, if it wrote some) and `malformed_tool_call`, the reason why a call that was
             attempted cannot be read.
+
+        Raises:
+            PatternTimeoutError: a pattern of the grammar took too long on the turn, which is not the model's fault.
         """
         ids = list(token_ids)
         ends = {self._id(end.sampled) for end in self._ends}
@@ -257,6 +280,8 @@ class ChatFormat:
         try:
             prefix = self._written_by_template(prompt_ids)
             message = self._parser.parse(text, prefix=prefix, tools=list(tools) if tools else None)
+        except PatternTimeoutError:
+            raise
         except Exception as error:
             message = {"role": "assistant", "content": text, "malformed_tool_call": f"unreadable turn: {error}"}
         position = len(prompt_ids) if position is None else position
@@ -317,8 +342,8 @@ class ChatFormat:
                     "Set response_template to a grammar (see transformers' page on chat response parsing) or to the "
                     f"name of a family that writes calls in this way ({', '.join(GRAMMAR_NAMES)}).",
                 )
-        self.grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
-        """What reads turns: the grammar that was asked for, that of the family, or one without calls."""
+        self.grammar: Grammar = grammar or text_grammar(self.chat_template, self._renderer.turn_start(), turn_end)
+        """The reader of turns: the grammar that was asked for, that of the family, or one without calls."""
         parse_call = functools.partial(self.tokenizer.parse_response, schema=self.grammar, prefix="")
         return TurnParser(self.grammar, parse_call, turn_ends={end.sampled for end in self._ends}, thinks=self.thinks)
 

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
+from agent_r1_trl.tools.blocks import describe_bytes, name_of_media, text_of_blocks
 from agent_r1_trl.tools.calls import read_arguments
 from agent_r1_trl.tools.render import NoTextError, spell_out
 from agent_r1_trl.trajectory import Message
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "ai": "assistant", "function": "tool"}
-_MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "file")
+_MEDIA = (
+    "image", "image_url", "image_file", "input_image", "video", "video_url", "audio", "input_audio", "file",
+    "input_file",
+)  # fmt: skip
 
 
 def readable(messages: Sequence[Message], template: str, *, where: str) -> list[Message]:
@@ -51,7 +55,7 @@ def readable(messages: Sequence[Message], template: str, *, where: str) -> list[
     return found
 
 
-def as_text(content: Any, where: str) -> str:
+def as_text(content: object, where: str) -> str:
     """The text of a message's content: a string, blocks of text, or data as JSON.
 
     Raises:
@@ -61,29 +65,38 @@ def as_text(content: Any, where: str) -> str:
         return content
     if content is None:
         return ""
+    if isinstance(content, (bytes, bytearray, memoryview)):
+        try:
+            return _spell_out(content)
+        except NoTextError as error:
+            raise _no_text(where, str(error)) from error
+    if (text := text_of_blocks(content)) is not None:
+        return text
     blocks = content if isinstance(content, list) else [content]
-    kinds = [block.get("type") for block in blocks if isinstance(block, dict)]
-    if media := [kind for kind in kinds if kind in _MEDIA]:
-        raise _no_text(where, f"a block of type {media[0]!r}")
-    if isinstance(content, list) and content and all(_is_text_block(block) for block in content):
-        return "\n".join(str(block["text"]) for block in content)
+    for block in blocks:
+        if isinstance(block, dict) and (block.get("type") in _MEDIA or name_of_media(block)):
+            raise _no_text(where, f"a block of type {block['type']!r}")
     try:
-        return json.dumps(content, ensure_ascii=False, default=spell_out)
+        return json.dumps(content, ensure_ascii=False, default=_spell_out)
     except NoTextError as error:
         raise _no_text(where, str(error)) from error
     except (TypeError, ValueError, RecursionError):  # circular, or keys that are no strings
         return type(content).__name__
 
 
-def _is_text_block(block: Any) -> bool:
-    kinds = ("text", "input_text", "output_text")
-    return isinstance(block, dict) and isinstance(block.get("text"), str) and block.get("type", "text") in kinds
+def _spell_out(value: object) -> str:
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        return spell_out(value)
+    if named := describe_bytes(bytes(value)):
+        raise NoTextError(f"bytes that are no text, {named}")
+    return bytes(value).decode("utf-8", errors="replace")
 
 
 def _no_text(where: str, what: str) -> ChatFormatError:
     return ChatFormatError(
         f"{where} holds {what}: rollouts are text only, and the model would not see it.",
-        "Say in words what the model should know, as a string or as [{'type': 'text', 'text': ...}].",
+        "Say in words what the model should know, as a string or as [{'type': 'text', 'text': ...}]. A model that "
+        "sees images can be trained on prompts that hold some with trl.GRPOTrainer.",
     )
 
 

@@ -12,19 +12,34 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.chat.calls import READERS, Reader, strict_decoder, strict_json
+from agent_r1_trl.chat.calls import READERS, Reader, strict_decoder, strict_json, with_own_reader
+from agent_r1_trl.patterns import Match, PatternTimeoutError, TimedPattern, time_limit, warn_once
+from agent_r1_trl.tools.calls import ID_NAMES, written_id
 from agent_r1_trl.trajectory import Message
 
+if TYPE_CHECKING:
+    from agent_r1_trl.tools.json_schema import Schema
+
 # The length of a name is bounded wherever a name is searched for: reading stays linear, whatever the text.
-# GPT-OSS may name the recipient before or after the channel, with or without <|constrain|>; one spelling is enough.
+# GPT-OSS names the recipient before or after the channel, on any channel, with or without `functions.`, and the type
+# of the content with or without <|constrain|> (json, code). vLLM reads all of them; one spelling is enough here.
+_HARMONY_CHANNEL = r"(?:<\|channel\|>(?:analysis|commentary|final)\s*+)?"
+_HARMONY_TYPE = r"(?:<\|constrain\|>\s*+)?(?:\w{1,32}+\s*+)?"
 _HARMONY_CALL = re.compile(
-    r"(?:<\|channel\|>commentary\s*)?to=functions\.(?P<name>[^\s<]{1,128})\s*(?:<\|channel\|>commentary\s*)?"
-    r"(?:<\|constrain\|>\s*)?(?:json\s*)?<\|message\|>"
+    rf"{_HARMONY_CHANNEL}\bto=(?:functions\.)?(?P<name>[^\s<]{{1,128}}+)\s*+{_HARMONY_CHANNEL}{_HARMONY_TYPE}<\|message\|>"
 )
+# transformers' grammar knows the channels of the other messages only without a type.
+_HARMONY_TYPED = re.compile(rf"(<\|channel\|>(?:analysis|commentary|final))\s*+{_HARMONY_TYPE}(?=<\|message\|>)")
+# Headers of messages without a recipient, and what ends them: what stands between them is content.
+_HARMONY_HEADER = re.compile(
+    rf"<\|start\|>assistant|<\|channel\|>\w*\s*{_HARMONY_TYPE}(?=<\|message\|>)|<\|channel\|>\w*|<\|message\|>|"
+    r"<\|end\|>|<\|return\|>"
+)
+_HARMONY_END = re.compile(r"<\|(?:call|end)\|>\Z")
 _SEPARATORS = re.compile(r"[; \n\t,]*")
 _ARGUMENTS_KEY = re.compile(r'"(?:parameters|arguments)"\s*:')
 # Deeper than any tool's arguments; shallow enough for everything downstream that recurses.
@@ -54,12 +69,12 @@ class _Region:
 class _Scan:
     """The matches of a pattern from growing positions on, so that a text is read once and not once per region."""
 
-    def __init__(self, pattern: re.Pattern[str], text: str) -> None:
+    def __init__(self, pattern: TimedPattern, text: str) -> None:
         self._pattern = pattern
         self._text = text
         self._found = pattern.search(text)
 
-    def next(self, position: int) -> re.Match[str] | None:
+    def next(self, position: int) -> Match | None:
         """The first match that starts at `position` or later; no position may be before that of an earlier call."""
         if self._found is not None and self._found.start() < position:
             self._found = self._pattern.search(self._text, position)
@@ -84,27 +99,30 @@ class TurnParser:
         turn_ends: Iterable[str],
         thinks: bool = True,
     ) -> None:
+        response_template = with_own_reader(response_template)
         self._thinks = thinks
         self._turn_ends = re.compile("|".join(map(re.escape, turn_ends)))
         self._parse_call = parse_call
         self._anchor = _delimiter(response_template, "start_anchor")
         fields = response_template["fields"]
-        self._opens = {name: found for name, field in fields.items() if (found := _delimiter(field, "open"))}
-        self._closes = {name: found for name, field in fields.items() if (found := _delimiter(field, "close"))}
-        self._implicit = next((name for name in fields if name not in self._opens), None)
+        self._opens = _delimiters(fields, "open")
+        self._closes = _delimiters(fields, "close")
+        implicit = [name for name in fields if name not in self._opens]
+        self._implicit = implicit[0] if implicit else None
         call = fields.get("tool_calls", {})
         opening = str(call.get("open") or call.get("open_pattern") or "").replace("\\", "")
-        self._hints = call.get("hints") or next((hints for piece, hints in _HINTS.items() if piece in opening), ())
+        self._hints = call.get("hints") or _usual_hints(opening)
         self._reader = READERS.get(str(call.get("content")))
-        self._reasoning = next(
-            (name for name in _REASONING_FIELDS if name in self._opens and name in self._closes), None
-        )
+        closed = [name for name in _REASONING_FIELDS if name in self._opens and name in self._closes]
+        self._reasoning = closed[0] if closed else None
         self._is_strict_json = call.get("content") == "json" and not call.get("content_args")
         self._is_bare_json = opening.startswith('{"name"')
         self._is_harmony = "to=functions" in opening
         if self._is_harmony:
             bounded = self._opens["tool_calls"].pattern.replace(r"\S+?", r"\S{1,128}?")
-            self._opens["tool_calls"] = re.compile(bounded, re.DOTALL)
+            self._opens["tool_calls"] = TimedPattern(bounded, dot_all=True)
+        tag = (call.get("content_args") or {}).get("tag_pattern")
+        self._tag = TimedPattern(tag, dot_all=True) if isinstance(tag, str) else None
 
     def parse(self, text: str, *, prefix: str = "", tools: list[dict[str, Any]] | None = None) -> Message:
         """The message that `text` spells.
@@ -113,32 +131,47 @@ class TurnParser:
             text: the sampled turn, stop token included.
             prefix: what the template wrote after the last message; what of it belongs to this turn is read first.
             tools: schemas that give the arguments their types.
+
+        Raises:
+            PatternTimeoutError: a pattern of the grammar took too long on the turn. Then nobody knows what the model
+                wrote, which may be a perfect call.
         """
+        try:
+            with time_limit():
+                return self._parse(text, prefix, tools)
+        except PatternTimeoutError as error:
+            warn_once(error, "response_template")
+            raise PatternTimeoutError(f"the turn was not read by the response_template: {error}") from error
+
+    def _parse(self, text: str, prefix: str, tools: list[dict[str, Any]] | None) -> Message:
         if self._is_harmony:
+            text = _HARMONY_TYPED.sub(r"\1", text)
             text = _HARMONY_CALL.sub(r"to=functions.\g<name><|channel|>commentary json<|message|>", text)
         begun = self._begun(prefix, text)
-        message: Message = {"role": "assistant", "content": ""}
-        content, reasoning, calls, reasons = [], [], [], []
         whole = self._turn_ends.sub("", text).strip()
-        is_bare_call = self._is_bare_json and _looks_like_bare_call(whole, tools)
-        # Bare JSON has no marker before it: a delimiter found inside it would tear it apart.
-        for region in [_Region(None, text, whole)] if is_bare_call else self._regions(begun + text):
+        regions: Iterable[_Region] = self._regions(begun + text)
+        if self._is_bare_json and _looks_like_bare_call(whole, tools):
+            # Bare JSON has no marker before it: a delimiter found inside it would tear it apart.
+            regions = [_Region(None, text, whole)]
+
+        content, reasoning, calls, reasons = [], [], [], []
+        for region in regions:
+            if region.field in _REASONING_FIELDS:
+                reasoning.append(self._turn_ends.sub("", region.body).strip())
+                continue
             if region.field == "tool_calls":
                 found, reason = self._read_call(region, tools)
-                calls += found
-                if reason:
-                    reasons.append(reason)
-                    content.append(self._turn_ends.sub("", region.raw))
-            elif region.field in _REASONING_FIELDS:
-                reasoning.append(self._turn_ends.sub("", region.body).strip())
+                left_over = self._turn_ends.sub("", region.raw) if reason else ""
             else:
-                found, reason = self._read_stray_call(region.raw, tools)
-                calls += found
-                if reason:
-                    reasons.append(reason)
-                if not found:
-                    content.append(region.body)
-        message["content"] = "\n".join(filter(None, (piece.strip() for piece in content)))
+                raw, body = self._without_call_end(region)
+                found, reason = self._read_stray_call(raw, tools)
+                left_over = "" if found else body
+            calls += found
+            content.append(left_over.strip())
+            if reason:
+                reasons.append(reason)
+
+        message: Message = {"role": "assistant", "content": "\n".join(filter(None, content))}
         if any(reasoning):
             message["reasoning_content"] = "\n".join(filter(None, reasoning))
         if calls:
@@ -147,73 +180,110 @@ class TurnParser:
             message["malformed_tool_call"] = "; ".join(dict.fromkeys(reasons))
         return message
 
+    def _without_call_end(self, region: _Region) -> tuple[str, str]:
+        """Raw text and body of a text; GPT-OSS may end its answer, on the final channel, like a call."""
+        is_answer = self._is_harmony and region.field is not None and "to=" not in region.raw
+        if not is_answer:
+            return region.raw, region.body
+        return _HARMONY_END.sub("", region.raw), _HARMONY_END.sub("", region.body)
+
     def closed_reasoning(self, prefix: str) -> str:
         """The reasoning that `prefix` ends with, whole; "" if it ends with none, or with one that is open."""
-        closed = list(self._closes[self._reasoning].finditer(prefix)) if self._reasoning else []
+        if self._reasoning is None:
+            return ""
+        closed = list(self._closes[self._reasoning].finditer(prefix))
         if not closed or prefix[closed[-1].end() :].strip():
             return ""
-        opened = self._opens[self._reasoning].search(prefix)  # type: ignore[index]
-        return prefix[opened.start() if opened else closed[-1].start() :]
+        opened = self._opens[self._reasoning].search(prefix)
+        start = opened.start() if opened else closed[-1].start()
+        return prefix[start:]
 
     # ---------------------------------------------------------------- regions
 
     def _begun(self, prefix: str, text: str) -> str:
-        """What of the turn stands before the sampled text: the opener of reasoning, as a rule."""
+        """The part of the turn before the sampled text: the opener of reasoning, as a rule."""
+        begun = ""
         anchors = list(self._anchor.finditer(prefix)) if self._anchor else []
-        prefix, begun = (prefix[anchors[-1].end() :],) * 2 if anchors else (prefix, "")
+        if anchors:
+            prefix = prefix[anchors[-1].end() :]
+            begun = prefix
         if self._reasoning is None:
             return begun
-        opener, closer = self._opens[self._reasoning], self._closes[self._reasoning]
-        if closed := list(closer.finditer(prefix)):
+        closed = list(self._closes[self._reasoning].finditer(prefix))
+        if closed:
             return prefix[closed[-1].end() :]  # the template wrote whole reasoning, empty as a rule
-        if opened := opener.search(prefix):
+        opened = self._opens[self._reasoning].search(prefix)
+        if opened:
             return prefix[opened.start() :]
-        return begun + self._missing_opener(text)
+        return begun + self._missing_opener(self._reasoning, text)
 
-    def _missing_opener(self, text: str) -> str:
+    def _missing_opener(self, reasoning: str, text: str) -> str:
         """The opener of reasoning that the text only closes: some templates and models leave it out."""
-        literal = self._opens[self._reasoning].pattern.replace("\\", "")  # type: ignore[index]
-        before, closed, _ = text.partition(literal.replace(literal[:1], literal[:1] + "/", 1))
+        opener = self._opens[reasoning].pattern.replace("\\", "")
+        bracket = opener[:1]
+        if not self._thinks or bracket not in ("<", "["):
+            return ""
+        closer = opener.replace(bracket, bracket + "/", 1)
+        before, closed, _ = text.partition(closer)
+        if not closed:
+            return ""
         if "tool_calls" in self._closes:
-            opening, closing = _Scan(self._opens["tool_calls"], before), _Scan(self._closes["tool_calls"], before)
-            rest, position = "", 0
-            for call, called in self._calls_within(opening, closing, 0, len(before)):
-                rest, position = rest + before[position : call.start()], called.end()
-            before = rest + before[position:]
+            before = self._without_calls(before)
         is_open = any(pattern.search(before) for pattern in self._opens.values())
-        return literal if self._thinks and closed and not is_open and literal[:1] in ("<", "[") else ""
+        return "" if is_open else opener
+
+    def _without_calls(self, text: str) -> str:
+        """A text without the whole calls in it."""
+        opens = _Scan(self._opens["tool_calls"], text)
+        closes = _Scan(self._closes["tool_calls"], text)
+        rest = ""
+        position = 0
+        for opened, closed in self._calls_within(opens, closes, 0, len(text)):
+            rest += text[position : opened.start()]
+            position = closed.end()
+        return rest + text[position:]
 
     def _regions(self, text: str) -> Iterator[_Region]:
+        """The regions between delimiters and the texts outside of them, in their order."""
         opens = {name: _Scan(pattern, text) for name, pattern in self._opens.items()}
         closes = {name: _Scan(pattern, text) for name, pattern in self._closes.items()}
-        position = outside = 0
-        while True:
-            found = [(name, match) for name, scan in opens.items() if (match := scan.next(position))]
-            if not found:
-                break
-            name, match = min(found, key=lambda item: (item[1].start(), -len(item[1][0]), item[0]))
-            yield from self._outside(text[outside : match.start()])
-            close = closes[name].next(match.end()) if name in closes else None
-            end = close.end() if close else len(text)
-            if close is None and name == self._reasoning and "tool_calls" in opens:
-                # A call ends reasoning that was never closed, as it does in vLLM.
-                close = opens["tool_calls"].next(match.end())
-                end = close.start() if close else end
-            began = match.end()
-            if close is not None and name == self._reasoning and "tool_calls" in opens:
-                delimiters = opens["tool_calls"], closes["tool_calls"]
-                for call, called in self._calls_within(*delimiters, began, close.start()):
-                    yield _Region(name, "", text[began : call.start()])
-                    yield _Region("tool_calls", text[call.start() : called.end()], text[call.end() : called.start()])
-                    began = called.end()
-            body = text[began : close.start() if close else end]
-            yield _Region(name, text[match.start() : end], body, close is not None)
-            position = outside = max(end, match.end(), match.start() + 1)
-        yield from self._outside(text[outside:])
+        position = 0
+        while first := self._first_opening(opens, position):
+            name, opened = first
+            yield from self._outside(text[position : opened.start()])
+            closed = closes[name].next(opened.end()) if name in closes else None
+            end = closed.end() if closed else len(text)
+            body_start, body_end = opened.end(), closed.start() if closed else end
+            is_closed = closed is not None
+            if name == self._reasoning and "tool_calls" in opens:
+                if closed is None and (call := opens["tool_calls"].next(opened.end())):
+                    # A call ends reasoning that was never closed, as it does in vLLM.
+                    end = body_end = call.start()
+                    is_closed = True
+                if is_closed:
+                    whole_calls = self._calls_within(opens["tool_calls"], closes["tool_calls"], body_start, body_end)
+                    for call, called in whole_calls:
+                        yield _Region(name, "", text[body_start : call.start()])
+                        raw, inside = text[call.start() : called.end()], text[call.end() : called.start()]
+                        yield _Region("tool_calls", raw, inside)
+                        body_start = called.end()
+            yield _Region(name, text[opened.start() : end], text[body_start:body_end], is_closed)
+            position = max(end, opened.end(), opened.start() + 1)
+        yield from self._outside(text[position:])
 
-    def _calls_within(
-        self, opens: _Scan, closes: _Scan, position: int, end: int
-    ) -> Iterator[tuple[re.Match[str], re.Match[str]]]:
+    def _first_opening(self, opens: dict[str, _Scan], position: int) -> tuple[str, Match] | None:
+        """The field whose delimiter comes first from a position on; of several at one place the longest."""
+        found = []
+        for name, scan in opens.items():
+            match = scan.next(position)
+            if match is not None:
+                found.append((match.start(), -len(match[0]), name, match))
+        if not found:
+            return None
+        _, _, name, match = min(found, key=lambda item: item[:3])
+        return name, match
+
+    def _calls_within(self, opens: _Scan, closes: _Scan, position: int, end: int) -> Iterator[tuple[Match, Match]]:
         """The delimiters of the whole calls inside reasoning: they are made, as in vLLM.
 
         A marker that is only mentioned has no closing one before the reasoning ends.
@@ -226,17 +296,17 @@ class TurnParser:
             position = max(called.end(), call.end())
 
     def _outside(self, text: str) -> Iterator[_Region]:
+        """The region of a text outside all delimiters, none for blanks."""
         if self._implicit is not None and self._implicit in self._closes:
             text = self._closes[self._implicit].sub("", text)
         if self._is_harmony:
-            # Headers of messages without a recipient: what they introduce is content.
-            text = re.sub(r"<\|start\|>assistant|<\|channel\|>\w*|<\|message\|>|<\|end\|>|<\|return\|>", "", text)
+            text = _HARMONY_HEADER.sub("", text)
         if text.strip():
             yield _Region(None, text, self._turn_ends.sub("", text))
 
     # ---------------------------------------------------------------- calls
 
-    def _read_call(self, region: _Region, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
+    def _read_call(self, region: _Region, tools: Sequence[Schema] | None) -> tuple[list[dict[str, Any]], str | None]:
         if self._is_bare_json:
             return self._read_bare_json(region.raw)
         if not region.is_closed:
@@ -246,12 +316,24 @@ class TurnParser:
         try:
             if self._is_strict_json:
                 strict_json(region.body)
+            self._rehearse(region)
             calls = self._parse_call(region.raw, tools=tools).get("tool_calls") or []
             return [_well_formed(call) for call in calls], None
+        except PatternTimeoutError:
+            raise
         except Exception as error:
             return [], _reason(error)
 
-    def _read_by(self, reader: Reader, body: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
+    def _rehearse(self, region: _Region) -> None:
+        """Run the grammar's patterns on a region before transformers does, which knows no limit of time."""
+        for pattern in (*self._opens.values(), *self._closes.values()):
+            pattern.finditer(region.raw)
+        if self._tag is not None:
+            self._tag.finditer(region.body)
+
+    def _read_by(
+        self, reader: Reader, body: str, tools: Sequence[Schema] | None
+    ) -> tuple[list[dict[str, Any]], str | None]:
         """With a reader of ours: one broken call among several does not take the others along."""
         calls, reasons = [], []
         try:
@@ -264,7 +346,7 @@ class TurnParser:
             return [], _reason(error)
         return calls, "; ".join(dict.fromkeys(reasons)) or None
 
-    def _read_stray_call(self, text: str, tools: Any) -> tuple[list[dict[str, Any]], str | None]:
+    def _read_stray_call(self, text: str, tools: Sequence[Schema] | None) -> tuple[list[dict[str, Any]], str | None]:
         """Text outside the delimiters: a call in a form the grammar does not know, or no call at all."""
         if self._is_bare_json:
             bare = self._turn_ends.sub("", text).strip()
@@ -291,7 +373,7 @@ class TurnParser:
         return calls, None
 
 
-def _looks_like_bare_call(text: str, tools: Any) -> bool:
+def _looks_like_bare_call(text: str, tools: Sequence[Schema] | None) -> bool:
     """Whether bare JSON is a call, not an answer: it has the tag, an arguments key or a known name, or was cut off."""
     if text.startswith("<|python_tag|>") or (text[:1] in ("{", "[") and _ARGUMENTS_KEY.search(text)):
         return True
@@ -301,20 +383,25 @@ def _looks_like_bare_call(text: str, tools: Any) -> bool:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return True
-    return value.get("name") in [tool.get("function", tool).get("name") for tool in tools or ()]
+    known = [tool.get("function", tool).get("name") for tool in tools or ()]
+    return value.get("name") in known
 
 
-def _as_function(value: Any) -> dict[str, Any]:
-    if isinstance(value, dict):
-        value = dict(value)
-        if isinstance(value.get("function"), dict):
-            value = dict(value["function"])
-        if "parameters" in value:
-            value["arguments"] = value.pop("parameters")
-    return {"type": "function", "function": value}
+def _as_function(value: object) -> dict[str, Any]:
+    """A call of the usual form, of JSON with the function at its root or below `function`."""
+    if not isinstance(value, dict):
+        return {"type": "function", "function": value}
+    call: dict[str, Any] = {}
+    function = dict(value)
+    if isinstance(value.get("function"), dict):
+        call = value
+        function = dict(value["function"])
+    if "parameters" in function:
+        function["arguments"] = function.pop("parameters")
+    return {**call, "type": "function", "function": function}
 
 
-def _well_formed(call: Any) -> dict[str, Any]:
+def _well_formed(call: object) -> dict[str, Any]:
     """A call as `{"type": "function", "function": {"name", "arguments"}}`, or ValueError with the reason."""
     function = call.get("function") if isinstance(call, dict) else call
     if not isinstance(function, dict):
@@ -322,35 +409,46 @@ def _well_formed(call: Any) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name.strip():
         raise ValueError('the call has no "name"')
+    arguments = _arguments(function)
+    _check_values(name)
+    _check_values(arguments)
+    written: dict[str, Any] = {"type": "function", "function": {"name": name.strip(), "arguments": arguments}}
+    own_id = written_id(call, function) if isinstance(call, dict) else ""
+    if own_id:
+        written["id"] = own_id
+    return written
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    """The arguments of a call: {} for none, decoded where they are JSON in a text."""
     arguments = function.get("arguments")
     if arguments is None:
-        others = sorted(str(key) for key in function if key not in ("name", "arguments", "id", "type"))
+        others = sorted(str(key) for key in function if key not in ("name", "arguments", "type", *ID_NAMES))
         if others and "arguments" not in function:
             raise ValueError(f'the call has no "arguments" (its keys are "name" and {", ".join(others)})')
-        arguments = {}
+        return {}
     if isinstance(arguments, str):
         try:
             decoded = strict_json(arguments)
         except ValueError:
-            decoded = None
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    _check_values(name)
-    _check_values(arguments)
-    written: dict[str, Any] = {"type": "function", "function": {"name": name.strip(), "arguments": arguments}}
-    if isinstance(function.get("id"), str) and function["id"].strip():
-        written["id"] = function["id"].strip()
-    return written
+            return arguments
+        if isinstance(decoded, dict):
+            return decoded
+    return arguments
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
+    """The name of a value's type, or the beginning of a short one, for a message."""
     if value is None:
         return "null"
     if isinstance(value, list):
         return "a list"
-    return f"{json.dumps(value)[:40]}" if isinstance(value, (bool, int, float, str)) else type(value).__name__
+    if isinstance(value, (bool, int, float, str)):
+        return json.dumps(value)[:40]
+    return type(value).__name__
 
 
-def _check_values(value: Any, depth: int = 0) -> None:
+def _check_values(value: object, depth: int = 0) -> None:
     """Refuse values that Python's json module reads but that no JSON writer or tokenizer accepts."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"the arguments are nested more than {_MAX_DEPTH} levels deep")
@@ -372,12 +470,36 @@ def _reason(error: Exception) -> str:
         return f"the call is not valid JSON ({error.msg} at character {error.pos})"
     if isinstance(error, RecursionError):
         return "the call is nested too deeply"
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    if not str(error):
+        return type(error).__name__
+    return str(error).splitlines()[0][:200]
 
 
-def _delimiter(field: dict[str, Any], name: str) -> re.Pattern[str] | None:
+def _delimiters(fields: dict[str, Any], name: str) -> dict[str, TimedPattern]:
+    """The opening or closing delimiter of each field that has one."""
+    found = {}
+    for field, grammar in fields.items():
+        delimiter = _delimiter(grammar, name)
+        if delimiter is not None:
+            found[field] = delimiter
+    return found
+
+
+def _delimiter(field: dict[str, Any], name: str) -> TimedPattern | None:
+    """A delimiter as a pattern, from literal texts (the longest first) or from a pattern; None if there is none."""
     literal, pattern = field.get(name), field.get(f"{name}_pattern")
     if literal is not None:
-        literals = sorted([literal] if isinstance(literal, str) else literal, key=len, reverse=True)
+        literals = [literal] if isinstance(literal, str) else literal
+        literals = sorted(literals, key=len, reverse=True)
         pattern = "|".join(map(re.escape, literals))
-    return re.compile(pattern, re.DOTALL) if pattern is not None else None
+    if pattern is None:
+        return None
+    return TimedPattern(pattern, dot_all=True)
+
+
+def _usual_hints(opening: str) -> tuple[str, ...]:
+    """Markers of an attempted call for a grammar that names none."""
+    for piece, hints in _HINTS.items():
+        if piece in opening:
+            return hints
+    return ()

@@ -10,13 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.encoding import EncodedText, TextEncoder
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.messages import readable
 from agent_r1_trl.chat.rendering import ChatTemplate, calling, num_common, tool_answer
 from agent_r1_trl.trajectory import Message
+
+if TYPE_CHECKING:
+    from agent_r1_trl.tools.json_schema import Schema
 
 _CLOSERS = re.compile(r"</(?:\w+:)?think>|\[/THINK\]")
 _MARK = "thought_b7e1c3d9"
@@ -26,44 +29,62 @@ _ANSWER: Message = {"role": "assistant", "content": "said"}
 
 @dataclass(frozen=True)
 class ReasoningRule:
-    """What a chat template does with the reasoning of earlier turns."""
+    """A chat template's treatment of the reasoning of earlier turns."""
 
     drops: bool
     """Some reasoning of an earlier turn is not shown."""
     tags: tuple[str, str] | None
-    """What stands around reasoning in `content`, for a template that knows no `reasoning_content`; else None."""
+    """The tags around reasoning in `content`, for a template that knows no `reasoning_content`; else None."""
     is_local: bool
     """The end of a conversation tells what becomes of it when it goes on."""
 
 
 def find_rule(template: ChatTemplate) -> ReasoningRule:
     """The rule of a template, found by rendering conversations of a few turns."""
-    tags, reasoning = None, {"reasoning_content": _MARK}
+    reasoning = {"reasoning_content": _MARK}
     shown = [_MARK in text for text in _probes(template, reasoning)]
+    tags = None
     closer = _CLOSERS.search(template.source)
     if not any(shown) and closer:
-        around = (closer[0].replace("/", "", 1), closer[0])
+        opener = closer[0].replace("/", "", 1)
+        around = (opener, closer[0])
         inside = {"content": with_reasoning(around, _MARK, "said")}
-        found = [_MARK in text for text in _probes(template, inside)]
-        if any(found):
-            tags, reasoning, shown = around, inside, found
+        shown_inside = [_MARK in text for text in _probes(template, inside)]
+        if any(shown_inside):
+            tags, reasoning, shown = around, inside, shown_inside
     return ReasoningRule(drops=not all(shown), tags=tags, is_local=_is_local(template, reasoning))
 
 
 def _is_local(template: ChatTemplate, reasoning: Message) -> bool:
     """Whether a long conversation of all kinds of turns is the same text, rendered at once and by its ends."""
-    calls, answers = [calling(), tool_answer("t")], [_ANSWER | reasoning, _QUESTION]
-    thinking = [calling(**reasoning), tool_answer("t")]
-    turns = [*[thinking] * 5, calls, [_ANSWER, _QUESTION], answers, answers, calls, calls]
-    turns += [*[thinking] * 4, answers, calls, answers, thinking]
+    call = [calling(), tool_answer("t")]
+    call_with_reasoning = [calling(**reasoning), tool_answer("t")]
+    answer = [_ANSWER, _QUESTION]
+    answer_with_reasoning = [_ANSWER | reasoning, _QUESTION]
+    turns = [
+        *[call_with_reasoning] * 5,
+        call,
+        answer,
+        answer_with_reasoning,
+        answer_with_reasoning,
+        call,
+        call,
+        *[call_with_reasoning] * 4,
+        answer_with_reasoning,
+        call,
+        answer_with_reasoning,
+        call_with_reasoning,
+    ]
     whole = [_QUESTION]
+    new = [_QUESTION]  # the prompt comes with the first turn
     conversation = RenderedConversation(template, template.probe_tools)
     try:
-        for index, turn in enumerate(turns):
+        for turn in turns:
             whole += turn
-            conversation.add([*([] if index else [_QUESTION]), *turn], num_prompt=1)
+            conversation.add([*new, *turn], num_prompt=1)
             if conversation.text != template.probe(whole, generation_prompt=True):
                 return False
+            new = []
     except Exception:  # templates raise what they like
         return False
     return True
@@ -76,9 +97,11 @@ def with_reasoning(tags: tuple[str, str], reasoning: str, content: str) -> str:
 
 def _probes(template: ChatTemplate, reasoning: Message) -> Iterator[str]:
     """Conversations in which one turn, never the last, has the reasoning, as far as the template takes them."""
+    answered = [_QUESTION, _ANSWER | reasoning, _QUESTION]
     called = [_QUESTION, calling(**reasoning), tool_answer("t")]
-    for conversation in ([_QUESTION, _ANSWER | reasoning, _QUESTION], called, [*called, _ANSWER, _QUESTION]):
-        if text := template.attempt(conversation, generation_prompt=True):
+    for conversation in (answered, called, [*called, _ANSWER, _QUESTION]):
+        text = template.attempt(conversation, generation_prompt=True)
+        if text:
             yield text
 
 
@@ -88,7 +111,9 @@ def check_drops(rule: ReasoningRule, *, thinks: bool, kwargs: dict[str, Any]) ->
         return
     reason = "knows no reasoning"
     if thinks:
-        reason = "keeps the reasoning of earlier turns" + (f" with chat_template_kwargs={kwargs}" if kwargs else "")
+        reason = "keeps the reasoning of earlier turns"
+        if kwargs:
+            reason += f" with chat_template_kwargs={kwargs}"
     raise ChatFormatError(
         f"context='strip_thinking' has no effect: the chat template {reason}, so a server shows them as they were "
         "sampled.",
@@ -105,8 +130,10 @@ class RenderedConversation:
     is not local, all of it is rendered.
     """
 
-    def __init__(self, template: ChatTemplate, tools: Any, *, is_local: bool = True) -> None:
-        self._template, self.tools, self._is_local = template, tools, is_local
+    def __init__(self, template: ChatTemplate, tools: Sequence[Schema] | None, *, is_local: bool = True) -> None:
+        self._template = template
+        self.tools = tools
+        self._is_local = is_local
         self.messages: list[Message] = []
         self.text = ""
 
@@ -116,8 +143,11 @@ class RenderedConversation:
         Raises:
             Exception: the template refuses the conversation, which stays as it was.
         """
-        end = self._end(new, num_prompt) if self._is_local and self.messages else None
-        spliced = None if end is None else self._splice([*self.messages[:num_prompt], *self.messages[end:]], new)
+        spliced = None
+        if self._is_local and self.messages:
+            end = self._end(new, num_prompt)
+            if end is not None:
+                spliced = self._splice([*self.messages[:num_prompt], *self.messages[end:]], new)
         if spliced is None:
             text = self._render([*self.messages, *new])
             spliced = num_common(self.text, text), text
@@ -128,18 +158,28 @@ class RenderedConversation:
     def _end(self, new: Sequence[Message], num_prompt: int) -> int | None:
         """Index of the turn from which on messages may change, or that shows that they do not; None for the first."""
         last = len(self.messages) - 1
-        if not new[0].get("tool_calls") or any(message["role"] != "tool" for message in new[1:]):
-            last = next((at for at in range(last, num_prompt - 1, -1) if self.messages[at]["role"] == "user"), 0)
-        turns = (at for at in range(last, num_prompt, -1) if self.messages[at]["role"] == "assistant")
-        return next(turns, None)
+        only_adds_a_call = bool(new[0].get("tool_calls")) and all(message["role"] == "tool" for message in new[1:])
+        if not only_adds_a_call:  # reasoning may go up to the last user message
+            last = self._find_last("user", last, num_prompt) or 0
+        return self._find_last("assistant", last, num_prompt + 1)
+
+    def _find_last(self, role: str, last: int, first: int) -> int | None:
+        """Index of the last message of a role among those from `first` to `last`."""
+        for index in range(last, first - 1, -1):
+            if self.messages[index]["role"] == role:
+                return index
+        return None
 
     def _splice(self, end: list[Message], new: Sequence[Message]) -> tuple[int, str] | None:
+        """Number of kept characters, and the text with `new`, rendered behind the end of the conversation alone."""
         try:
-            before, after = self._render(end), self._render([*end, *new])
+            before = self._render(end)
+            after = self._render([*end, *new])
         except Exception:  # without its middle, a template may refuse a conversation
             return None
-        num_same, num_kept = num_common(self.text, before), num_common(before, after)
-        if num_kept < num_same or not self.text.endswith(before[num_same:]):
+        num_prompt = num_common(self.text, before)
+        num_kept = num_common(before, after)
+        if num_kept < num_prompt or not self.text.endswith(before[num_prompt:]):
             return None
         length = len(self.text) - len(before) + num_kept
         return length, self.text[:length] + after[num_kept:]
@@ -151,8 +191,12 @@ class RenderedConversation:
 class History:
     """One conversation, rendered before every turn."""
 
-    def __init__(self, template: ChatTemplate, encoder: TextEncoder, rule: ReasoningRule, tools: Any) -> None:
-        self._template, self._encoder, self._rule = template, encoder, rule
+    def __init__(
+        self, template: ChatTemplate, encoder: TextEncoder, rule: ReasoningRule, tools: Sequence[Schema] | None
+    ) -> None:
+        self._template = template
+        self._encoder = encoder
+        self._rule = rule
         hidden = encoder.hide(list(tools), special_only=True) if tools else None
         self.conversation = RenderedConversation(template, hidden, is_local=rule.is_local)
         self._num_seen = 0
@@ -185,23 +229,26 @@ class History:
 
     def _ways(self, messages: Sequence[Message], num_prompt: int) -> Iterator[list[Message]]:
         """Ways to show the messages that are new, the most faithful first."""
+        source = self._template.source
         prompt: list[Message] = []
         if not self._num_seen:
-            prompt = self._encoder.hide_prompt(readable(messages[:num_prompt], self._template.source, where="prompt"))
+            prompt = self._encoder.hide_prompt(readable(messages[:num_prompt], source, where="prompt"))
         turn, *rest = messages[max(self._num_seen, num_prompt) :]
-        plain = readable(rest, self._template.source, where="observations")
-        told: list[Message] = self._encoder.hide([{"content": "", **observation} for observation in plain])
+        observations = readable(rest, source, where="observations")
+        told: list[Message] = self._encoder.hide([{"content": "", **observation} for observation in observations])
         yield [*prompt, self._said(turn), *told]
         # GPT-OSS's template refuses a call with reasoning and a text before it.
         without = self._said({**turn, "reasoning_content": None})
         yield [*prompt, without, *told]
-        yield [*prompt, without, *({"role": "user", "content": message["content"]} for message in told)]
+        as_user = [{"role": "user", "content": message["content"]} for message in told]
+        yield [*prompt, without, *as_user]
 
     def _said(self, turn: Message) -> Message:
         """A turn as a chat client keeps it."""
-        names = ("role", "content", "reasoning_content", "tool_calls")
-        kept = {name: self._encoder.hide(turn[name], special_only=True) for name in names if turn.get(name)}
-        message = {"content": "", **kept}
+        message: Message = {"content": ""}
+        for name in ("role", "content", "reasoning_content", "tool_calls"):
+            if turn.get(name):
+                message[name] = self._encoder.hide(turn[name], special_only=True)
         reasoning = message.pop("reasoning_content", None)
         if reasoning and self._rule.tags:
             message["content"] = with_reasoning(self._rule.tags, reasoning, message["content"])

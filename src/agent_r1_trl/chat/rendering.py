@@ -13,11 +13,16 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.encoding import TextEncoder
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.trajectory import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from agent_r1_trl.tools.json_schema import Schema
 
 CALL_ID = "c00000000"
 """An id of 9 letters and digits: Mistral's templates take no other."""
@@ -43,7 +48,12 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, tokenizer: Any, source: str, kwargs: dict[str, Any] | None = None, *, plain: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str,
+        kwargs: dict[str, Any] | None = None,
+        *,
+        plain: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.source = source
@@ -53,17 +63,18 @@ class ChatTemplate:
         # The generation prompt of a template that writes it after every conversation, asked or not.
         self._unasked = ""
         self.no_tools: list[dict[str, Any]] | None = None
-        """What to pass as tools where there are none; some templates cannot count None."""
+        """The value of `tools` where there are none; some templates cannot count None."""
         self.probe_tools: list[dict[str, Any]] | None = [PROBE_TOOL] if plain else None
-        """What to pass as tools where a rendering is only a probe: Hermes' template for tools needs some."""
+        """The value of `tools` where a rendering is only a probe: Hermes' template for tools needs some."""
         question: Message = {"role": "user", "content": "?"}
         if not self.attempt([question]):
             self.no_tools, self.probe_tools = [], [PROBE_TOOL]
-        eos, begun = getattr(tokenizer, "eos_token", None), self.attempt([question], generation_prompt=True)
+        eos = getattr(tokenizer, "eos_token", None)
+        begun = self.attempt([question], generation_prompt=True)
         if eos and eos in begun.rpartition("?")[2] and begun == self.attempt([question]):
             self._unasked = begun.rpartition(eos)[2]
 
-    def render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Schema] | None, *, generation_prompt: bool) -> str:
         """Text of a conversation; whatever the template raises propagates."""
         messages = [self._readable(message) for message in messages]
         try:
@@ -87,17 +98,19 @@ class ChatTemplate:
         except Exception:  # templates raise what they like
             return ""
 
-    def _apply(self, messages: Sequence[Message], tools: Any, generation_prompt: bool) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools else self.no_tools,
-                chat_template=self.source if tools or not self.plain else self.plain,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self.kwargs,
-            )
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Schema] | None, generation_prompt: bool) -> str:
+        source = self.source
+        if not tools and self.plain:
+            source = self.plain
+        text = self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) if tools else self.no_tools,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self.kwargs,
         )
+        return str(text)
 
     def _readable(self, message: Message) -> Message:
         """GPT-OSS and LFM2.5 call reasoning `thinking`."""
@@ -107,13 +120,17 @@ class ChatTemplate:
 
 
 def _with_text_arguments(message: Message) -> Message:
+    """The message, arguments of its calls as JSON texts."""
     changed = []
     for call in message.get("tool_calls") or ():
         function = dict(call.get("function") or {})
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
         changed.append({**call, "function": function})
-    return {**message, "tool_calls": changed} if changed else message
+    if not changed:
+        return message
+    return {**message, "tool_calls": changed}
 
 
 # ---------------------------------------------------------------- what a template can do
@@ -122,9 +139,11 @@ _MARKS = ("name_a8f3e2b1", "key_b9d4f5c2", "value_d6e7a9f3", "content_c4f9a8e2")
 _HI: Message = {"role": "user", "content": "hi"}
 
 
-def calling(name: str = "f", arguments: Any = None, **more: Any) -> Message:
+def calling(name: str = "f", arguments: object = None, **more: object) -> Message:
     """An assistant message with one call."""
-    function = {"name": name, "arguments": {"x": 1} if arguments is None else arguments}
+    if arguments is None:
+        arguments = {"x": 1}
+    function = {"name": name, "arguments": arguments}
     calls = [{"type": "function", "id": CALL_ID, "function": function}]
     return {"role": "assistant", "content": "", "tool_calls": calls, **more}
 
@@ -146,8 +165,11 @@ def preserves_prefixes(template: ChatTemplate, **reasoning: str) -> bool:
     turns = [_HI, calling(_MARKS[0], {}, **reasoning)]
     alone = template.attempt(turns)
     whole = template.attempt([*turns, tool_answer("dummy", _MARKS[0])], generation_prompt=True)
+    if not alone or not whole:
+        return False
     # Nemotron Nano's template does not show the calls of the last message at all; a rollout never renders it last.
-    return bool(alone and whole) and (whole.startswith(alone) or _MARKS[0] not in alone)
+    shows_last_call = _MARKS[0] in alone
+    return whole.startswith(alone) or not shows_last_call
 
 
 def ends_turns(template: ChatTemplate) -> bool:
@@ -159,7 +181,8 @@ def ends_turns(template: ChatTemplate) -> bool:
 def keeps_reasoning(template: ChatTemplate) -> bool:
     """Whether a turn with reasoning stays as it is when a user message follows."""
     turns = [_HI, {"role": "assistant", "content": "said", "reasoning_content": "thought"}]
-    alone, whole = template.attempt(turns), template.attempt([*turns, _HI])
+    alone = template.attempt(turns)
+    whole = template.attempt([*turns, _HI])
     return bool(alone and whole) and whole.startswith(alone)
 
 
@@ -175,7 +198,7 @@ class TurnEnd:
     """How one kind of assistant turn ends."""
 
     lead: str
-    """What the template writes between the stand-in and the end-of-turn token."""
+    """The template's text between the stand-in and the end-of-turn token."""
     sampled: str
     """The end-of-turn token that the policy is expected to sample."""
     rendered: str
@@ -209,7 +232,8 @@ class TemplateRenderer:
         self.supports_tools = supports_tools
         self._said = encoder.mark("s")
         self._question: Message = {"role": "user", "content": self._said}
-        self._asked, self._begun = (template.attempt([self._question], generation_prompt=on) for on in (False, True))
+        self._asked = template.attempt([self._question])
+        self._begun = template.attempt([self._question], generation_prompt=True)
         self.text_end = self._find_end(self._stand_in(), {"role": "user", "content": "."})
         """How a turn without calls ends."""
         self.call_end = self.text_end
@@ -220,11 +244,13 @@ class TemplateRenderer:
 
     def turn_start(self) -> str:
         """The generation prompt without a forced `<think>`; empty for a template that writes none."""
-        asked, begun = self._asked, self._begun
-        return begun.removeprefix(asked).partition("<think>")[0] if begun.startswith(asked) else ""
+        if not self._begun.startswith(self._asked):
+            return ""
+        generation_prompt = self._begun.removeprefix(self._asked)
+        return generation_prompt.partition("<think>")[0]
 
     def prompt_ends(self) -> list[str]:
-        """What the template writes after a user message and after a tool message, up to where the policy goes on."""
+        """The template's text after a user message and after a tool message, up to where the policy goes on."""
         ends = [self._begun.rpartition(self._said)[2]]
         if self.supports_tools:
             marks = [self.encoder.mark("o0")]
@@ -235,20 +261,26 @@ class TemplateRenderer:
 
     def reply(self, message: Message) -> tuple[str, str]:
         """The end of a prompt, from its last control token, and the reply, end-of-turn token included."""
-        end = self.call_end if message.get("tool_calls") else self.text_end
+        end = self.text_end
         if calls := message.get("tool_calls"):
+            end = self.call_end
             message = {**message, "tool_calls": _with_ids(calls)}
-        after, stop = [], None
-        if end.needs_follower:
-            stop = self.encoder.mark("f")
-            after = [self._follower(message.get("tool_calls"), stop)]
         begun = self.template.probe([_QUESTION], generation_prompt=True)
-        whole = self.template.probe([_QUESTION, message, *after], generation_prompt=bool(stop))
+        if end.needs_follower:
+            mark = self.encoder.mark("f")
+            follower = self._follower(message.get("tool_calls"), mark)
+            whole = self.template.probe([_QUESTION, message, follower], generation_prompt=True)
+            limit = whole.rindex(mark)
+        else:
+            whole = self.template.probe([_QUESTION, message])
+            limit = len(whole)
         start = self._reply_start(begun, whole)
-        until = whole.rindex(end.sampled, start, whole.rindex(stop) if stop else None) + len(end.sampled)
-        said = self._rest_of_reasoning(begun, whole[start:until], message) + whole[start:until]
+        until = whole.rindex(end.sampled, start, limit) + len(end.sampled)
+        said = whole[start:until]
+        said = self._rest_of_reasoning(begun, said, message) + said
         tokens = self.encoder.valid_tokens(begun)
-        return begun[tokens[-1][0] if tokens else 0 :], said
+        last_token = tokens[-1][0] if tokens else 0
+        return begun[last_token:], said
 
     def _reply_start(self, begun: str, whole: str) -> int:
         """Where in `whole`, a conversation with the reply, the policy's part begins."""
@@ -261,7 +293,9 @@ class TemplateRenderer:
             return asked + len(header)
         start = num_common(begun, whole)
         for text in (begun, whole):  # never inside of a token
-            start = min([start, *(left for left, right, _ in self.encoder.valid_tokens(text) if left < start < right)])
+            for left, right, _ in self.encoder.valid_tokens(text):
+                if left < start < right:
+                    start = left
         if start <= asked:
             raise _unusable("The chat template does not start an assistant turn with its generation prompt.")
         return start
@@ -271,16 +305,20 @@ class TemplateRenderer:
         opener = re.search(rf"({_REASONING_MARKS})\s*$", begun)
         if opener is None or "/" in opener[1]:
             return ""
-        closer = f"{opener[1][0]}/{opener[1][1:]}"
-        return "" if closer in reply else f"{message.get('reasoning_content') or ''}\n{closer}\n\n"
+        bracket, name = opener[1][0], opener[1][1:]
+        closer = f"{bracket}/{name}"
+        if closer in reply:
+            return ""
+        reasoning = message.get("reasoning_content") or ""
+        return f"{reasoning}\n{closer}\n\n"
 
-    def _follower(self, calls: Any, content: str) -> Message:
+    def _follower(self, calls: Sequence[dict[str, Any]] | None, content: str) -> Message:
         if not calls:
             return {"role": "user", "content": content}
         name = calls[0].get("function", {}).get("name")
         return tool_answer(content, name) | {"tool_call_id": calls[0].get("id") or CALL_ID}
 
-    def stage(self, calls: Sequence[Any], observations: Sequence[Message], tools: Any) -> Staging:
+    def stage(self, calls: Sequence[Any], observations: Sequence[Message], tools: Sequence[Schema] | None) -> Staging:
         """Render observations after a turn with these calls, as faithfully as the template allows.
 
         Of the calls only names and ids matter. Control tokens are hidden in all of it.
@@ -305,10 +343,10 @@ class TemplateRenderer:
         """An assistant turn that says `_said`, or makes calls whose arguments say it."""
         if not calls:
             return {"role": "assistant", "content": self._said}
-        saying = [
-            calling(call["function"]["name"], {"x": self._said})["tool_calls"][0] | {"id": call["id"]}
-            for call in _with_ids(calls)
-        ]
+        saying = []
+        for call in _with_ids(calls):
+            (one,) = calling(call["function"]["name"], {"x": self._said})["tool_calls"]
+            saying.append(one | {"id": call["id"]})
         return {**calling(), "tool_calls": saying}
 
     def _stagings(
@@ -320,41 +358,49 @@ class TemplateRenderer:
         elif self.supports_tools:
             ids = [observation.get("tool_call_id") for observation in observations]
             # Llama 3 renders one call per turn, and a tool message may come without a readable call.
-            named = [{"function": {"name": observation.get("name") or "f"}} for observation in observations][:1]
-            for some in (calls, calls[:1], named):
-                if some:
-                    turn = self._stand_in(some)
-                    yield turn, self._answering(turn, observations, ids)
-                    # Mistral's templates refuse ids of another length than 9.
-                    turn = self._stand_in([{"function": call["function"]} for call in some])
-                    yield turn, self._answering(turn, observations, [None] * len(ids))
-        told = [{"role": "user", "content": observation["content"]} for observation in observations]
-        yield self._stand_in(), told
-        yield self._stand_in(), [{"role": "user", "content": "\n".join(message["content"] for message in told)}]
+            named = {"function": {"name": observations[0].get("name") or "f"}}
+            for some in (calls, calls[:1], [named]):
+                if not some:
+                    continue
+                turn = self._stand_in(some)
+                yield turn, self._answering(turn, observations, ids)
+                # Mistral's templates refuse ids of another length than 9.
+                without_ids = [{"function": call["function"]} for call in some]
+                turn = self._stand_in(without_ids)
+                yield turn, self._answering(turn, observations, [None] * len(ids))
+        contents = [observation["content"] for observation in observations]
+        yield self._stand_in(), [{"role": "user", "content": content} for content in contents]
+        yield self._stand_in(), [{"role": "user", "content": "\n".join(contents)}]
 
     def _answering(
         self, turn: Message, observations: Sequence[Message], ids: Sequence[str | None]
     ) -> Sequence[Message]:
         """The tool messages with the ids given, or those of the turn's calls in their order."""
         of_calls = [call["id"] for call in turn["tool_calls"]]
-        of_calls += of_calls[-1:] * (len(ids) - len(of_calls))
-        pairs = zip(observations, ids, of_calls, strict=False)
-        return [{**message, "tool_call_id": own or other} for message, own, other in pairs]
+        answers = []
+        for index, (message, own) in enumerate(zip(observations, ids, strict=True)):
+            call_id = own or of_calls[min(index, len(of_calls) - 1)]
+            answers.append({**message, "tool_call_id": call_id})
+        return answers
 
-    def _after_end(self, end: TurnEnd, reply: Message, rest: Sequence[Message], tools: Any) -> str:
+    def _after_end(self, end: TurnEnd, reply: Message, rest: Sequence[Message], tools: Sequence[Schema] | None) -> str:
         after = self._after_reply(reply, rest, tools, generation_prompt=True)
         if "tool_calls" in reply and not after.startswith(end.lead):
-            # What closes a call may hold its id (Mistral).
-            tokens = self.encoder.valid_tokens(after)
-            start = next((start for start, _, token in tokens if token in (end.rendered, end.sampled)), 0)
-            after = end.lead + after[start:]
+            # The text that closes a call may hold its id (Mistral): skip to the end-of-turn token.
+            for start, _, token in self.encoder.valid_tokens(after):
+                if token in (end.rendered, end.sampled):
+                    after = after[start:]
+                    break
+            after = end.lead + after
         # With nothing after it, a turn may end on the sampled token (GPT-OSS).
         for token in (end.rendered, end.sampled):
             if after.startswith(end.lead + token):
                 return after[len(end.lead) + len(token) :]
         raise _unusable("The chat template ends this turn in another way than others of its kind.")
 
-    def _after_reply(self, reply: Message, rest: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
+    def _after_reply(
+        self, reply: Message, rest: Sequence[Message], tools: Sequence[Schema] | None, *, generation_prompt: bool
+    ) -> str:
         conversation = [_QUESTION, reply, *rest]
         try:
             text = self.template.render(
@@ -402,27 +448,66 @@ class TemplateRenderer:
         the token that opens the next message, which the policy samples (GLM). A token that opens assistant turns as
         well cannot end one.
         """
-        opening = self._begun.removeprefix(self._asked)
         special = [token for token in self.encoder.valid_tokens(after) if token[2] in self.encoder.special_ids]
-        known = getattr(self, "text_end", None)
-        usual = [token for token in special if known is not None and token[2] == known.rendered]
-        for start, _, token in (usual or special)[:1]:
-            if token not in opening:
-                return TurnEnd(lead=after[:start], sampled=token, rendered=token, needs_follower=True)
-        return None
+        if not special:
+            return None
+        start, _, token = special[0]
+        known = getattr(self, "text_end", None)  # turns with calls may end as those without do
+        if known is not None:
+            for place, _, spelling in special:
+                if spelling == known.rendered:
+                    start, token = place, spelling
+                    break
+        opening = self._begun.removeprefix(self._asked)
+        if token in opening:
+            return None
+        return TurnEnd(lead=after[:start], sampled=token, rendered=token, needs_follower=True)
 
 
 def _with_ids(calls: Sequence[Any]) -> list[Any]:
     """The calls, each with an id."""
-    return [{**call, "id": call.get("id") or f"{CALL_ID[:7]}{index:02d}"} for index, call in enumerate(calls)]
+    named = []
+    for index, call in enumerate(calls):
+        call_id = call.get("id") or f"{CALL_ID[:7]}{index:02d}"
+        named.append({**call, "id": call_id})
+    return named
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of 9 letters and digits, which Mistral's templates need, one for a call and its answer."""
+    changed = []
+    number = 0
+    made: dict[Any, str] = {}
+    """Own id (or number) of each call of the last turn with calls that has no answer yet, and its new id."""
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            made = {}
+            numbered = []
+            for call in calls:
+                short = f"c{number:08d}"
+                made[call.get("id") or number] = short
+                numbered.append({**call, "id": short})
+                number += 1
+            message = {**message, "tool_calls": numbered}
+        elif message.get("role") == "tool" and made:
+            own = message.get("tool_call_id")
+            if own not in made:
+                own = next(iter(made))  # the first call without an answer
+            message = {**message, "tool_call_id": made.pop(own)}
+        changed.append(message)
+    return changed
 
 
 def num_common(first: str, second: str) -> int:
     """Length of what both begin with."""
-    low, high = 0, min(len(first), len(second))
+    low = 0
+    high = min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 

@@ -11,7 +11,7 @@ import copy
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.calls import GRAMMAR_NAMES, READERS, find_grammar, named_grammar
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
@@ -25,6 +25,9 @@ from agent_r1_trl.chat.rendering import (
     supports_tools,
 )
 from agent_r1_trl.trajectory import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _RESERVED = {"tokenize", "add_generation_prompt", "chat_template", "tools", "return_dict", "continue_final_message"}
 
@@ -41,7 +44,9 @@ _PROBES: tuple[list[Message], ...] = (
 )
 
 
-def choose_chat_template(tokenizer: Any, requested: str | None, *, is_rendered_anew: bool) -> tuple[str, bool]:
+def choose_chat_template(
+    tokenizer: PreTrainedTokenizerBase, requested: str | None, *, is_rendered_anew: bool
+) -> tuple[str, bool]:
     """The training template's source, and whether it can render tool conversations.
 
     Args:
@@ -82,7 +87,7 @@ def choose_chat_template(tokenizer: Any, requested: str | None, *, is_rendered_a
     )
 
 
-def choose_response_template(tokenizer: Any, template: str) -> dict[str, Any] | None:
+def choose_response_template(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, Any] | None:
     """The grammar of assistant turns under `template`; None if calls are written in no known form."""
     from trl import chat_template_utils as trl
 
@@ -175,14 +180,14 @@ def _source(requested: str) -> str:
     )
 
 
-def _training_variant(carrier: Any) -> str | None:
+def _training_variant(carrier: PreTrainedTokenizerBase) -> str | None:
     key = carrier.chat_template, str(carrier.special_tokens_map)  # what renderings depend on
     if key not in _VARIANTS:
         _VARIANTS[key] = _find_training_variant(carrier)
     return _VARIANTS[key]
 
 
-def _find_training_variant(carrier: Any) -> str | None:
+def _find_training_variant(carrier: PreTrainedTokenizerBase) -> str | None:
     from trl import chat_template_utils as trl
 
     for candidate in (carrier, _with_template(carrier, _same_rendering(carrier))):
@@ -192,7 +197,7 @@ def _find_training_variant(carrier: Any) -> str | None:
     return None
 
 
-def _same_rendering(carrier: Any) -> str | None:
+def _same_rendering(carrier: PreTrainedTokenizerBase) -> str | None:
     """A template of TRL's that renders the probe conversations as the carrier's does (publishers revise theirs)."""
     mine = _renderings(carrier)
     if not any(mine):
@@ -207,8 +212,8 @@ def _same_rendering(carrier: Any) -> str | None:
     return None
 
 
-def _renderings(carrier: Any, like: list[str | None] | None = None) -> list[str | None]:
-    """What the probes are rendered to, None where it refuses; stops at the first that is not as in `like`."""
+def _renderings(carrier: PreTrainedTokenizerBase, like: list[str | None] | None = None) -> list[str | None]:
+    """The rendered probes, None where the template refuses one; stops at the first that is not as in `like`."""
     found: list[str | None] = []
     for probe in _PROBES:
         for length in range(1, len(probe) + 1):
@@ -229,7 +234,7 @@ def _is_better(training: ChatTemplate, template: ChatTemplate) -> bool:
     return ends_turns(training) and (keeps_reasoning(training) or not ends_turns(template))
 
 
-def without_tools(tokenizer: Any, template: str) -> str | None:
+def without_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     """The tokenizer's template for conversations without tools, if it has two and `template` is the other one."""
     named = tokenizer.chat_template
     if not isinstance(named, dict) or named.get("tool_use") != template:
@@ -237,14 +242,14 @@ def without_tools(tokenizer: Any, template: str) -> str | None:
     return named.get("default")
 
 
-def _with_template(tokenizer: Any, template: str | None) -> Any:
+def _with_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Any:
     carrier = copy.copy(tokenizer)
     carrier.chat_template = template
     return carrier
 
 
-def suggestion(tokenizer: Any, template: str) -> str:
-    """What to pass as chat_template in place of `template`.
+def suggestion(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """The chat_template to pass in place of `template`.
 
     A name only if the doctor would find no error in it, and something speaks for its family: lines in common with
     `template` (or ChatML, which many families write), and the tokenizer's own tokens for calls, if it has such.
