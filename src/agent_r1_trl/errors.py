@@ -1,4 +1,4 @@
-"""What ends a run, with its exit code, and what ends a request in OpenAI's form, with its status."""
+"""Errors that end a run, with an exit code, or a request in OpenAI's form, with a status."""
 
 
 class RunError(RuntimeError):

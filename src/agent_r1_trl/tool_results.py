@@ -1,8 +1,12 @@
-"""Tool calls that the model wrote, and what came of them."""
+"""Tool calls that the model wrote, what came of them, and who is charged for those that failed.
+
+`ToolResult.is_charged` is the only place that decides about the charge. Whoever takes something from the policy for a
+failed call asks it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -21,7 +25,34 @@ class ToolErrorKind(StrEnum):
     TOO_MANY = "too_many"
     """The call, and those after it, exceed `max_calls_per_turn` and were not made."""
     INFRASTRUCTURE = "infrastructure"
-    """The infrastructure behind the tool failed, as the tool declares; it ends the trajectory with `tool_failure`."""
+    """The infrastructure behind the tool failed, as the tool declares, or the tool's own schema is broken; it ends the
+    trajectory with `tool_failure`."""
+
+
+class ToolFault(StrEnum):
+    """Whose fault a failed call is."""
+
+    MODEL = "model"
+    """The call could not be made as the model wrote it, or the tool's author declared the error as the model's."""
+    ARGUMENTS = "arguments"
+    """By Python's convention the error is about the arguments, and the author has declared nothing else."""
+    UNKNOWN = "unknown"
+    """The error does not say whose fault it is."""
+    TOOL = "tool"
+    """Wrong arguments do not cause such an error: timeouts, lost connections, missing resources, broken schemas."""
+
+
+_FAULTS = {
+    ToolErrorKind.MALFORMED: ToolFault.MODEL,
+    ToolErrorKind.UNKNOWN_TOOL: ToolFault.MODEL,
+    ToolErrorKind.INVALID_ARGUMENTS: ToolFault.MODEL,
+    ToolErrorKind.TOO_MANY: ToolFault.MODEL,
+    ToolErrorKind.EXCEPTION: ToolFault.UNKNOWN,
+    ToolErrorKind.TIMEOUT: ToolFault.TOOL,
+    ToolErrorKind.INFRASTRUCTURE: ToolFault.TOOL,
+}
+"""The usual fault of each kind of failure; of exceptions and timeouts `ToolResult.judged_fault` may know better."""
+_WITHOUT_A_KNOWN_NAME = (ToolErrorKind.MALFORMED, ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.TOO_MANY)
 
 
 @dataclass(kw_only=True)
@@ -52,15 +83,16 @@ class ToolResult:
     """How often the tool was called: more than once after failures of its infrastructure, 0 if it could not be."""
     is_truncated: bool = False
     """The content was cut to the tool's token limit."""
-    is_models_mistake: bool | None = None
-    """For an exception: True if the tool declares it as its callers' (`user_errors`), False if wrong arguments do not
-    cause its type, None if that cannot be told."""
+    judged_fault: ToolFault | None = None
+    """Whose fault an exception or a timeout is; None for what its kind says. `fault` reads both."""
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> ToolResult:
-        """From its fields as JSON holds them."""
+        """From its fields as JSON holds them; those of older records that are none any more are left out."""
+        known = {item.name: record[item.name] for item in fields(cls) if item.name in record}
         error = ToolErrorKind(record["error"]) if record["error"] else None
-        return cls(**{**record, "call": ToolCall(**record["call"]), "error": error})
+        fault = ToolFault(known["judged_fault"]) if known.get("judged_fault") else None
+        return cls(**{**known, "call": ToolCall(**record["call"]), "error": error, "judged_fault": fault})
 
     @property
     def is_error(self) -> bool:
@@ -68,11 +100,39 @@ class ToolResult:
         return self.error is not None
 
     @property
+    def fault(self) -> ToolFault | None:
+        """Whose fault the failure is; None for a call that succeeded."""
+        if self.error is None:
+            return None
+        is_judged = self.error in (ToolErrorKind.EXCEPTION, ToolErrorKind.TIMEOUT)
+        return (self.judged_fault if is_judged else None) or _FAULTS.get(self.error, ToolFault.UNKNOWN)
+
+    @property
+    def is_charged(self) -> bool:
+        """Whether the policy is charged for the failure. It is not where nobody knows better."""
+        return self.fault in (ToolFault.MODEL, ToolFault.ARGUMENTS)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the call never reached a tool, for what the model wrote: a turn of only such calls is invalid."""
+        return self.error is not None and _FAULTS.get(self.error) is ToolFault.MODEL
+
+    @property
+    def has_known_name(self) -> bool:
+        """Whether the call's name is for certain that of a tool."""
+        return self.error not in _WITHOUT_A_KNOWN_NAME
+
+    @property
     def is_infrastructure_failure(self) -> bool:
-        """Whether the call failed by the fault of the infrastructure, for which the policy is not charged."""
+        """Whether the call failed by the fault of the infrastructure, which ends the trajectory."""
         return self.error is ToolErrorKind.INFRASTRUCTURE
 
     @property
+    def error_label(self) -> str:
+        """How the call failed, for readers of the record: its kind, and whether the policy was charged; "" if not."""
+        return "" if self.error is None else f"{self.error}{'' if self.is_charged else ', not charged'}"
+
+    @property
     def cause(self) -> str:
-        """What went wrong, in one line."""
+        """The failure, in one line."""
         return self.content.partition("\n")[0].removeprefix("Error: ").strip()

@@ -88,3 +88,15 @@ def test_a_file_is_read_by_its_name_though_it_looks_like_a_pattern(tmp_path, nam
         (tmp_path / place).parent.mkdir(exist_ok=True)
         (tmp_path / place).write_text(f"question\n{text}\n")
     assert list(load_rows("dataset_name", str(tmp_path / name))) == [{"question": "own"}]
+
+
+@pytest.mark.parametrize("form", ["json", "lines.json", "jsonl", "csv"])
+def test_texts_that_look_like_dates_or_like_nothing_stay_texts(tmp_path, form):
+    rows = [{"answer": "NA", "day": "2024-05-01"}, {"answer": "None", "day": "2024-05-02"}]
+    path = tmp_path / f"rows.{form}"
+    if form == "csv":
+        path.write_text("answer,day\nNA,2024-05-01\nNone,2024-05-02\n,2024-05-03\n")
+        rows.append({"answer": None, "day": "2024-05-03"})
+    else:
+        path.write_text(json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows)))
+    assert list(load_rows("train_dataset", str(path))) == rows

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.environments import RewardError, StepResult, ToolEnv
+from agent_r1_trl.environments import FunctionToolsEnv, RewardError, StepResult, ToolEnv
+from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind
 from tests.effort import examples
@@ -23,7 +24,7 @@ from tests.environments.helpers import finished, message
 def echo(text: str) -> str:
     """Give the text back."""
     if text == "fail":
-        raise RuntimeError("asked to fail")
+        raise ValueError("asked to fail")
     return text
 
 
@@ -495,3 +496,29 @@ def test_the_user_speaks_again_until_nothing_is_left_to_say(cls):
     with pytest.raises(ValueError, match=rf"{cls.__name__}\.next_user_message returned 5"):
         roll_out(env, message(content="An answer."))
     assert roll_out(env, message(content="Goodbye."))[0].done
+
+
+def test_a_single_tool_in_place_of_a_list_is_one_line_with_the_fix():
+    line = r"^\w+\.tools=.*must be a list of functions, Tools or method names\. Write \[add\], also for .*\.$"
+
+    def plain(a: int, b: int) -> int:
+        """Add."""
+
+    plain.__name__ = "add"
+    for single in (tool(plain), plain):
+        with pytest.raises(ValueError, match=line):
+            type("Env", (ToolEnv,), {"tools": single})
+        with pytest.raises(ValueError, match=line):
+            ToolEnv(tools=single)
+        with pytest.raises(ValueError, match=line):
+            FunctionToolsEnv(single)
+        with pytest.raises(ValueError, match=line):
+            resolve_env_factory(tools=single)
+
+
+def test_every_instance_has_the_tools_of_an_iterator():
+    def add(a: int, b: int) -> int:
+        """Add."""
+
+    env = type("Env", (ToolEnv,), {"tools": iter([add])})
+    assert [[item.name for item in env().tools] for _ in range(2)] == [["add"], ["add"]]

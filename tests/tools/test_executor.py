@@ -236,7 +236,7 @@ def test_a_tool_without_a_usable_schema_fails_its_call_only():
         """Look."""
 
     bad, good = run([look, echo], ("look", {"x": 1}), ("echo", {"text": "a"}))
-    assert bad.error is ToolErrorKind.EXCEPTION and "x='one' contradicts its type hint" in bad.content
+    assert bad.error is ToolErrorKind.INFRASTRUCTURE and "x='one' contradicts its type hint" in bad.content
     assert good.content == "a"
 
 

@@ -1,14 +1,21 @@
 """Tools of other libraries behave as ours, their failures included."""
 
 import asyncio
+import functools
 import time
 import types
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import agents
 import langchain_core.tools
 import pydantic
+import pydantic_ai
 import pytest
 import smolagents
+from langchain_core.runnables import RunnableConfig
+from langgraph.prebuilt import InjectedState, InjectedStore, ToolRuntime
+from mcp.server.mcpserver import Context
+from mcp.server.mcpserver.resolve import Resolve
 from mcp.types import CallToolResult, ImageContent, TextContent
 
 from agent_r1_trl import InfrastructureError, ToolEnv
@@ -182,7 +189,7 @@ def test_the_text_that_an_author_chose_for_failures_is_what_the_model_reads():
     handled = langchain(unlucky)
     handled.handle_tool_error = "No luck."
     (failed,) = run(handled, {"a": 13})
-    assert (failed.error.value, failed.content, failed.is_models_mistake) == ("exception", "No luck.", None)
+    assert (failed.error.value, failed.content, failed.is_charged) == ("exception", "No luck.", True)
 
 
 def test_a_failed_result_of_mcp_counts_as_failing():
@@ -237,3 +244,132 @@ def test_arguments_that_no_schema_can_express_are_refused_by_name():
 def test_other_objects_with_a_name_are_no_tools():
     with pytest.raises(ValueError, match=r"is no tool.*schema="):
         as_tool(types.SimpleNamespace(name="x", description="y"))
+
+
+# -------------------------------------------------------------------- tools that cannot work
+
+
+def with_state(a: int, filled: Annotated[dict, InjectedState]) -> str:
+    """Look."""
+
+
+def with_store(a: int, filled: Annotated[Any, InjectedStore()]) -> str:
+    """Look."""
+
+
+def with_runtime(a: int, filled: ToolRuntime) -> str:
+    """Look."""
+
+
+def with_typed_runtime(a: int, filled: ToolRuntime[None, dict]) -> str:
+    """Look."""
+
+
+def with_argument(a: int, filled: Annotated[str, langchain_core.tools.InjectedToolArg]) -> str:
+    """Look."""
+
+
+def of_openai(filled: agents.RunContextWrapper[Any], a: int) -> str:
+    """Look."""
+
+
+def of_pydantic(filled: pydantic_ai.RunContext[int], a: int) -> str:
+    """Look."""
+
+
+def of_mcp(a: int, filled: Context) -> str:
+    """Look."""
+
+
+def of_mcp_or_none(a: int, filled: Context | None) -> str:
+    """Look."""
+
+
+def of_mcp_resolved(a: int, filled: Annotated[str, Resolve(str)]) -> str:
+    """Look."""
+
+
+class Depends:
+    """As in FastAPI and FastMCP."""
+
+
+def of_fastapi(a: int, filled: Annotated[int, Depends()]) -> str:
+    """Look."""
+
+
+def of_fastapi_by_default(a: int, filled: int = Depends()) -> str:
+    """Look."""
+
+
+class CurrentUser(type("Dependency", (), {})):
+    """As FastMCP's own dependencies are."""
+
+
+def of_fastmcp(a: int, filled: str = CurrentUser()) -> str:
+    """Look."""
+
+
+OF_LANGCHAIN = [with_state, with_store, with_runtime, with_typed_runtime, with_argument]
+
+
+class LooksWithState(langchain_core.tools.BaseTool):
+    name: str = "look"
+    description: str = "Look."
+    args_schema: type = Arguments
+
+    def _run(self, a, filled: Annotated[dict, InjectedState], b=3):
+        return "a"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *map(langchain_core.tools.tool, OF_LANGCHAIN),
+        *OF_LANGCHAIN,
+        of_openai,
+        of_pydantic,
+        of_mcp,
+        of_mcp_or_none,
+        of_mcp_resolved,
+        of_fastapi,
+        of_fastapi_by_default,
+        of_fastmcp,
+        LooksWithState(),
+        langchain_core.tools.StructuredTool(
+            name="look", description="Look.", args_schema=Arguments.model_json_schema(), func=with_state
+        ),
+    ],
+    ids=lambda given: f"{type(given).__name__} {getattr(given, 'name', '') or given.__name__}",
+)
+def test_an_argument_that_another_librarys_agent_fills_in_is_refused_when_the_tool_is_made(given):
+    name = getattr(given, "name", None) or given.__name__
+    with pytest.raises(ToolSchemaError, match=rf"'{name}'.*'filled'.*default.*functools\.partial\(fn, filled="):
+        as_tool(given)
+
+
+def test_such_an_argument_with_a_default_keeps_it_and_is_not_shown():
+    def look(a: int, user: Annotated[str, langchain_core.tools.InjectedToolArg] = "me") -> str:
+        """Look."""
+        return f"{a} {user}"
+
+    def multiply(a: int, config: RunnableConfig) -> str:
+        """Look, as LangChain runs it: the configuration is there."""
+        return f"{a} {type(config).__name__}"
+
+    bound = functools.partial(with_state, filled={})
+    for given in (look, langchain_core.tools.tool(look), Tool(bound, name="look")):
+        assert list(as_tool(given).schema["function"]["parameters"]["properties"]) == ["a"]
+    (result,) = asyncio.run(ToolExecutor([look]).execute([ToolCall(name="look", arguments={"a": 1})]))
+    assert result.content == "1 me"
+    assert run(langchain_core.tools.tool(multiply), {"a": 1})[0].content == "1 dict"
+
+
+def test_a_tool_object_that_cannot_be_listed_is_named_in_one_line():
+    def price(item: str) -> str:
+        """Look up a price."""
+
+    given = {"FunctionTool of agents": agents.function_tool(price), "Tool of pydantic_ai": pydantic_ai.Tool(price)}
+    for kind, item in given.items():
+        with pytest.raises(ValueError, match=f"'price', a {kind}, is no tool: list the plain function") as refused:
+            as_tool(item)
+        assert len(str(refused.value)) < 250 and "\n" not in str(refused.value)

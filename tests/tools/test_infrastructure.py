@@ -19,7 +19,7 @@ import urllib3
 
 from agent_r1_trl import InfrastructureError, StopReason, Tool, ToolEnv, tool
 from agent_r1_trl.environments import FunctionToolsEnv, RewardError, TRLEnvAdapter
-from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, as_tool
+from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, ToolFault, as_tool
 from agent_r1_trl.tools.faults import is_lost_connection
 from tests.rollout.helpers import roll_out
 from tests.toys import AddEnv, calls, say
@@ -90,7 +90,7 @@ def test_a_lost_connection_of_a_tool_with_a_backend_is_the_infrastructures_fault
     result = run(failing(error, backend=True, attempts=1))
     assert (result.error, result.is_infrastructure_failure) == (ToolErrorKind.INFRASTRUCTURE, True)
     plain = run(failing(error))
-    assert (plain.error, plain.is_models_mistake) == (ToolErrorKind.EXCEPTION, False), "not declared, but suspect"
+    assert (plain.error, plain.fault) == (ToolErrorKind.EXCEPTION, ToolFault.TOOL), "not declared, but suspect"
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
@@ -100,30 +100,30 @@ def test_other_errors_of_such_a_tool_are_read_by_the_model(error):
 
 
 @pytest.mark.parametrize(
-    ("status", "is_mistake"), [(400, None), (404, None), (401, False), (408, False), (500, False)]
+    ("status", "is_charged"), [(400, True), (404, True), (401, False), (408, False), (500, False)]
 )
 @pytest.mark.parametrize("client", [requests.HTTPError, urllib.error.HTTPError])
-def test_a_refused_request_may_be_the_models_mistake(client, status, is_mistake):
-    assert run(failing(with_status(client, status))).is_models_mistake is is_mistake
+def test_a_refused_request_may_be_the_models_mistake(client, status, is_charged):
+    assert run(failing(with_status(client, status))).is_charged is is_charged
 
 
 @pytest.mark.parametrize(
-    ("path", "is_mistake"), [("/data/index.bin", False), ("/data/notes.txt", None), ("/data/b/two.txt", None)]
+    ("path", "is_charged"), [("/data/index.bin", False), ("/data/notes.txt", True), ("/data/b/two.txt", True)]
 )
-def test_a_missing_file_is_no_mistake_of_a_model_that_did_not_name_it(path, is_mistake):
+def test_a_missing_file_is_no_mistake_of_a_model_that_did_not_name_it(path, is_charged):
     def look(name: str, others: list):
         """Look."""
         Path(path).read_text()
 
     call = ToolCall(name="look", arguments={"name": "notes.txt", "others": [{"path": "a/b/two.txt"}, None, ""]})
     (result,) = asyncio.run(ToolExecutor([look]).execute([call]))
-    assert (result.error, result.is_models_mistake) == (ToolErrorKind.EXCEPTION, is_mistake)
+    assert (result.error, result.is_charged) == (ToolErrorKind.EXCEPTION, is_charged)
 
 
 @pytest.mark.parametrize("code", ["undefined_name", "(1).nothing", "__import__('no_such_package')"])
 def test_what_evaluated_code_raises_may_be_the_models_mistake(code):
-    assert run(Tool(lambda: eval(code), schema=SCHEMA, attempts=1)).is_models_mistake is None
-    assert run(failing(NameError("x"))).is_models_mistake is False, "in the tool's own code it is the tool's"
+    assert run(Tool(lambda: eval(code), schema=SCHEMA, attempts=1)).is_charged
+    assert run(failing(NameError("x"))).fault is ToolFault.TOOL, "in the tool's own code it is the tool's"
 
 
 def test_the_error_counts_wherever_it_stands_in_the_chain():
@@ -167,7 +167,7 @@ def test_a_call_that_was_given_up_is_not_repeated_because_it_may_still_run():
 
 def test_declared_user_errors_are_the_models_mistakes_whatever_their_kind():
     result = run(failing(ConnectionRefusedError("no such host"), backend=True, user_errors=(ConnectionError,)))
-    assert (result.error, result.is_models_mistake) == (ToolErrorKind.EXCEPTION, True)
+    assert (result.error, result.fault) == (ToolErrorKind.EXCEPTION, ToolFault.MODEL)
     with pytest.raises(ValueError, match="user_errors="):
         Tool(lambda: 1, schema=SCHEMA, user_errors=("KeyError",))
     with pytest.raises(ValueError, match="attempts=0"):

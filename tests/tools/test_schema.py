@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from agent_r1_trl.tools import Tool, ToolSchemaError, tool
-from agent_r1_trl.tools.schema import describe_signature
+from agent_r1_trl.tools.json_schema import describe_signature
 
 
 def book(city: str, nights: int = 1, budget: float | None = None, kind: Literal["hotel", "hostel"] = "hotel") -> str:
@@ -159,7 +159,7 @@ def test_a_hand_written_schema_is_taken_as_it_is_and_checked():
 
 
 def test_the_signature_is_one_line_a_model_can_follow():
-    assert describe_signature(Tool(book).schema) == (
+    assert describe_signature(Tool(book).schema["function"]) == (
         'book(city: string, nights?: integer, budget?: number | null, kind?: "hotel" | "hostel")'
     )
 

@@ -61,7 +61,7 @@ def test_a_tool_on_the_wrong_thread_fails_by_the_infrastructure_and_is_not_calle
 
     trajectory, _ = roll_out([calls(("look", {})), say("done")], env=functools.partial(FunctionToolsEnv, [counted]))
     (result,) = trajectory.turns[0].tool_results
-    assert result.error is ToolErrorKind.INFRASTRUCTURE and result.is_models_mistake is None
+    assert result.error is ToolErrorKind.INFRASTRUCTURE and not result.is_charged
     assert WRONG_THREAD[fn] in result.content and "'look'" in result.content and "main thread" in result.content
     assert trajectory.stop_reason is StopReason.TOOL_FAILURE and count == [1]
 

@@ -2,12 +2,14 @@
 
 import functools
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 
 from agent_r1_trl.tools import Tool, as_tool, tool
+from tests.without_vllm import search_path
 
 
 @tool
@@ -122,5 +124,6 @@ def test_importing_tools_rewards_and_environments_loads_no_heavy_package():
         "heavy = {'torch', 'transformers', 'trl', 'vllm', 'datasets', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": search_path(is_hidden=False)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,8 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import did_you_mean
 
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+_CSV_OPTIONS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+"""pandas, which reads CSV, would take answers such as NA, None and null for missing ones."""
 
 
 class DataFileError(RunError, ValueError):
@@ -48,9 +50,12 @@ def load_rows(
         )
     if kind == "jsonl":
         rows = _read_jsonl(setting, path)
+    elif kind == "json" and (listed := _read_json(path)) is not None:
+        rows = _as_table(setting, listed)
     elif kind is not None:
         # `datasets` takes a name for a pattern.
-        rows = _load_dataset(setting, kind, None, "train", data_files=glob.escape(name)) if path.stat().st_size else []
+        options = {"data_files": glob.escape(name)} | (_CSV_OPTIONS if kind == "csv" else {})
+        rows = _load_dataset(setting, kind, None, "train", **options) if path.stat().st_size else []
     else:
         rows = _load_dataset(setting, name, config, split)
     if not len(rows):
@@ -58,9 +63,21 @@ def load_rows(
     return rows.select(range(min(limit, len(rows)))) if limit is not None else rows
 
 
-def _read_jsonl(setting: str, path: Path) -> Any:
-    from datasets import Dataset
+def _read_json(path: Path) -> list[dict[str, Any]] | None:
+    """The rows of a JSON file that is a list or lines of objects; None for any other, which `datasets` reads.
 
+    It would take texts such as "2026-01-02" for points in time.
+    """
+    try:
+        written = path.read_bytes()
+        is_list = written.lstrip().startswith(b"[")
+        rows = json.loads(written) if is_list else [json.loads(line) for line in written.splitlines() if line.strip()]
+    except (ValueError, OSError, RecursionError):
+        return None
+    return rows if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows) else None
+
+
+def _read_jsonl(setting: str, path: Path) -> Any:
     rows: list[dict[str, Any]] = []
     try:
         lines = path.read_bytes().splitlines()
@@ -79,6 +96,13 @@ def _read_jsonl(setting: str, path: Path) -> Any:
                 f"{setting}, line {number}: must be a JSON object in UTF-8, with the columns of the row ({error}). "
                 "Correct the line."
             ) from error
+    return _as_table(setting, rows)
+
+
+def _as_table(setting: str, rows: list[dict[str, Any]]) -> Any:
+    """The rows as a `datasets.Dataset` that gives them back as they are."""
+    from datasets import Dataset
+
     columns = dict.fromkeys(name for row in rows for name in row)  # `datasets` would take those of the first row
     rows = [{name: row.get(name) for name in columns} for row in rows]
     try:  # dicts with different keys stay as they are, instead of all of them having all keys
@@ -96,7 +120,7 @@ def _read_jsonl(setting: str, path: Path) -> Any:
     return made
 
 
-def _load_dataset(setting: str, name: str, config: str | None, split: str, **options: Any) -> Any:
+def _load_dataset(setting: str, name: str, config: str | None, split: str, **options: object) -> Any:
     from datasets import load_dataset, load_from_disk
 
     is_local = Path(name).is_dir()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv, TRLEnvAdapter, has_get_reward
-from agent_r1_trl.tools import as_tool
+from agent_r1_trl.tools.base import check_tool_list, shown_tool
+from agent_r1_trl.tools.event_loop import run_on_loop
 
 EnvFactory = Callable[[], Any]
 
@@ -21,7 +20,7 @@ CLOSE_TIMEOUT_S = 60.0
 
 
 def resolve_env_factory(
-    env: Any = None,
+    env: object = None,
     tools: Sequence[Callable] | None = None,
     environment_factory: Callable | dict[str, Callable] | None = None,
 ) -> EnvFactory | None:
@@ -41,9 +40,11 @@ def resolve_env_factory(
         given = {"tools": tools, "environment_factory": environment_factory}
         return _checked_env_factory(env, [f"{name}=" for name, value in given.items() if value])
     if environment_factory is not None:
-        return functools.partial(TRLEnvAdapter, environment_factory, tools=list(tools or []))
+        return functools.partial(
+            TRLEnvAdapter, environment_factory, tools=list(check_tool_list(tools or [], "trainer"))
+        )
     if tools:
-        return functools.partial(FunctionToolsEnv, list(tools))
+        return functools.partial(FunctionToolsEnv, list(check_tool_list(tools, "trainer")))
     return None
 
 
@@ -76,7 +77,7 @@ def _checked_env_factory(env: Any, others: Sequence[str]) -> EnvFactory:
 
 @dataclass(kw_only=True)
 class EnvForm:
-    """What a trainer reads off an environment factory before the first rollout."""
+    """Facts about an environment factory, for the trainer before the first rollout."""
 
     has_reward: bool = True
     """Whether environments score trajectories themselves (`FunctionToolsEnv` does not)."""
@@ -87,7 +88,7 @@ class EnvForm:
     tools: list[Any] = field(default_factory=list)
     """The functions of TRL's forms that the model may call; empty for `env=`, which brings its own."""
     names: list[Any] | None = None
-    """What the column `environment` may hold; None if no such column is read."""
+    """The allowed values of the column `environment`; None if no such column is read."""
     hands_over_environments: bool = True
     """Whether reward functions receive `environments`; with `tools=` there are none of the user's."""
 
@@ -127,23 +128,22 @@ def made_and_closed(factory: EnvFactory) -> Iterator[Any]:
 
 
 def _run_beside(closing: Awaitable[Any]) -> None:
-    """Await it on a thread of its own, since a loop may be running in this one (notebooks)."""
+    """Await it where rollouts run: a loop may be running in this thread (notebooks)."""
 
     async def run() -> None:
         with contextlib.suppress(Exception):
             await closing
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
-    thread.start()
-    thread.join(CLOSE_TIMEOUT_S)
+    with contextlib.suppress(TimeoutError):
+        run_on_loop(run(), CLOSE_TIMEOUT_S)
 
 
-def _pays_calls(env: Any) -> bool:
+def _pays_calls(env: object) -> bool:
     return any(getattr(env, name, 0.0) != 0.0 for name in ("tool_call_reward", "tool_error_reward"))
 
 
 def users_environments(environments: Sequence[Any], factory: EnvFactory) -> list[Any] | None:
-    """What reward functions receive as `environments`: of TRL's classes the user's own instances, as in TRL.
+    """The `environments` of reward functions: of TRL's classes the user's own instances, as in TRL.
 
     None for `tools=` alone and for no form at all: no environment is the user's there.
     """
@@ -182,7 +182,7 @@ def tool_schemas(factory: EnvFactory) -> list[dict[str, Any]]:
     """JSON schemas of the environment's tools, for the model card; none if they exist only after `reset`."""
     try:
         with made_and_closed(factory) as env:
-            return [as_tool(item).schema for item in getattr(env, "tools", None) or ()]
+            return [shown_tool(item).schema for item in getattr(env, "tools", None) or ()]
     except Exception:  # the card is written when the training is done, which must not be lost
         return []
 

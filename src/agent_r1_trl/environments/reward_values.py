@@ -28,7 +28,7 @@ def finite_number(value: Any) -> float | None:
     return number if abs(number) <= FLOAT32_MAX else None  # False for NaN
 
 
-def read_number(value: Any, source: str) -> float:
+def read_number(value: object, source: str) -> float:
     """A finite float; a `RewardError` that names the method `source` if the value is none."""
     number = finite_number(value)
     if number is None:
@@ -68,13 +68,13 @@ def with_read_outcome(method: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(method):
 
         @functools.wraps(method)
-        async def read_async(self: Any, *args: Any, **kwargs: Any) -> Outcome:
+        async def read_async(self: Any, *args: object, **kwargs: object) -> Outcome:
             return convert(self, await method(self, *args, **kwargs))
 
         return read_async
 
     @functools.wraps(method)
-    def read(self: Any, *args: Any, **kwargs: Any) -> Outcome:
+    def read(self: Any, *args: object, **kwargs: object) -> Outcome:
         return convert(self, method(self, *args, **kwargs))
 
     return read

@@ -157,7 +157,7 @@ class SearchQAEnv(ToolEnv):
         }
 
     def _relevant(self, passages: list[Passage]) -> set[Any]:
-        """What these passages bring: items of the evidence, or ids where the row has no evidence."""
+        """The gain from these passages: items of the evidence, or ids where the row has no evidence."""
         if not self._evidence:
             return {passage.id for passage in passages}
         limit = self.max_passage_chars
@@ -199,7 +199,7 @@ class Evidence(NamedTuple):
         return not self.text or (bool(wanted) and f" {wanted} " in f" {read} ")
 
 
-def read_evidence(value: Any, get: Callable[[str], Passage | None] | None) -> frozenset[Evidence]:
+def read_evidence(value: object, get: Callable[[str], Passage | None] | None) -> frozenset[Evidence]:
     """The items of a row's `evidence`.
 
     Args:

@@ -25,33 +25,30 @@ import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
 from agent_r1_trl.environments.base import RewardError, StepResult
+from agent_r1_trl.environments.prompts import prompt_messages, read_prompt
 from agent_r1_trl.environments.reward_values import is_bool, read_number, with_read_outcome
 from agent_r1_trl.objects import did_you_mean, locate_error
 from agent_r1_trl.settings import Count, Finite, Number, Rule, Text, check_rules, check_value, rules_of
 from agent_r1_trl.tools import InfrastructureError, Tool, ToolExecutor, as_tool, read_calls, shared_pool
-from agent_r1_trl.tools.base import takes_self
+from agent_r1_trl.tools.base import check_tool_list, takes_self
 from agent_r1_trl.tools.faults import is_thread_error
 from agent_r1_trl.tools.foreign import read_foreign
 from agent_r1_trl.tools.pool import own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolErrorKind, ToolResult, Trajectory
 
 SecondsOrNoLimit = Annotated[float, Number(above=0, may_be_infinite=True)]
-_NOT_RUN = (
-    ToolErrorKind.MALFORMED,
-    ToolErrorKind.UNKNOWN_TOOL,
-    ToolErrorKind.INVALID_ARGUMENTS,
-    ToolErrorKind.TOO_MANY,
-)
 
 
 class ToolList:
     """The attribute `tools`: of a class the list as written, of an instance `Tool`s with methods bound to it."""
 
-    def __init__(self, declared: Any) -> None:
+    def __init__(self, declared: object) -> None:
+        if isinstance(declared, Iterator):
+            declared = list(declared)  # it would give the first instance its tools alone
         self.declared = declared
         if not isinstance(declared, (list, tuple)):
             return
@@ -61,7 +58,7 @@ class ToolList:
         # Tools of other libraries are read once, and not for every trajectory.
         self.declared = [as_tool(item) if read_foreign(item) else item for item in declared]
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self.declared
         state = vars(instance)
@@ -69,7 +66,7 @@ class ToolList:
             state["_tools"] = resolve_tools(state.get("_declared_tools", self.declared), instance)
         return state["_tools"]
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         state = vars(instance)
         state["_declared_tools"] = value
         state.pop("_tools", None)
@@ -97,7 +94,7 @@ class ToolEnv:
     tool_call_reward: Finite = 0.5
     """Process reward of a call that succeeded and was not made before."""
     tool_error_reward: Finite = -0.1
-    """Reward of a call that failed, instead of its process reward."""
+    """Reward of a call that failed by the model's fault (`ToolResult.is_charged`), instead of its process reward."""
     max_process_reward: Annotated[float, Number(minimum=0, may_be_infinite=True)] | None = 1.0
     """Maximum sum of positive process rewards in one trajectory, so that calling tools is never worth more than
     solving the task; `math.inf` for no limit. Penalties are not capped."""
@@ -124,7 +121,7 @@ class ToolEnv:
     _paid_process_reward = 0.0
     _seen_calls: frozenset[str] = frozenset()
 
-    def __init__(self, *, tools: Iterable[Any] | None = None, **settings: Any) -> None:
+    def __init__(self, *, tools: Iterable[Any] | None = None, **settings: object) -> None:
         kind: Any = type(self)
         known = declared_rules(kind)
         for name, value in settings.items():
@@ -133,13 +130,16 @@ class ToolEnv:
             if value is not None:
                 setattr(self, name, value)
         if tools is not None:
-            self.tools = tools if isinstance(tools, (str, bytes)) else list(tools)
+            self.tools = list(check_tool_list(tools, type(self).__name__))
         self._check_settings()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "tools" in cls.__dict__ and not hasattr(cls.__dict__["tools"], "__get__"):
-            cls.tools = ToolList(cls.__dict__["tools"])
+        declared = cls.__dict__.get("tools", ())
+        if isinstance(declared, Tool) or inspect.isroutine(declared):  # which look like properties
+            check_tool_list(declared, cls.__name__)
+        if "tools" in cls.__dict__ and not hasattr(declared, "__get__"):
+            cls.tools = ToolList(declared)
         if "outcome_reward" in cls.__dict__:
             # True and False mean success and failure; every caller (rollout, evaluation, test) receives a number.
             cls.outcome_reward = with_read_outcome(cls.__dict__["outcome_reward"])  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ class ToolEnv:
     # ---------------------------------------------------------------- methods to override
 
     def process_reward(self, call: ToolCall, result: ToolResult) -> float:
-        """Reward of one call that succeeded; a failed one earns `tool_error_reward`.
+        """Reward of one call that succeeded; a failed one earns `tool_error_reward` if the model is charged, else 0.
 
         By default `tool_call_reward`, and 0 for a call with the same tool and arguments as an earlier one.
         """
@@ -168,7 +168,7 @@ class ToolEnv:
         return not any(message.get(name) for name in ("tool_calls", "malformed_tool_call", "cut_off"))
 
     def next_user_message(self, message: Message) -> str | None:
-        """What the user says to an answer (a message without a call), for conversations of several user turns.
+        """The user's reply to an answer (a message without a call), for conversations of several user turns.
 
         None, the default, leaves it to `is_done` whether the episode is over.
         """
@@ -190,11 +190,24 @@ class ToolEnv:
         self._num_turns = 0
         self._paid_process_reward = 0.0
         self._seen_calls = frozenset()
-        messages = prompt_messages(example, type(self).__name__)
+        messages = self._read_prompt(example)
         system_text = self.system_message(example)
         if not system_text or messages[0].get("role") == "system":
             return messages
         return [{"role": "system", "content": system_text}, *messages]
+
+    def _read_prompt(self, example: dict[str, Any]) -> list[Message]:
+        """The messages of the column `prompt`, else of `question`, without what Arrow added to earlier calls.
+
+        Raises:
+            ValueError: the row has neither.
+        """
+        messages = prompt_messages(example, type(self).__name__)
+        has_calls = any("tool_calls" in message for message in messages)
+        if not has_calls:
+            return messages
+        # The rollout warns of what cannot be known: a subclass may choose its tools after this.
+        return read_prompt(messages, [item.schema for item in self.tools], example, warns=False)
 
     def close(self) -> None:
         """Free what `reset` took."""
@@ -234,7 +247,7 @@ class ToolEnv:
         if not done and not observations:
             told = executor.explain_no_call(message.get("cut_off")) if said is None else said
             observations.append({"role": "user", "content": told})
-        is_invalid = not done and said is None and all(result.error in _NOT_RUN for result in results)
+        is_invalid = not done and said is None and all(result.is_refused for result in results)
         info: dict[str, Any] = {"tool_results": results, "reward_parts": reward_parts, "is_invalid": is_invalid}
         return StepResult(observations, math.fsum(reward_parts.values()), done, info)
 
@@ -255,10 +268,9 @@ class ToolEnv:
         """Process rewards of one turn by source, with positive rewards capped at `max_process_reward`."""
         parts: dict[str, float] = {}
         for result in results:
-            if result.is_infrastructure_failure:
-                continue  # not the model's fault; the rollout ends the trajectory
-            if result.is_error:
+            if result.is_charged:
                 parts["tool_error"] = parts.get("tool_error", 0.0) + self.tool_error_reward
+            if result.is_error:
                 continue
             reward = await self._process_reward(result)
             if reward > 0 and self.max_process_reward is not None:
@@ -282,7 +294,7 @@ class ToolEnv:
             return self.tool_call_reward if value else 0.0
         return read_number(value, source)
 
-    async def _call_method(self, name: str, *arguments: Any) -> Any:
+    async def _call_method(self, name: str, *arguments: object) -> Any:
         method = getattr(self, name)
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
@@ -311,36 +323,10 @@ def declared_rules(kind: Any) -> dict[str, tuple[Rule, bool]]:
     return {}
 
 
-def prompt_messages(example: Any, env_name: str) -> list[Message]:
-    """Copy the messages of the column `prompt` (messages or a string), else of the column `question`.
-
-    Raises:
-        ValueError: the row has neither column, or the column has another form.
-    """
-    columns = example if isinstance(example, Mapping) else {}
-    prompt: Any = columns.get("question") if columns.get("prompt") is None else columns["prompt"]
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    is_chat = isinstance(prompt, (list, tuple)) and prompt
-    if not is_chat or not all(isinstance(message, Mapping) and "role" in message for message in prompt):
-        given = sorted(map(str, example)) if isinstance(example, Mapping) else f"a {type(example).__name__}"
-        raise ValueError(  # the same words for all rows of one kind: failures are counted by them
-            f"{env_name}.reset: of the example's columns, {given}, neither 'prompt' nor 'question' is a string or a "
-            "non-empty list of messages like {'role': 'user', 'content': '...'}. Rename a column, or override reset()."
-        )
-    # `datasets` gives every message the keys of all messages; a template may ask whether 'tool_calls' is there.
-    return [
-        copy.deepcopy({key: value for key, value in message.items() if value is not None or key == "content"})
-        for message in prompt
-    ]
-
-
 def _tool_message(result: ToolResult) -> Message:
     # What the model wrote may be long, and have lone surrogates, which no tokenizer can encode.
-    name, call_id = (
-        text[:64].encode("utf-8", errors="replace").decode("utf-8") for text in (result.call.name, result.call.id)
-    )
-    return {"role": "tool", "name": name or "unknown", "tool_call_id": call_id, "content": result.content}
+    name = result.call.name[:64].encode("utf-8", errors="replace").decode("utf-8")
+    return {"role": "tool", "name": name or "unknown", "tool_call_id": result.call.id, "content": result.content}
 
 
 def _fingerprint(call: ToolCall) -> str:
@@ -352,12 +338,9 @@ def _fingerprint(call: ToolCall) -> str:
 # -------------------------------------------------------------------- the tools of an instance
 
 
-def resolve_tools(declared: Any, instance: Any) -> list[Tool]:
+def resolve_tools(declared: object, instance: object) -> list[Tool]:
     """The listed tools in their order, then the methods of the class that are decorated with `@tool`."""
-    if isinstance(declared, (str, bytes)) or not isinstance(declared, Iterable):
-        raise ValueError(
-            f"{type(instance).__name__}.tools={declared!r:.200}: must be a list of functions, Tools or method names."
-        )
+    declared = check_tool_list(declared, type(instance).__name__)
     decorated = {
         name: None
         for base in reversed(type(instance).__mro__)
@@ -372,7 +355,7 @@ def resolve_tools(declared: Any, instance: Any) -> list[Tool]:
     return found
 
 
-def _bind(item: Any, instance: Any) -> Tool | None:
+def _bind(item: object, instance: object) -> Tool | None:
     if isinstance(item, str):
         owner = type(instance).__name__
         if not hasattr(instance, item):

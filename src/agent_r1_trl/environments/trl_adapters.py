@@ -22,9 +22,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agent_r1_trl.environments.reward_values import read_number
-from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
+from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.tools import Tool, as_tool, shared_pool
+from agent_r1_trl.tools.base import check_tool_list
+from agent_r1_trl.tools.blocks import describe_blocks, media_in, with_named_media
 from agent_r1_trl.tools.pool import own_thread
+from agent_r1_trl.tools.render import whole_arrays, with_readable_parts
 from agent_r1_trl.trajectory import Message, Trajectory
 
 
@@ -42,7 +45,8 @@ class FunctionToolsEnv(ToolEnv):
     tool_error_reward = 0.0
     has_reward = False
 
-    def __init__(self, tools: Iterable[Any], **settings: Any) -> None:
+    def __init__(self, tools: Iterable[Any], **settings: object) -> None:
+        tools = check_tool_list(tools, type(self).__name__)
         super().__init__(tools=[_as_trl_tool(item) for item in tools], **settings)
         _ = self.executor  # reports two tools of the same name here instead of in the first rollout
 
@@ -87,7 +91,7 @@ class TRLEnvAdapter(ToolEnv):
                 f"environment_factory={factory!r:.200}: must be a class, a function that makes an instance, or a "
                 "dictionary of such by name."
             )
-        self._standalone = [_as_trl_tool(item) for item in tools]
+        self._standalone = [_as_trl_tool(item) for item in check_tool_list(tools, type(self).__name__)]
         self._probed: list[Any] | None = None
         self._offered: list[Tool] | None = None
         self.environment: Any = None if self._is_multi else self._make(None)
@@ -122,8 +126,7 @@ class TRLEnvAdapter(ToolEnv):
             self.environment = self._make(name)
             self._offered = self._executor = None
         self.example = row
-        prompt = "" if example.get("prompt") is None else example["prompt"]
-        messages = prompt_messages({"prompt": prompt}, type(self.environment).__name__)
+        messages = self._read_prompt({"prompt": "" if example.get("prompt") is None else example["prompt"]})
         observation = self.environment.reset(**row)
         if observation is not None:
             messages[-1]["content"] = _append(messages[-1].get("content"), observation)
@@ -166,7 +169,7 @@ class TRLEnvAdapter(ToolEnv):
 
     @property
     def names(self) -> list[Any] | None:
-        """What the column `environment` may hold; None for a single factory, which reads no such column."""
+        """The allowed values of the column `environment`; None for a single factory, which reads no such column."""
         return list(self._factories) if self._is_multi else None
 
     @property
@@ -224,7 +227,7 @@ def _append(content: Any, observation: Any) -> Any:
     return [*parts[0], *copy.deepcopy(parts[1])]
 
 
-def _as_trl_tool(item: Any) -> Tool:
+def _as_trl_tool(item: object) -> Tool:
     """A function as TRL runs it; a `Tool` keeps its own settings."""
     if isinstance(item, Tool):
         return item
@@ -233,18 +236,26 @@ def _as_trl_tool(item: Any) -> Tool:
     return made
 
 
-def _render_as_trl(value: Any) -> str:
-    """TRL's text of a return value: `str`, and for a list of content blocks their texts."""
-    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
-        return "\n".join(str(part.get("text", f"[{part['type']}]")) for part in value)
-    return str(value)
+def _render_as_trl(value: object) -> str:
+    """TRL's text of a return value: `str` where that says what it holds, and for a list of content blocks their texts.
+
+    Media have a name, where TRL shows them to a model that can see.
+    """
+    media = media_in(value)
+    if media and isinstance(value, (bytes, bytearray, memoryview)):
+        return media[0]
+    described = describe_blocks(value) if media or isinstance(value, list) else None
+    if described is not None:
+        return described
+    with whole_arrays():
+        return str(with_readable_parts(with_named_media(value)))
 
 
-def has_get_reward(instance: Any) -> bool:
+def has_get_reward(instance: object) -> bool:
     """Whether the class has a method `get_reward`, as TRL looks for it: a property or an attribute is none."""
     return "get_reward" in _method_names(instance)
 
 
-def _method_names(instance: Any) -> list[str]:
+def _method_names(instance: object) -> list[str]:
     """Functions of the class; looking at the instance would evaluate its properties."""
     return [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]

@@ -8,7 +8,7 @@ from agent_r1_trl.tools.faults import InfrastructureError, ReportedError
 from agent_r1_trl.tools.pool import shared_pool
 from agent_r1_trl.tools.search import Passage, Retriever, SearchIndex, make_search_tool, open_retriever
 from agent_r1_trl.tools.signature import ToolSchemaError
-from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
+from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolFault, ToolResult
 
 __all__ = [
     "InfrastructureError",
@@ -20,6 +20,7 @@ __all__ = [
     "ToolCall",
     "ToolErrorKind",
     "ToolExecutor",
+    "ToolFault",
     "ToolResult",
     "ToolSchemaError",
     "as_tool",

@@ -18,14 +18,15 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 from agent_r1_trl.settings import Count, NotNegative, Rule, Seconds, check_value
 from agent_r1_trl.tools.foreign import read_foreign
+from agent_r1_trl.tools.json_schema import Schema, describe_signature
 from agent_r1_trl.tools.pool import DaemonThreadPool
 from agent_r1_trl.tools.render import render_result
-from agent_r1_trl.tools.schema import Interface, Schema, check_fit, describe_signature, read_schema
+from agent_r1_trl.tools.schema import Interface, check_fit, read_schema
 from agent_r1_trl.tools.signature import check_name, function_name, unwrap_partial
 
 DEFAULT_MAX_RESULT_CHARS = 20_000
@@ -58,7 +59,9 @@ class Tool:
         attempts: how often a call is made that fails by the infrastructure's fault, unless it was given up. None for
             the default: 1 for sequential tools, since a call may have changed the state before it failed, else 3.
         retry_wait_s: seconds before the second attempt; each further wait is twice as long.
-        user_errors: exceptions with which the tool answers wrong arguments. They never count as a sign of an outage.
+        user_errors: exceptions with which the tool answers wrong arguments: the policy is charged for these, for no
+            others, and they never count as a sign of an outage. `TimeoutError` declares calls that take too long as
+            well. None for Python's convention (docs/tools.md, Who is charged).
 
     Raises:
         ToolSchemaError: the function's hints or docstring are incomplete, `schema` does not fit the function, or `fn`
@@ -80,7 +83,7 @@ class Tool:
         backend: bool = False,
         attempts: int | None = None,
         retry_wait_s: float = 0.5,
-        user_errors: Iterable[type[BaseException]] = (),
+        user_errors: Iterable[type[BaseException]] | None = None,
     ) -> None:
         self._is_static = isinstance(fn, staticmethod)
         fn = fn.__func__ if isinstance(fn, staticmethod) else fn
@@ -89,22 +92,21 @@ class Tool:
             backend = backend or _declares_backend(fn)
             fn, schema = found[0], schema or found[1]
         if not callable(fn) or inspect.isclass(fn):
-            raise ValueError(
-                f"tools: {fn!r} is no tool: pass a function with hints and a docstring, or Tool(fn, schema=...)."
-            )
+            raise ValueError(f"tools: {_named(fn)} is no tool: {_instead(fn)}.")
         if inspect.isgeneratorfunction(unwrap_partial(fn)) or inspect.isasyncgenfunction(unwrap_partial(fn)):
             raise ValueError(f"Tool {function_name(fn)!r} yields: return the whole result, for example as a list.")
         if schema is not None:
             schema = read_schema(schema, name)
             check_fit(fn, schema)
             name = schema["function"]["name"]
-        errors: Any = (user_errors,) if isinstance(user_errors, type) else tuple(user_errors)
+        errors: Any = (user_errors,) if isinstance(user_errors, type) else user_errors
+        errors = None if errors is None else tuple(errors)
         for setting, value, rule in (
             ("max_result_chars", max_result_chars, Count | None),
             ("attempts", attempts, Count | None),
             ("timeout_s", timeout_s, Seconds | None),
             ("retry_wait_s", retry_wait_s, NotNegative),
-            ("user_errors", errors, Annotated[tuple, _ERRORS]),
+            ("user_errors", errors or (), Annotated[tuple, _ERRORS]),
         ):
             check_value(setting, value, rule)
         functools.update_wrapper(self, fn)
@@ -117,17 +119,17 @@ class Tool:
         self.backend = backend or _declares_backend(fn)
         self.attempts = attempts
         self.retry_wait_s = retry_wait_s
-        self.user_errors: tuple[type[BaseException], ...] = errors
+        self.user_errors: tuple[type[BaseException], ...] | None = errors
         self.place: DaemonThreadPool | None = None  # in which its calls run, in place of the executor's
         self._interface = _interface_of(fn, self.name, description, schema)
 
     # ---------------------------------------------------------------- as a function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the function itself, without checks or limits."""
         return self.fn(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Tool:
+    def __get__(self, instance: object, owner: type | None = None) -> Tool:
         """Bind a tool that was defined in a class body to the instance from which it is read."""
         return self.bind(instance) if instance is not None and self.is_method else self
 
@@ -152,7 +154,7 @@ class Tool:
         """How often a call is made at most."""
         return self.attempts or (1 if self.sequential else DEFAULT_ATTEMPTS)
 
-    def bind(self, instance: Any) -> Tool:
+    def bind(self, instance: object) -> Tool:
         """This tool with `self` filled in."""
         bound = copy.copy(self)
         bound.fn = self.fn.__get__(instance)  # type: ignore[attr-defined]
@@ -179,9 +181,9 @@ class Tool:
     @property
     def signature(self) -> str:
         """The tool's signature in one line, such as `search(query: string, top_k?: integer)`."""
-        return describe_signature(self.schema)
+        return describe_signature(self.schema["function"])
 
-    def check_arguments(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
+    def check_arguments(self, arguments: object) -> tuple[dict[str, Any], list[str]]:
         """Arguments as the function receives them, and a list of the problems with them; see `Interface.read`."""
         return self._interface.read(arguments)
 
@@ -206,7 +208,54 @@ def as_tool(obj: Any) -> Tool:
     return obj if isinstance(obj, Tool) else Tool(obj)
 
 
-def _declares_backend(fn: Any) -> bool:
+def shown_tool(item: object) -> Tool:
+    """The schema of a tool for a model: as `as_tool`, or of a schema (a dict) that an environment's own `step` reads.
+
+    Raises:
+        ToolSchemaError: a schema is incomplete.
+        ValueError: it is no tool.
+    """
+    return Tool(_not_called, schema=dict(item)) if isinstance(item, Mapping) else as_tool(item)
+
+
+def _not_called(**arguments: object) -> None:
+    raise TypeError("This tool is a schema alone: the environment's step runs its calls.")
+
+
+def check_tool_list(value: object, owner: str) -> Iterable[Any]:
+    """Check that the tools of an environment are a list, and return it.
+
+    Raises:
+        ValueError: they are one tool, text, or no list of another kind.
+    """
+    is_one = isinstance(value, Tool) or inspect.isroutine(value) or read_foreign(value) is not None
+    if isinstance(value, Iterable) and not is_one and not isinstance(value, (str, bytes, Mapping)):
+        return value
+    name = getattr(value, "name", None) or getattr(value, "__name__", None)
+    fix = f" Write [{name}], also for a single one." if is_one else ""
+    raise ValueError(f"{owner}.tools={value!r:.100}: must be a list of functions, Tools or method names.{fix}")
+
+
+def _named(obj: object) -> str:
+    """An object that is no tool, in a few words: some of other libraries print pages."""
+    name = getattr(obj, "name", None)
+    if isinstance(name, str) and not inspect.isclass(obj):
+        kind = type(obj)
+        return f"{name[:100]!r}, a {kind.__name__} of {kind.__module__.partition('.')[0]},"
+    return f"{obj!r:.200}"
+
+
+def _instead(obj: object) -> str:
+    """Advice on what to list in place of an object that is no tool."""
+    if isinstance(getattr(obj, "name", None), str):
+        return (
+            "list the plain function that it was made of (below a decorator, def it without), or describe a function "
+            "with Tool(fn, schema=...)"
+        )
+    return "pass a function with hints and a docstring, or Tool(fn, schema=...)"
+
+
+def _declares_backend(fn: object) -> bool:
     """Whether a function, its class or the object that it belongs to has `backend = True`."""
     owners = (unwrap_partial(fn), getattr(fn, "__self__", None))
     return any(getattr(owner, "backend", None) is True for owner in owners)
@@ -217,7 +266,7 @@ def takes_self(fn: Callable[..., Any]) -> bool:
     return inspect.isfunction(fn) and next(iter(inspect.signature(fn).parameters), None) == "self"
 
 
-def is_async_callable(fn: Any) -> bool:
+def is_async_callable(fn: object) -> bool:
     """Whether calling `fn`, which may be a partial or a callable object, returns a coroutine."""
     fn = unwrap_partial(fn)
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(type(fn), "__call__", None))  # noqa: B004

@@ -68,7 +68,7 @@ def calculate(expression: str) -> Number:
     return _check_size(value)
 
 
-@tool(timeout_s=5.0, max_result_chars=2000)
+@tool(timeout_s=5.0, max_result_chars=2000, user_errors=(ValueError,))
 def calculator(expression: str) -> str:
     """Compute the value of an arithmetic expression.
 

@@ -20,22 +20,26 @@ from typing import Any
 from agent_r1_trl.safe_text import whole
 from agent_r1_trl.settings import Seconds, check_value
 from agent_r1_trl.tools.base import Tool, as_tool
+from agent_r1_trl.tools.blocks import media_in, warn_of_media
 from agent_r1_trl.tools.calls import read_arguments, read_call
 from agent_r1_trl.tools.faults import (
     HandledError,
     InfrastructureError,
     ReportedError,
+    fault_of,
     is_infrastructure_error,
-    is_models_mistake,
+    is_out_of_use,
     is_thread_error,
 )
 from agent_r1_trl.tools.foreign import text_of_mcp
-from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, own_thread, shared_pool
+from agent_r1_trl.tools.pool import JobTimeoutError, PoolExhaustedError, own_context, own_thread, shared_pool
+from agent_r1_trl.tools.render import NoTextError
 from agent_r1_trl.tools.signature import ToolSchemaError
-from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolResult
+from agent_r1_trl.tools.variables import private_context
+from agent_r1_trl.trajectory import ToolCall, ToolErrorKind, ToolFault, ToolResult
 
 MAX_DETAIL_CHARS = 500
-THREAD_HINT = " (tools do not run in the main thread; see docs/tools.md, How calls run)"
+THREAD_HINT = " (tools do not run in the main thread; see docs/tools.md, Threads and event loops)"
 MAX_SCHEMA_CHARS = 1500
 MAX_RETRY_WAIT_S = 30.0
 DEFAULT_QUEUE_TIMEOUT_S = 600.0
@@ -84,7 +88,8 @@ class ToolExecutor:
         """Run all calls at once and return their results in the order of the calls. Never raises.
 
         Sequential tools (methods of an environment or of another object) run one after another, in the order of the
-        calls, while the others run beside them.
+        calls, while the others run beside them. Context variables that a sequential tool sets stay set; each of the
+        others has a copy of its own.
         """
         read = [read_call(call) for call in calls]
         results: list[ToolResult | None] = [None] * len(read)
@@ -94,9 +99,10 @@ class ToolExecutor:
                 results[index] = await self._run(read[index])
 
         in_order = [index for index, call in enumerate(read) if self._is_sequential(call)]
-        groups = [[index] for index in range(len(read)) if index not in set(in_order)]
-        tasks = [asyncio.create_task(run(group)) for group in ([*groups, in_order] if in_order else groups)]
+        beside = [index for index in range(len(read)) if index not in set(in_order)]
+        tasks = [asyncio.create_task(run([index]), context=private_context()) for index in beside]
         try:
+            await run(in_order)
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -109,7 +115,7 @@ class ToolExecutor:
             f"Error: the tool call could not be read: {_cut(reason, MAX_DETAIL_CHARS)}\n{self._how_to_call()}"
         )
 
-    def explain_no_call(self, cut_off: Any = None) -> str:
+    def explain_no_call(self, cut_off: object = None) -> str:
         """Text that tells the model to go on after a turn without a call, and why the turn ended if it was cut off."""
         reason = f" ({whole(str(cut_off))})" if cut_off else ""
         return f"The task is not finished{reason}. {self._how_to_call()}"
@@ -131,7 +137,7 @@ class ToolExecutor:
             result.content, result.is_truncated = _limit(found, whole(text))
         except _CallError as failure:
             result.content, result.is_truncated = self._describe(failure)
-            result.error, result.is_models_mistake = failure.kind, failure.is_models_mistake
+            result.error, result.judged_fault = failure.kind, failure.fault
         return result
 
     def _check(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
@@ -147,10 +153,13 @@ class ToolExecutor:
         arguments = read_arguments(call.arguments)
         try:
             _ = found.schema
-            checked, problems = found.check_arguments(arguments)
-        except Exception as error:  # the tool's own schema is broken
+        except Exception as error:  # it is broken, whatever the model writes
             detail = f"tool {call.name!r} cannot be used: {_describe_error(error)}"
-            raise _CallError(ToolErrorKind.EXCEPTION, detail) from error
+            raise _CallError(ToolErrorKind.INFRASTRUCTURE, detail) from error
+        try:
+            checked, problems = found.check_arguments(arguments)
+        except Exception as error:  # a bug in a validator of the user's own type
+            raise _failed_call(found, error, arguments) from error
         if isinstance(arguments, str):
             detail = f"the arguments of {found.name!r} are not valid JSON: {_cut(arguments, 200)}"
             raise _CallError(ToolErrorKind.MALFORMED, detail, found)
@@ -185,7 +194,7 @@ class ToolExecutor:
             began = time.perf_counter()
             try:
                 value = found.fn(**arguments)
-                return value if inspect.isawaitable(value) else str(found.render(text_of_mcp(value)))
+                return value if inspect.isawaitable(value) else _text_of(found, value)
             except BaseException as error:  # SystemExit too; the user's Ctrl-C never arrives on a worker thread
                 return _failed_call(found, error, arguments)
 
@@ -203,8 +212,10 @@ class ToolExecutor:
                 outcome = await _await_tool(found, outcome, arguments, timeout_s)
         except JobTimeoutError as error:
             detail = str(error) or f"{found.name!r} took longer than {timeout_s:g} s and was given up."
-            kind = ToolErrorKind.INFRASTRUCTURE if found.backend else ToolErrorKind.TIMEOUT
-            raise _CallError(kind, detail, found) from error
+            fault = ToolFault.MODEL if isinstance(TimeoutError(), found.user_errors or ()) else ToolFault.TOOL
+            is_backends = found.backend and fault is ToolFault.TOOL
+            kind = ToolErrorKind.INFRASTRUCTURE if is_backends else ToolErrorKind.TIMEOUT
+            raise _CallError(kind, detail, found, fault=fault) from error
         except PoolExhaustedError as error:
             result.queue_s += time.perf_counter() - submitted
             began = math.inf
@@ -221,7 +232,7 @@ class ToolExecutor:
     # ---------------------------------------------------------------- texts
 
     def _describe(self, failure: _CallError) -> tuple[str, bool]:
-        """What the model reads about a failure, and whether it was cut to the tool's limits."""
+        """The text of a failure for the model, and whether it was cut to the tool's limits."""
         if failure.is_reported and failure.tool is not None:
             return _limit(failure.tool, whole(failure.detail))
         return whole(f"Error: {_cut(failure.detail, MAX_DETAIL_CHARS)}\n{self._advise(failure)}"), False
@@ -254,29 +265,51 @@ class _CallError(Exception):
     kind: ToolErrorKind
     detail: str
     tool: Tool | None = None
-    is_models_mistake: bool | None = None
+    fault: ToolFault | None = None
     is_repeatable: bool = False
     is_reported: bool = False
 
 
+def _text_of(found: Tool, value: object) -> str:
+    """The text of what a tool returned.
+
+    Raises:
+        NoTextError: there is none, or the tool's `render` failed in another way than the tool itself may.
+        HandledError: the result says that the tool failed.
+    """
+    value = text_of_mcp(value)
+    try:
+        text = str(found.render(value))
+        if any(name in text for name in media_in(value)):  # else the tool's own `render` has words for it
+            warn_of_media(found.name)
+        return text
+    except Exception as error:
+        if isinstance(error, (NoTextError, InfrastructureError, ReportedError, HandledError)):
+            raise
+        if isinstance(error, found.user_errors or ()):  # a `render` may look at what the tool found
+            raise
+        kind, why = type(value).__name__, _describe_error(error)
+        raise NoTextError(f"an object of type {kind}, of which no text can be made ({why})") from error
+
+
 def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -> _CallError:
     """The failure of a call whose tool raised."""
+    fault = fault_of(error, found.user_errors, arguments)
     if isinstance(error, ReportedError):
-        return _CallError(ToolErrorKind.EXCEPTION, str(error), found, is_models_mistake=True, is_reported=True)
-    is_handled = isinstance(error, HandledError)
+        return _CallError(ToolErrorKind.EXCEPTION, str(error), found, fault=fault, is_reported=True)
+    if isinstance(error, NoTextError):  # by the tool's own doing, whatever the arguments; a second call gives no other
+        return _CallError(ToolErrorKind.INFRASTRUCTURE, f"{found.name!r} returned {error}", found)
+    is_handled, is_thread = isinstance(error, HandledError), is_thread_error(error, arguments)
     text = str(error) if is_handled else f"{found.name!r} failed: {_describe_error(error)}"
-    error = error.__cause__ or error if is_handled else error
-    is_infrastructure = is_infrastructure_error(error, has_backend=found.backend)
-    is_mistake = is_models_mistake(error, found.user_errors, arguments)
-    is_thread = is_thread_error(error)
-    if is_mistake and not is_thread and not isinstance(error, InfrastructureError):
+    is_infrastructure = is_infrastructure_error(error, has_backend=found.backend, arguments=arguments)
+    if fault is ToolFault.MODEL and not is_thread and not isinstance(error, InfrastructureError):
         is_infrastructure = False  # the tool's own word counts more than the rule for lost connections
-    kind = ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION
+    is_infrastructure = is_infrastructure or is_out_of_use(error, arguments)  # which no argument causes
     return _CallError(
-        kind,
+        ToolErrorKind.INFRASTRUCTURE if is_infrastructure else ToolErrorKind.EXCEPTION,
         f"{text}{THREAD_HINT * is_thread}",
         found,
-        is_models_mistake=None if is_infrastructure else is_mistake,
+        fault=None if is_infrastructure else fault,
         is_repeatable=is_infrastructure and not is_thread,
         is_reported=is_handled,
     )
@@ -285,7 +318,7 @@ def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -
 async def _await_tool(found: Tool, value: Awaitable[Any], arguments: dict[str, Any], timeout_s: float | None) -> Any:
     async def guarded() -> Any:
         try:
-            return str(found.render(text_of_mcp(await value)))
+            return _text_of(found, await value)
         except (JobTimeoutError, PoolExhaustedError):  # of a tool that keeps its own time, or waits for its turn
             raise
         except BaseException as error:  # SystemExit too: a tool must not end the training
@@ -293,7 +326,8 @@ async def _await_tool(found: Tool, value: Awaitable[Any], arguments: dict[str, A
                 raise  # the user's; on any other thread the tool raised it itself
             return _failed_call(found, error, arguments)
 
-    task = asyncio.ensure_future(guarded())
+    context = own_context() if found.sequential else None
+    task = asyncio.get_running_loop().create_task(guarded(), context=context)
     try:
         # asyncio.wait_for would wait until the cancelled tool agrees to stop, and a tool may swallow cancellation.
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -311,7 +345,7 @@ def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _without_descriptions(node: Any, *, is_properties: bool = False) -> Any:
+def _without_descriptions(node: object, *, is_properties: bool = False) -> Any:
     """Drop the descriptions, which the prompt contains already; an argument called `description` stays."""
     if isinstance(node, list):
         return [_without_descriptions(item) for item in node]
@@ -324,7 +358,7 @@ def _without_descriptions(node: Any, *, is_properties: bool = False) -> Any:
     }
 
 
-def _dump(value: Any) -> str:
+def _dump(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, default=repr)
     except Exception:  # nested too deeply, numbers too long to print, keys that are not strings

@@ -19,10 +19,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from typing import Any, TypeVar
 
 from agent_r1_trl.settings import Count, check_value
+from agent_r1_trl.tools.variables import Changes, changes_since, set_all
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class PoolExhaustedError(RuntimeError):
 
 
 class Job:
-    """One function call, with the context variables of where it was asked for.
+    """One function call, with the context variables of where it was asked for, which it may change.
 
     Args:
         fn: the function.
@@ -70,8 +71,13 @@ class Job:
         self.is_abandoned = False
         self.seconds = 0.0
         """How long the function ran."""
-        self.fn: Callable[[], Any] = functools.partial(contextvars.copy_context().run, fn)
+        self.fn = fn
         self.thread = thread
+        self.before = contextvars.copy_context()
+        self.context = self.before.copy()
+        """In which the function runs; an environment's thread has its own."""
+        self.changes: Changes = []
+        """The variables that the function has set."""
 
     def run(self) -> None:
         """Run the function; called by the thread that does the work."""
@@ -80,7 +86,12 @@ class Job:
             prepare_thread()
             fn = self.fn
             del self.fn  # a context that something copied may keep the job, but not the environment
-            value = fn()
+            try:
+                self.context.run(set_all, changes_since(self.context, self.before))
+                value = self.context.run(fn)
+            finally:
+                self.changes = changes_since(self.before, self.context)
+                del self.before, self.context
         except BaseException as error:  # SystemExit too: it would end the worker and leave the caller waiting
             self.seconds = time.monotonic() - began
             is_accepted = not isinstance(error, StopIteration)  # which no future of asyncio takes
@@ -125,6 +136,7 @@ class DaemonThreadPool:
     ) -> T:
         """Run `fn` on a thread and return its value.
 
+        The context variables that `fn` sets are set here as well when it has ended, unless it was abandoned.
         `timeout_s` is the longest that it may run, `queue_timeout_s` that it may wait for a place before; None for no
         limit. `thread` is an environment's, which takes a place of the pool while it works.
 
@@ -141,6 +153,7 @@ class DaemonThreadPool:
             # A function that keeps the interpreter's lock keeps its own timeout from being noticed.
             if not done or (timeout_s is not None and job.seconds > timeout_s):
                 raise JobTimeoutError
+            set_all(job.changes)
             value: T = finished.result()
             return value
         finally:
@@ -243,9 +256,15 @@ class OwnThread:
 
     A call holds a place of a pool while it runs, so the pool's limits hold for all environments together. If a call is
     given up, the thread is left to it, and the next call gets a fresh one.
+
+    Args:
+        context: in which async methods of the environment run, all on one event loop; None: it has none of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context: Context | None = None) -> None:
+        self.context = context
+        self._context: Context | None = None
+        """In which the calls on the thread run, one after another: a token of one of them is good in the next."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -263,6 +282,9 @@ class OwnThread:
             busy = self._last if self._last is not None and not self._last.finished.done() else None
             if busy is not None and not busy.is_abandoned:
                 return False
+            if busy is not None or self._context is None:
+                self._context = job.context
+            job.context = self._context
             if busy is not None or self._thread is None or not self._thread.is_alive():
                 self._start()
             self._last = job
@@ -273,7 +295,7 @@ class OwnThread:
         """Let the thread end after the call that it runs."""
         with self._lock:
             self._end()
-            self._thread = None
+            self._thread = self._context = self.context = None  # the contexts hold this object
 
     def _start(self) -> None:
         self._end()
@@ -291,3 +313,9 @@ def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 
 own_thread: ContextVar[OwnThread | None] = ContextVar("own_thread", default=None)
 """The thread of the environment whose code this is, if there is one; for `DaemonThreadPool.run`."""
+
+
+def own_context() -> Context | None:
+    """The context of that environment's async methods, for a task that is one of them; None: a copy of this one."""
+    own = own_thread.get()
+    return None if own is None else own.context

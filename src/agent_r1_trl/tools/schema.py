@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import json
 import logging
 import re
@@ -19,6 +18,16 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from agent_r1_trl.tools.faults import fault_of
+from agent_r1_trl.tools.json_schema import (
+    PATTERN_TIMEOUT_S,
+    Schema,
+    argument_schema,
+    find_errors,
+    known_arguments,
+    make_validator,
+)
+from agent_r1_trl.tools.references import has_references, inline_references
 from agent_r1_trl.tools.signature import (
     REQUIRED,
     STARS,
@@ -30,8 +39,7 @@ from agent_r1_trl.tools.signature import (
     read_function,
     undescribed,
 )
-
-Schema = dict[str, Any]
+from agent_r1_trl.trajectory import ToolFault
 
 _SCALARS = (str, int, float, bool, types.NoneType)
 
@@ -39,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class Interface:
-    """What a model is told about a function, and the function's arguments out of what the model writes.
+    """A function's schema for a model, and the function's arguments out of the model's text.
 
     The arguments are those of `Tool`; a `schema` is in the OpenAI form.
     """
@@ -80,15 +88,16 @@ class Interface:
 
     @functools.cached_property
     def _validator(self) -> Any:
-        import jsonschema
+        return make_validator(argument_schema(self.schema["function"]["parameters"]))
 
-        return jsonschema.Draft202012Validator(argument_schema(self.schema))
-
-    def read(self, arguments: Any) -> tuple[dict[str, Any], list[str]]:
+    def read(self, arguments: object) -> tuple[dict[str, Any], list[str]]:
         """Arguments as the function receives them, and a list of the problems with them.
 
         JSON values become objects of the types that the function's hints name (an `Enum` member, a dataclass, a date,
         a tuple, 5 for the integer 5.0).
+
+        Raises:
+            Exception: a validator of the user's own type has failed by itself, and not by the value.
         """
         if not isinstance(arguments, dict):
             return {}, [f"the arguments must be a JSON object, not {type(arguments).__name__}"]
@@ -97,11 +106,17 @@ class Interface:
         optional = {item.name for item in self._arguments if item.default is None}
         arguments = {name: value for name, value in arguments.items() if value is not None or name not in optional}
         try:
-            errors = itertools.islice(validator.iter_errors(arguments), 3)  # a huge list would give one per item
+            errors, slow = find_errors(validator, arguments, limit=3)  # a huge list would give one per item
             problems = [_describe_problem(error.absolute_path, error.message) for error in errors]
             checked = copy.deepcopy(arguments)  # the tool may change them; the recorded call must stay as it was
         except Exception as error:  # numbers too long to print, or nested too deeply
             return {}, [f"the arguments cannot be checked ({type(error).__name__})"]
+        for pattern in slow:
+            _warn_once(
+                f"Tool {self._name!r}: the pattern {pattern!r} of its schema took longer than {PATTERN_TIMEOUT_S:g} s "
+                "on an argument. The tool has to check such arguments itself, and the policy is not charged. Write "
+                "the pattern so that no part can match in many ways, such as a+ in place of (a+)+."
+            )
         return (checked, problems) if problems else self._convert(checked)
 
     def _convert(self, arguments: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -118,6 +133,8 @@ class Interface:
                 except ValidationError as error:
                     problems += [_describe_problem((name, *part["loc"]), part["msg"]) for part in error.errors()[:3]]
                 except Exception as error:  # a validator of the user's own type
+                    if fault_of(error, None, {name: arguments[name]}) is not ToolFault.ARGUMENTS:
+                        raise
                     problems.append(f"{name!r}: {type(error).__name__}: {error}"[:200])
         return arguments, problems
 
@@ -208,7 +225,7 @@ def _is_note(item: Any) -> bool:
     return not type(item).__module__.startswith(("pydantic", "annotated_types", "pydantic_core"))
 
 
-def _adapter(hint: Any) -> Any:
+def _adapter(hint: object) -> Any:
     try:
         return _cached_adapter(hint)
     except TypeError:  # metadata that cannot be hashed
@@ -234,29 +251,7 @@ def _json_default(adapter: Any, default: Any) -> Any:
     return value
 
 
-def inline_references(schema: Schema) -> Any:
-    """A JSON schema with every `$ref` replaced by what it refers to, because chat templates cannot follow them."""
-    definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
-
-    def fill(node: Any, inside: tuple[str, ...] = ()) -> Any:
-        if isinstance(node, list):
-            return [fill(item, inside) for item in node]
-        if not isinstance(node, dict):
-            return node
-        reference = node.get("$ref")
-        if not isinstance(reference, str):
-            return {key: fill(value, inside) for key, value in node.items()}
-        name = reference.rsplit("/", 1)[-1]
-        if name in inside or name not in definitions:
-            why = "refers to itself, which a prompt cannot show" if name in inside else "is named, but not defined"
-            raise ToolSchemaError(f"{name} {why}")
-        beside = {key: fill(value, inside) for key, value in node.items() if key != "$ref"}
-        return {**fill(definitions[name], (*inside, name)), **beside}
-
-    return fill({key: value for key, value in schema.items() if key not in ("$defs", "definitions")})
-
-
-def as_helper_writes(schema: Any, *, is_properties: bool = False) -> Any:
+def as_helper_writes(schema: object, *, is_properties: bool = False) -> Any:
     """Pydantic's schema in the manner of transformers' helper: no titles, and `nullable` for a union with None."""
     if isinstance(schema, list):
         return [as_helper_writes(item) for item in schema]
@@ -280,7 +275,7 @@ def as_helper_writes(schema: Any, *, is_properties: bool = False) -> Any:
     return written
 
 
-def _type_name(hint: Any) -> str:
+def _type_name(hint: object) -> str:
     return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
 
 
@@ -291,7 +286,7 @@ def _first_line(error: Exception) -> str:
 # -------------------------------------------------------------------- schemas of others
 
 
-def read_schema(schema: Any, name: str | None = None) -> Schema:
+def read_schema(schema: object, name: str | None = None) -> Schema:
     """A schema that was written by hand or comes from another system, in the OpenAI form and without references.
 
     Args:
@@ -322,9 +317,10 @@ def complete_schema(schema: Schema) -> Schema:
 
     function = schema["function"]
     try:
-        if "$ref" in json.dumps(function["parameters"]):
+        json.dumps(function["parameters"])
+        if has_references(function["parameters"]):
             function["parameters"] = inline_references(function["parameters"])
-        jsonschema.Draft202012Validator.check_schema(argument_schema(schema))
+        make_validator(argument_schema(function["parameters"]))
     except (TypeError, ValueError, RecursionError, jsonschema.exceptions.SchemaError) as error:
         why = getattr(error, "message", error)
         raise ToolSchemaError(
@@ -336,7 +332,7 @@ def complete_schema(schema: Schema) -> Schema:
 
 def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
     """Check that a function can be called with the arguments that a given schema promises."""
-    promised = sorted(schema["function"]["parameters"].get("properties", {}))
+    promised = sorted(known_arguments(schema["function"]["parameters"]))
     try:
         signature = inspect.Signature(list(function_parameters(fn).values()))
     except ToolSchemaError:  # a builtin whose signature cannot be read
@@ -350,68 +346,18 @@ def check_fit(fn: Callable[..., Any], schema: Schema) -> None:
         ) from error
 
 
-def argument_schema(schema: Schema) -> Schema:
-    """The strict form that checks arguments: with `nullable` spelled out, and without arguments of unknown names."""
-    parameters = _spell_out_nullable(copy.deepcopy(schema["function"]["parameters"]))
-    parameters.setdefault("type", "object")
-    parameters.setdefault("properties", {})
-    parameters.setdefault("additionalProperties", False)
-    return parameters
-
-
-def describe_signature(schema: Schema) -> str:
-    """The signature in one line that a model can follow, such as `search(query: string, top_k?: integer)`."""
-    function = schema["function"]
-    parameters = function["parameters"]
-    required = parameters.get("required", [])
-    described = [
-        f"{name}{'' if name in required else '?'}: {_describe_type(value)}"
-        for name, value in parameters.get("properties", {}).items()
-    ]
-    return f"{function['name']}({', '.join(described)})"
-
-
 def _check_defaults(tool_name: str, arguments: Sequence[Argument], properties: Schema) -> None:
-    import jsonschema
-
     for argument in arguments:
         name, value = argument.name, argument.default
         default = list(value) if type(value) is tuple else value
         if type(default) not in (str, int, float, bool, list, dict):
             continue  # None and private sentinels mean "not given" under any hint
-        error = next(jsonschema.Draft202012Validator(properties[name]).iter_errors(default), None)
+        error = next(make_validator(properties[name]).iter_errors(default), None)
         if error is not None:
             raise ToolSchemaError(
                 f"Tool {tool_name!r}: {name}={default!r:.100} contradicts its type hint ({error.message:.200}): "
                 "correct the default or the hint."
             )
-
-
-def _spell_out_nullable(node: Any) -> Any:
-    if isinstance(node, list):
-        return [_spell_out_nullable(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    node = {key: _spell_out_nullable(value) for key, value in node.items()}
-    if node.get("nullable") is True:
-        node.pop("nullable")
-        return {"anyOf": [node, {"type": "null"}]}
-    return node
-
-
-def _describe_type(schema: Any) -> str:
-    if not isinstance(schema, dict):
-        return "any"
-    kind = schema.get("type", "any")
-    if "enum" in schema:
-        kinds = [json.dumps(value, ensure_ascii=False) for value in schema["enum"]]
-    elif "anyOf" in schema:
-        kinds = [_describe_type(part) for part in schema["anyOf"]]
-    elif kind == "array" and isinstance(schema.get("items"), dict) and schema["items"]:
-        kinds = [f"array of {_describe_type(schema['items'])}"]
-    else:
-        kinds = list(map(str, kind)) if isinstance(kind, list) else [str(kind)]
-    return " | ".join(dict.fromkeys([*kinds, *(["null"] if schema.get("nullable") else [])]))
 
 
 def _describe_problem(path: Iterable[Any], message: str) -> str:

@@ -226,7 +226,7 @@ def _cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
 
 @runtime_checkable
 class Retriever(Protocol):
-    """What can be searched; from many threads at once.
+    """A searchable index; may be searched from many threads at once.
 
     A retriever may also have `get(id) -> Passage | None`.
     """
@@ -282,7 +282,7 @@ def open_retriever(source: RetrieverSource, *, flag: str = "retriever") -> Retri
     )
 
 
-def _shared(key: str, make: Callable[..., Any], place: Any, options: Mapping[str, Any], flag: str) -> Any:
+def _shared(key: str, make: Callable[..., Any], place: object, options: Mapping[str, Any], flag: str) -> Any:
     known = [*inspect.signature(make).parameters][1:]
     for name in options:
         if name not in known:

@@ -1,4 +1,4 @@
-"""What a function says of itself: the names, type hints, defaults and descriptions of its arguments."""
+"""A function's description of itself: the names, type hints, defaults and descriptions of its arguments."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class Argument:
     default: Any
     """`REQUIRED` if there is none."""
     told: str
-    """What the docstring says of it, else `Annotated[int, "How many."]` or `Field(description=...)`; else ""."""
+    """The description in the docstring, else `Annotated[int, "How many."]` or `Field(description=...)`; else ""."""
     field: Any
     """Pydantic's `Field(...)` if it stands in place of the default."""
 
 
-def unwrap_partial(fn: Any) -> Any:
+def unwrap_partial(fn: object) -> Any:
     """The function inside a `functools.partial`; any other callable is returned as it is."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
 
 
-def function_name(fn: Any) -> str:
+def function_name(fn: object) -> str:
     """The name of a function, or of the class of a callable object."""
     fn = unwrap_partial(fn)
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def check_name(name: Any) -> str:
+def check_name(name: object) -> str:
     """Check that chat templates and models can write a tool's name, and return it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ToolSchemaError(
@@ -83,15 +83,67 @@ def function_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def read_function(fn: Callable[..., Any], tool_name: str) -> tuple[str, list[Argument]]:
-    """What a function does, in the words of its docstring, and its arguments in their order.
+    """A function's purpose, in the words of its docstring, and its arguments in their order.
 
     `*args` and `**kwargs` are left out where there are others. An argument without a hint has the type that the
     docstring gives it, else that of its default.
     """
     hints, doc = _read_hints(fn, tool_name), _read_docstring(doc_text(fn))
-    parameters = list(function_parameters(fn).values())
+    parameters = [item for item in function_parameters(fn).values() if not _is_left_out(item, hints, tool_name)]
     described = [item for item in parameters if item.kind not in STARS] or parameters
     return doc.description, [_argument(item, hints, doc, tool_name) for item in described]
+
+
+_INJECTED = (
+    "InjectedToolArg",
+    "_DirectlyInjectedToolArg",
+    "RunContextWrapper",
+    "RunContext",
+    "ToolContext",
+    "RunnableConfig",
+    "Depends",
+    "Dependency",
+    "Resolve",
+)
+"""Classes of LangChain, openai-agents, pydantic-ai, Google's ADK, FastAPI, FastMCP and MCP."""
+
+
+def injected_kind(hint: Any) -> str:
+    """Name of the class by which a hint says that another library's agent fills the argument in; "" for other hints.
+
+    `Annotated[dict, InjectedState]` and `ToolRuntime` of LangChain, for example.
+    """
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(filter(None, map(injected_kind, typing.get_args(hint))), "")
+    notes = hint.__metadata__ if get_origin(hint) is typing.Annotated else ()
+    bare = typing.get_args(hint)[0] if notes else hint
+    for item in (*notes, get_origin(bare) or bare):
+        kind = item if isinstance(item, type) else type(item)
+        is_context = kind.__name__ == "Context" and kind.__module__.partition(".")[0] in ("mcp", "fastmcp")
+        if is_context or any(base.__name__ in _INJECTED for base in kind.__mro__):
+            return kind.__name__
+    return ""
+
+
+def injected_argument(tool_name: str, name: str, kind: str) -> ToolSchemaError:
+    """The error about an argument that neither the model nor anybody else would fill in."""
+    return ToolSchemaError(
+        f"Tool {tool_name!r}: argument {name!r} is filled in by its own library's agent ({kind}), which does not run "
+        f"here, and the model does not see it: no call could work. Give it a default, or list a plain function with "
+        f"the value bound: functools.partial(fn, {name}=...), or a method of the environment, which has its state."
+    )
+
+
+def _is_left_out(parameter: inspect.Parameter, hints: dict[str, Any], tool_name: str) -> bool:
+    """Whether the model is not told of a parameter: another library's agent would fill it in, and it has a default.
+
+    A default such as `Depends(get_db)` is none: it only says how that agent fills it in.
+    """
+    in_default = "" if isinstance(parameter.default, type) else injected_kind(type(parameter.default))
+    kind = in_default or injected_kind(hints.get(parameter.name))
+    if kind and (in_default or parameter.default is REQUIRED):
+        raise injected_argument(tool_name, parameter.name, kind)
+    return bool(kind)
 
 
 def _read_hints(fn: Callable[..., Any], tool_name: str) -> dict[str, Any]:
@@ -143,7 +195,7 @@ def _note(hint: Any) -> str:
     return ""
 
 
-def _is_field(value: Any) -> bool:
+def _is_field(value: object) -> bool:
     """Whether a default is pydantic's `Field(...)`, without importing pydantic."""
     return type(value).__module__ == "pydantic.fields" and type(value).__name__ == "FieldInfo"
 
