@@ -47,12 +47,14 @@ async def loop_agent(door, example, tools=TOOLS, change=lambda messages: message
         messages = change([*messages, said, *map(use, said["tool_calls"])])
 
 
-def roll_out(agent, turns, *, env=None, family="qwen2_5", examples=1, delay_s=0.0, generator=None, **limits):
+def roll_out(
+    agent, turns, *, env=None, family="qwen2_5", chat=None, examples=1, delay_s=0.0, generator=None, **limits
+):
     """Trajectories of an agent (the only one, for one example) whose policy says these turns, and the sampler's log.
 
     `turns`: messages or ids in the order of the requests, or a function of the request.
     """
-    chat = chat_of(family)
+    chat = chat or chat_of(family)
 
     def script(request):
         turn = turns(request) if callable(turns) else turns[request.index % len(turns)]

@@ -2,12 +2,16 @@
 
 import asyncio
 import copy
+import functools
 import random
+from contextvars import ContextVar
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 
 from agent_r1_trl.errors import APIError
+from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.features.doors.agent.held import Held, HeldTurn
 from agent_r1_trl.features.doors.agent.session import _first_stop
 from agent_r1_trl.features.doors.agent.wire import read_request
@@ -185,6 +189,45 @@ def test_results_of_parallel_calls_stand_in_the_order_of_the_calls():
     assert [item.content for item in swapped.tool_results] == ["3", "hi"]
 
 
+BOTH = calls(("add", {"a": 1, "b": 2}), ("echo", {"text": "hi"}))
+RENAMED = {
+    "calls and results": lambda m: renamed_both(m, lambda number: f"other_{number}", lambda number: f"other_{number}"),
+    "results alone": lambda m: renamed_both(m, None, lambda number: f"other_{number}"),
+    "calls alone": lambda m: renamed_both(m, lambda number: f"other_{number}", None),
+    "all calls alike": lambda m: renamed_both(m, lambda number: "call", lambda number: "call"),
+    "no ids": lambda m: renamed_both(m, lambda number: None, lambda number: None),
+}
+
+
+def renamed_both(messages, call_id, result_id):
+    messages, results = copy.deepcopy(messages), [item for item in messages if item["role"] == "tool"]
+    for item in messages:
+        for number, made in enumerate(item.get("tool_calls", ()) if call_id else ()):
+            made["id"] = call_id(number)
+    renamed = [
+        item | {"tool_call_id": result_id(number)} if result_id else item for number, item in enumerate(results)
+    ]
+    return [*messages[: -len(results)], *renamed] if results else messages
+
+
+@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("family", ["qwen2_5", "gemma4"])
+def test_results_whose_ids_an_agent_has_changed_belong_to_the_calls_by_their_order(name, family):
+    trajectory, _ = checked(changing(RENAMED[name]), [BOTH, say("ok")], family=family)
+    expected, _ = checked(loop_agent, [BOTH, say("ok")], family=family)
+    assert [(item.call.name, item.content, item.error) for item in trajectory.tool_results] == [
+        ("add", "3", None), ("echo", "hi", None)
+    ]  # fmt: skip
+    assert trajectory.completion_ids == expected.completion_ids
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_results_that_are_fewer_or_more_than_the_calls_are_given_to_none(num):
+    results = [{"role": "tool", "tool_call_id": f"other_{number}", "content": "5"} for number in range(num)]
+    trajectory, _ = checked(changing(lambda m: [*m[:-2], *results]), [BOTH, say("ok")])
+    assert trajectory.tool_results == []
+
+
 def test_conversations_that_take_turns_continue_their_rows():
     async def agent(door, example):
         one, two = example["prompt"], [{"role": "system", "content": "You check."}, *example["prompt"]]
@@ -360,22 +403,23 @@ def test_a_key_may_stand_in_the_path_and_a_wrong_one_opens_nothing():
     assert answers(agent)[0] == (200, 401, "invalid_request_error", 404, True)
 
 
-def test_calls_that_are_not_the_agents_own_are_answered_and_not_trained():
-    async def agent(door, example):
-        title = await post(
-            door, {"messages": [{"role": "user", "content": "A title?"}]}, base_url=door.untrained_base_url
-        )
-        await ask(door, example["prompt"])
-        return title[0]
-
-    found = []
-
+@pytest.mark.parametrize("has_key", [True, False])
+def test_calls_that_are_not_the_agents_own_are_answered_and_not_trained(has_key):
     async def run(door, example):
-        found.append(await agent(door, example))
+        title = {"messages": [{"role": "user", "content": "A title?"}]}
+        url, headers = door.untrained_base_url, {}
+        if not has_key:
+            url, headers = door.untrained_session_url, {"Authorization": "Bearer none"}
+        status, _, _ = await post(door, title, base_url=url, headers=headers)
+        async with aiohttp.ClientSession() as client:
+            listed = await client.get(f"{url}/models", headers={"Authorization": f"Bearer {door.api_key}"} | headers)
+        found.extend([status, listed.status])
+        await ask(door, example["prompt"])
         return 1.0
 
+    found = []
     trajectory, recorder = roll_out(run, [say("Title"), say("five")])
-    assert found == [200] and len(recorder.log) == 2 and len(trajectory.turns) == 1
+    assert found == [200, 200] and len(recorder.log) == 2 and len(trajectory.turns) == 1
     assert trajectory.final_text == "five" and trajectory.prompt_messages[0]["content"] == "What is 2 + 3?"
 
 
@@ -384,3 +428,32 @@ def test_tools_that_are_no_list_of_functions_are_refused_and_no_failure(tools):
     with pytest.raises(APIError, match=r"tools=.*must be a list") as refused:
         read_request({"messages": [{"role": "user", "content": "Hello"}], "tools": tools})
     assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_an_agent_has_the_context_variables_of_its_environment_and_sets_them(is_plain):
+    variable, seen = ContextVar("variable"), []
+
+    def work(messages):
+        seen.append(variable.get())
+        variable.set("agent")
+
+    async def asks(door, example):
+        work(await ask(door, example["prompt"]))
+        return 1.0
+
+    def plain(door, example):
+        work(door.client.chat.completions.create(model="policy", messages=example["prompt"]))
+        return 1.0
+
+    class Env(AgentEnv):
+        async def reset(self, example):
+            variable.set("reset")
+            return await super().reset(example)
+
+        def outcome_reward(self, trajectory):
+            seen.append(variable.get())
+            return 1.0
+
+    trajectory, _ = checked(None, FIVE, env=functools.partial(Env, plain if is_plain else asks))
+    assert trajectory.stop_reason is StopReason.DONE and seen == ["reset", "agent"]

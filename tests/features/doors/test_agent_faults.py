@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import re
 import threading
 import time
 
@@ -12,6 +13,8 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.features.doors.agent.held import Held
+from agent_r1_trl.features.doors.agent.wire import read_messages
 from agent_r1_trl.features.reliability.tool_watch import count_calls
 from agent_r1_trl.features.serve import Conversation
 from agent_r1_trl.generation.scripted import ScriptedGenerator
@@ -95,6 +98,100 @@ def test_a_request_of_megabytes_does_not_stop_the_others():
     assert trajectory.outcome_reward == 1.0 and max(gaps) < sum(gaps) / 2
 
 
+def function(number):
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"type": "object"}}}
+
+
+def many_calls(num):
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "add", "arguments": "{}"}} for i in range(num)]
+    return [*USER, {"role": "assistant", "tool_calls": calls}]
+
+
+USER = [{"role": "user", "content": "Hi"}]
+TOO_MUCH = {
+    "one long text": {"messages": [{"role": "user", "content": "word " * 40_000}]},
+    "text in blocks": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 9000}]},
+    "messages of one character": {"messages": USER * 3000},
+    "tools": {"messages": USER, "tools": [function(number) for number in range(3000)]},
+    "one tool": {"messages": USER, "tools": [{"function": {"name": "f", "description": "word " * 40_000}}]},
+    "calls": {"messages": many_calls(3000)},
+    "arguments of a call": {
+        "messages": [
+            *USER,
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x" * 200_000}}]},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_cannot_fit_is_refused_before_any_work_and_named(name, is_first, monkeypatch):
+    encoded, context = [], Held.context
+    monkeypatch.setattr(Held, "context", lambda *args: encoded.append(1) or context(*args))
+
+    async def agent(door, example):
+        if not is_first:
+            await ask(door, example["prompt"])
+        answers.append((await post(door, TOO_MUCH[name]))[:2])
+        if not is_first:
+            await ask(door, [*example["prompt"], *ANSWER, {"role": "user", "content": "Go on."}])
+        return 1.0
+
+    answers = []
+    trajectory, _ = roll_out(agent, ANSWER, max_model_length=2000, max_completion_length=1000)
+    told = trajectory.error  # which ends a trajectory that has not begun
+    if not is_first:
+        ((status, answer),) = answers
+        told = answer["error"]["message"]
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert re.search(r"\d+ characters do not fit into max_model_length=2000", told)
+    assert len(encoded) == (0 if is_first else 2)
+    assert trajectory.stop_reason is (StopReason.PROMPT_TOO_LONG if is_first else StopReason.DONE)
+    assert len(trajectory.turns) == (0 if is_first else 2) and trajectory.outcome_reward == float(not is_first)
+
+
+def test_a_body_beyond_the_limit_of_all_requests_is_a_length_error_too():
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        body = {"messages": [{"role": "user", "content": "x" * 9 * 2**20}]}
+        status, answer, _ = await post(door, body)
+        return float(status == 400 and "8388608 bytes" in answer["error"]["message"])
+
+    trajectory, _ = checked(agent, ANSWER)
+    assert trajectory.outcome_reward == 1.0 and trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
+
+
+def test_long_requests_of_clients_that_have_left_are_not_worked_off_one_by_one(monkeypatch):
+    encoded, context = [], Held.context
+
+    def slowly(*args):
+        encoded.append(1)
+        time.sleep(0.3)
+        return context(*args)
+
+    monkeypatch.setattr(Held, "context", slowly)
+
+    async def agent(door, example):
+        long = {"messages": [{"role": "user", "content": "word " * 20_000}]}
+        asked = [post(door, long, timeout=aiohttp.ClientTimeout(total=0.1)) for _ in range(5)]
+        await asyncio.gather(*asked, return_exceptions=True)
+        await ask(door, example["prompt"])
+        return 1.0
+
+    trajectory, _ = roll_out(agent, ANSWER)
+    assert len(encoded) <= 2 + 1 and trajectory.outcome_reward == 1.0
+
+
+def test_results_of_parallel_calls_are_sorted_in_proportion_to_their_number():
+    (asked,) = many_calls(20_000)[1:]
+    results = [{"role": "tool", "tool_call_id": f"c{i}", "content": str(i)} for i in reversed(range(20_000))]
+    began = time.perf_counter()
+    read = read_messages([*USER, asked, *results])
+    assert [item["content"] for item in read[2:]] == [str(i) for i in range(20_000)]
+    assert time.perf_counter() - began < 5
+
+
 # -------------------------------------------------------------------- budgets
 
 
@@ -109,6 +206,8 @@ def test_a_spent_budget_is_said_twice_then_refused_and_then_the_trajectory_ends(
         while True:
             status, answer, headers = await post(door, {"messages": messages, "tools": TOOLS})
             if status != 200:
+                ((name, value),) = limits.items()
+                assert f"{name}={value}" in answer["error"]["message"]
                 seen.append((status, answer["error"]["code"], headers["x-should-retry"]))
                 continue
             (choice,) = answer["choices"]
@@ -162,6 +261,7 @@ def test_a_conversation_that_is_too_long_for_the_model_may_be_shortened():
         await ask(door, example["prompt"])
         _, answer, _ = await post(door, {"messages": [{"role": "user", "content": "word " * 400}]})
         await ask(door, [{"role": "user", "content": "A summary."}])
+        assert "max_model_length=300" in answer["error"]["message"]
         return float(answer["error"]["code"] == "context_length_exceeded")
 
     trajectory, _ = checked(agent, ANSWER, max_model_length=300)
@@ -175,6 +275,7 @@ def test_a_prompt_that_leaves_no_room_ends_the_trajectory():
 
     trajectory, _ = roll_out(agent, ANSWER, max_model_length=200)
     assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG and not trajectory.turns
+    assert "max_model_length=200" in trajectory.error
 
 
 # -------------------------------------------------------------------- rewards
@@ -251,7 +352,8 @@ def test_infrastructure_that_fails_is_never_the_policys_fault(has_asked):
         raise InfrastructureError("the index is down")
 
     trajectory, _ = roll_out(agent, ANSWER)
-    assert trajectory.stop_reason.is_infrastructure_failure and "the index is down" in trajectory.error
+    assert trajectory.stop_reason is StopReason.TOOL_FAILURE and "the index is down" in trajectory.error
+    assert count_calls([trajectory]) == {}
 
 
 @pytest.mark.parametrize("error", [SystemExit("bye"), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
@@ -315,6 +417,23 @@ def test_an_agent_that_makes_no_call_in_time_is_an_environment_error():
 
     trajectory, _ = roll_out(agent, ANSWER, reset_timeout=0.3)
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "reset_timeout" in trajectory.error
+
+
+@pytest.mark.parametrize("is_agent", [True, False])
+def test_agents_that_start_are_not_reported_as_stuck(is_agent, caplog):
+    async def agent(door, example):
+        await asyncio.sleep(0.7)
+        await ask(door, example["prompt"])
+        return 1.0
+
+    class Slow(AddEnv):
+        async def reset(self, example):
+            await asyncio.sleep(0.7)
+            return super().reset(example)
+
+    options = {} if is_agent else {"env": Slow, "context": "keep"}
+    roll_out(agent, ANSWER, watchdog_interval=0.2, **options)
+    assert ("No trajectory has moved" in caplog.text) is not is_agent
 
 
 def test_calls_after_the_end_and_between_rollouts_leave_no_trace(caplog):

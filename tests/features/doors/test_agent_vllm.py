@@ -34,9 +34,9 @@ async def talker(heard, door, example):
 def check(tmp_path, monkeypatch, generator, **options):
     heard, sampled, generate = [], [], generator.generate
 
-    async def recorded(self, prompt_ids, **how):
-        generation = await generate(self, prompt_ids, **how)
-        sampled.append((list(prompt_ids), list(generation.token_ids)))
+    async def recorded(self, request):
+        generation = await generate(self, request)
+        sampled.append((list(request.prompt_ids), list(generation.token_ids)))
         return generation
 
     monkeypatch.setattr(generator, "generate", recorded)
@@ -67,11 +67,12 @@ def contexts_of(trajectory):
     return [found[turn] for turn in range(len(trajectory.turns))]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("options", [{}, PPO], ids=["grpo", "ppo"])
 def test_an_agent_trains_with_an_engine_in_process(tmp_path, monkeypatch, options):
     check(tmp_path, monkeypatch, VLLMGenerator, **options)
 
 
-@pytest.mark.parametrize("options", [{}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("options", [{}, pytest.param(PPO, marks=pytest.mark.release)], ids=["grpo", "ppo"])
 def test_an_agent_trains_with_a_server(tmp_path, monkeypatch, policy_server, options):
     check(tmp_path, monkeypatch, VLLMServerGenerator, **options, **on(policy_server))

@@ -8,8 +8,17 @@ from typing import Annotated
 
 import pytest
 from mcp import MCPError
-from mcp.server import MCPServer
-from mcp.types import CallToolResult, EmbeddedResource, ImageContent, ResourceLink, TextContent, TextResourceContents
+from mcp.server import MCPServer, Server
+from mcp.types import (
+    CallToolResult,
+    EmbeddedResource,
+    ImageContent,
+    ListToolsResult,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+from mcp.types import Tool as McpTool
 from pydantic import BaseModel, Field
 
 from agent_r1_trl.environments import ToolEnv
@@ -120,13 +129,13 @@ def test_calls_return_what_the_server_says_and_its_refusals_are_errors_of_the_ca
 
 def test_what_is_no_text_is_named_and_a_result_without_content_has_a_text():
     mixed, nothing = execute(office(), ("show", {"kind": "mixed"}), ("show", {"kind": "nothing"}))
-    assert mixed.content == "a picture\n[image: image/png]\n[resource_link: file:///a.txt]\ninside"
+    assert mixed.content == "a picture\n[image/png, 3,000 bytes]\n[resource_link: file:///a.txt]\ninside"
     assert nothing.content == "(no output)"
 
 
 def test_an_empty_text_beside_an_image_is_read_as_it_is_and_a_failure_without_a_word_is_named():
     drawing, failure = execute(office(), ("show", {"kind": "drawing"}), ("show", {"kind": "failure"}))
-    assert drawing.content == "\n[image: image/gif]" and drawing.error is None
+    assert drawing.content == "\n[image/gif, 1 characters]" and drawing.error is None
     assert failure.content == "Error: the tool failed, and did not say why." and failure.error
 
 
@@ -161,9 +170,16 @@ def test_an_error_of_a_servers_own_with_the_code_of_a_lost_connection_is_no_lost
         seen.append(1)
         raise MCPError(code=-32000, message="Rate limit exceeded")
 
+    @server.tool()
+    def crash() -> str:
+        """Crash."""
+        raise MCPError(code=-32603, message="Internal error")
+
     (refused,) = execute(MCPToolset(server, session="trajectory"), ("ask", {}))
     assert refused.error is ToolErrorKind.EXCEPTION and refused.content == "'ask' failed: Rate limit exceeded"
-    assert len(seen) == 1
+    assert len(seen) == 1 and not refused.is_charged
+    (crashed,) = execute(MCPToolset(server, session="trajectory"), ("crash", {}))
+    assert crashed.error is ToolErrorKind.EXCEPTION and not crashed.is_charged, "the server's own failure"
 
 
 def test_tools_are_chosen_by_name_or_pattern_and_have_a_prefix():
@@ -210,15 +226,105 @@ def test_a_command_that_ends_at_once_says_what_it_wrote():
         MCPToolset([sys.executable, "-c", script])
 
 
-def test_a_tool_that_no_prompt_can_show_is_named_with_the_way_out():
+def test_all_tools_that_no_prompt_can_show_are_named_in_one_message_with_the_way_out():
     server = MCPServer("tree")
 
     @server.tool()
     def walk(node: Node) -> str:
         """Walk."""
 
-    with pytest.raises(ToolSchemaError, match=r"'walk'.*refers to itself.*exclude=\['walk'\]"):
+    @server.tool()
+    def sit() -> str:
+        """Sit."""
+
+    @server.tool()
+    def climb(node: Node) -> str:
+        """Climb."""
+
+    with pytest.raises(ToolSchemaError) as caught:
         MCPToolset(server)
+    assert "2 of 3 tools cannot be shown" in str(caught.value) and "exclude=['walk', 'climb']" in str(caught.value)
+    assert str(caught.value).count("refers to itself") == 2
+    assert [item.name for item in MCPToolset(server, exclude=["walk", "climb"])] == ["sit"]
+
+
+PUBLISHED = {
+    "attach": {
+        "input": {"type": "object", "anyOf": [{"properties": {"content": {}}}, {"properties": {"url": {}}}]},
+        "result": {"content": [{"type": "text", "text": "attached"}]},
+    },
+    "price-of": {
+        "input": {
+            "type": "object",
+            "properties": {"price": {"type": "number"}, "insurance": {"$ref": "#/properties/price"}},
+        },
+        "output": {"type": "object", "properties": {"total": {"type": "number"}}, "required": ["total"]},
+        "result": {"content": [{"type": "text", "text": "7 crowns"}], "structuredContent": {"total": "seven"}},
+    },
+    "no-structure": {
+        "output": {"type": "object", "properties": {"total": {"type": "number"}}},
+        "result": {"content": [{"type": "text", "text": "text alone"}]},
+    },
+    "dead": {
+        "output": {"$ref": "#/$defs/gone", "type": "object"},
+        "result": {"content": [], "structuredContent": {"name": "Zürich"}},
+    },
+    "only-structure": {
+        "result": {"content": [{"type": "text", "text": ""}], "structuredContent": {"name": "Zürich"}},
+    },
+    "failing": {"result": {"content": [], "structuredContent": {"reason": "no Zürich"}, "isError": True}},
+    "embedded": {
+        "result": {
+            "content": [{"type": "resource", "resource": {"uri": "file:///a", "text": "gone"}}], "isError": True,
+        },
+    },
+}  # fmt: skip
+"""What servers publish and answer, by the tool's name."""
+
+
+def published_server():
+    """Its schemas and results go out as they stand here."""
+
+    async def list_tools(context, params):
+        tools = []
+        for name, item in PUBLISHED.items():
+            schemas = {"inputSchema": item.get("input", {"type": "object"}), "outputSchema": item.get("output")}
+            tools.append(McpTool.model_validate({"name": name, "description": "Do it.", **schemas}))
+        return ListToolsResult(tools=tools)
+
+    async def call_tool(context, params):
+        return CallToolResult.model_validate(PUBLISHED[params.name]["result"])
+
+    return Server("published", on_list_tools=list_tools, on_call_tool=call_tool)
+
+
+def test_a_server_that_breaks_its_own_promises_is_read_as_it_is_and_nobody_is_charged(caplog):
+    toolset = MCPToolset(published_server(), timeout_s=20)
+    calls_made = [
+        ("attach", {"url": "file:///a"}), ("price-of", {"insurance": 2.5}), ("no-structure", {}), ("dead", {}),
+        ("only-structure", {}), ("price-of", {"insurance": "much"}), ("failing", {}), ("embedded", {}),
+    ]  # fmt: skip
+    *good, refused, failing, embedded = execute(toolset, *calls_made)
+    assert [result.content for result in good] == [
+        "attached", "7 crowns", "text alone", '{"name": "Zürich"}', '{"name": "Zürich"}',
+    ]  # fmt: skip
+    assert not any(result.error for result in good)
+    assert refused.error is ToolErrorKind.INVALID_ARGUMENTS
+    assert failing.content == '{"reason": "no Zürich"}' and embedded.content == "gone"
+    assert caplog.text.count("'price-of': its result does not fit its own outputSchema") == 1
+
+
+def test_tools_are_renamed_by_a_mapping_or_a_function():
+    server = published_server()
+    mapped = MCPToolset(server, names={"price-of": "price"}, include=["price-of", "dead"])
+    assert [item.name for item in mapped] == ["price", "dead"]
+    assert execute(mapped, ("price", {"price": 1}))[0].content == "7 crowns"
+    renamed = MCPToolset(server, names=lambda name: name.replace("-", "_"), prefix="my_", include="*-*")
+    assert [item.name for item in renamed] == ["my_price_of", "my_no_structure", "my_only_structure"]
+    with pytest.raises(ValueError, match=r"names=.*\['prize'\] fits none of"):
+        MCPToolset(server, names={"prize": "price"})
+    with pytest.raises(ToolSchemaError, match="two are called 'same'"):
+        MCPToolset(server, names=lambda name: "same")
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

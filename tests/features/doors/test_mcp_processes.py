@@ -19,7 +19,7 @@ from agent_r1_trl.cli.resolve import resolve_env
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doors import MCPToolset
 from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor
+from agent_r1_trl.tools import InfrastructureError, ToolCall, ToolErrorKind, ToolExecutor
 from tests.rollout.helpers import Script, chat_of, roll_out
 from tests.toys import call, calls, say
 from tests.trainers.helpers import make_trainer
@@ -112,6 +112,36 @@ def test_a_server_at_a_url_that_is_killed_in_mid_rollout_fails_its_trajectories_
     assert again.stop_reason.value == "done"
 
 
+LOUD = """
+import pathlib, sys
+bare, words = sys.argv[1:]
+sys.stderr.write("noise " * 500_000)
+sys.stderr.write("the last words")
+sys.stderr.flush()
+if words == "stay":
+    exec(pathlib.Path(bare).read_text())
+"""
+
+
+@pytest.mark.parametrize("words", ["stay", "go"])
+def test_what_a_command_writes_to_its_error_output_fills_nothing(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    command = [sys.executable, "-c", LOUD, BARE[1], words]
+    if words == "go":
+        with pytest.raises(InfrastructureError, match=r"it wrote: .*noise the last words\. Start") as caught:
+            MCPToolset(command)
+        assert len(str(caught.value)) < 5000
+        return
+    before = psutil.Process().memory_info().rss
+    tools = MCPToolset(command)
+    assert execute(tools, ("step", {}))[0].content.startswith("1 ")
+    targets = [
+        os.readlink(f"/proc/self/fd/{number}") for number in range(256) if os.path.exists(f"/proc/self/fd/{number}")
+    ]
+    assert not [target for target in targets if str(tmp_path) in target]
+    assert psutil.Process().memory_info().rss - before < 50 * 2**20
+
+
 def test_a_call_at_a_url_may_take_longer_than_mcp_waits_by_default(site, monkeypatch):
     monkeypatch.setattr("mcp.shared._httpx_utils.MCP_DEFAULT_SSE_READ_TIMEOUT", 0.5)  # 300 s
     for session in ("shared", "trajectory"):
@@ -137,6 +167,7 @@ def test_a_shared_command_that_dies_is_started_again_and_calls_in_flight_are_rep
     assert waited.content == "waited" and waited.attempts == 2
 
 
+@pytest.mark.release
 def test_a_server_that_hangs_as_a_whole_is_left_and_a_busy_one_is_not():
     toolset = MCPToolset(DESK, timeout_s=2.0, connect_timeout_s=20.0)
     (first,) = execute(toolset, ("step", {}))

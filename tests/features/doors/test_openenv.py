@@ -22,7 +22,7 @@ from agent_r1_trl.features.doors.openenv import _text_of_call
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.tools import InfrastructureError
-from agent_r1_trl.tools.faults import HandledError, ReportedError
+from agent_r1_trl.tools.faults import HandledError, ReportedError, ServerError
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import checked, loop_agent
 from tests.rollout.helpers import chat_of
@@ -116,6 +116,7 @@ def test_what_is_wrong_with_an_action_is_told_to_the_policy(server):
     out_of_range, no_action, failed = texts(one)
     assert "-1 is less than the minimum of 0" in out_of_range and "The task is not finished" in no_action
     assert failed == "Error: no such number"
+    assert [turn.tool_results[0].is_charged for turn in one.turns if turn.tool_results] == [True, False, False]
     assert [turn.reward for turn in one.turns] == [0.0, 0.0, 0.0, 1.0]
     assert one.turns[-1].tool_results[1].content.startswith("Error: the episode is over")
 
@@ -123,7 +124,7 @@ def test_what_is_wrong_with_an_action_is_told_to_the_policy(server):
 def test_what_only_the_server_finds_wrong_is_told_as_well(server):
     (one,) = roll_out(server.env("guess"), [guessed(13), guessed(0)], [{"seed": 0}])
     assert texts(one) == ["Error: number: Input should be less than 10, or 66, or 77"]
-    assert one.turns[0].tool_results[0].is_models_mistake and one.stop_reason is StopReason.DONE
+    assert one.turns[0].tool_results[0].is_charged and one.stop_reason is StopReason.DONE
 
 
 def test_a_step_that_was_given_up_is_paid_with_the_next(server):
@@ -241,12 +242,24 @@ def test_two_steps_train_on_what_the_server_paid(tmp_path, server):
 
 @pytest.mark.parametrize(
     "kind, raised",
-    [("transport_error", InfrastructureError), ("execution_error", HandledError), ("invalid_args", ReportedError)],
+    [
+        ("transport_error", InfrastructureError),
+        ("execution_error", HandledError),
+        ("timeout", ServerError),
+        ("invalid_args", ReportedError),
+    ],
 )
 def test_whose_fault_a_failed_mcp_call_was(kind, raised):
     with pytest.raises(raised, match="Error: no") as caught:
-        _text_of_call({"error": {"error_type": kind, "message": "no"}})
+        _text_of_call({"error": {"error_type": kind, "message": "no"}}, "look")
     assert type(caught.value) is raised
+
+
+def test_a_picture_of_an_mcp_tool_is_named_and_warned_of_once(caplog):
+    picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
+    seen = {"result": {"content": [{"type": "text", "text": ""}, picture, {"type": "new"}]}}
+    assert [_text_of_call(seen, "draw") for _ in range(2)] == ["\n[image/png, 3 bytes]\n[new]"] * 2
+    assert len(caplog.messages) == 1 and "Tool 'draw' returned an image" in caplog.text
 
 
 def test_openenv_reads_a_training_trace():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.features.doors.methods import tools_from
     from agent_r1_trl.features.doors.openenv import OpenEnv
     from agent_r1_trl.features.doors.traces import training_trace
+    from agent_r1_trl.features.doors.verifiers import VerifiersEnv, verifiers_rows
 
 _MODULE_OF = {
     "AgentEnv": "agent",
@@ -26,8 +27,10 @@ _MODULE_OF = {
     "MCPToolset": "mcp",
     "OpenEnv": "openenv",
     "TextArenaEnv": "gym",
+    "VerifiersEnv": "verifiers",
     "tools_from": "methods",
     "training_trace": "traces",
+    "verifiers_rows": "verifiers",
 }
 __all__ = [
     "AgentEnv",
@@ -37,8 +40,10 @@ __all__ = [
     "MCPToolset",
     "OpenEnv",
     "TextArenaEnv",
+    "VerifiersEnv",
     "tools_from",
     "training_trace",
+    "verifiers_rows",
 ]
 
 

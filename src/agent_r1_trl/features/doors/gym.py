@@ -50,7 +50,7 @@ class PackagedEnv(GameEnv):
     is_truncated: bool = False
     """Set by `act` when a limit of the environment's own has ended the episode."""
     observation: str = ""
-    """What the model reads; set by `start` and `act`."""
+    """The observation for the model; set by `start` and `act`."""
     own_reward: float = 0.0
     """Outcome reward by the environment itself; set by `act`."""
 
@@ -74,7 +74,7 @@ class PackagedEnv(GameEnv):
         self.start(int(level) % MAX_SEED)
 
     def describe(self) -> str:
-        """What the environment said last."""
+        """The environment's last observation."""
         return self.observation
 
     def split_actions(self, answer: str) -> list[str]:
@@ -106,7 +106,7 @@ class PackagedEnv(GameEnv):
         raise ValueError(f"{type(self).__name__}.id={self.id!r}: {what}") from cause
 
 
-def function_of(given: Any, name: str) -> Any:
+def function_of(given: object, name: str) -> Any:
     """A function, or that of a path."""
     return import_object(given, name) if isinstance(given, str) else given
 
@@ -150,7 +150,7 @@ class GymnasiumEnv(PackagedEnv):
     format_observation: Callable[[Any], str] | None = None
     success_return: Finite | None = None
     info: Mapping[str, Any]
-    """What the environment said beside its last observation."""
+    """The `info` beside the environment's last observation."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class GymnasiumEnv(PackagedEnv):
         parse_action: Callable[[str], Any] | str | None = None,
         format_observation: Callable[[Any], str] | str | None = None,
         make_kwargs: Mapping[str, Any] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         self.parse_action = function_of(parse_action, "parse_action") or self.parse_action
         self.format_observation = function_of(format_observation, "format_observation") or self.format_observation
@@ -206,7 +206,7 @@ class GymnasiumEnv(PackagedEnv):
             raise ActionError(f"{shown(text)} is not an action (they are those of {space})")
         return action
 
-    def act(self, action: Any) -> dict[str, float]:
+    def act(self, action: object) -> dict[str, float]:
         """Take a step of the environment."""
         observation, reward, terminated, truncated, self.info = self.env.step(action)
         self.episode_return += float(reward)
@@ -262,7 +262,7 @@ class GymnasiumEnv(PackagedEnv):
             self.refuse(f"no text chooses one of its actions, {space}. Pass parse_action, which makes one of a text.")
         return tuple(str(int(space.start) + number) for number in range(size))
 
-    def _text_of(self, observation: Any) -> str:
+    def _text_of(self, observation: object) -> str:
         if self.format_observation:
             return self.format_observation(observation)
         if self.env.render_mode == "ansi" and not isinstance(observation, str):
@@ -291,7 +291,7 @@ def _size(space: Any) -> int:
     return sum(map(_size, parts.values() if isinstance(parts, Mapping) else parts))
 
 
-def _written(value: Any) -> str:
+def _written(value: object) -> str:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
         return "\n".join(f"{name}: {_written(part)}" for name, part in value.items())
@@ -339,7 +339,7 @@ class TextArenaEnv(PackagedEnv):
         *,
         opponent: Callable[[str], str] | str | None = None,
         make_kwargs: Mapping[str, Any] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         self._textarena = load_package("textarena", type(self).__name__, "textarena")
         self.id, self._make_kwargs = id, dict(make_kwargs or {})
@@ -400,7 +400,7 @@ class TextArenaEnv(PackagedEnv):
             self.is_won = self.own_reward >= 1.0
 
     def _next_observation(self) -> str:
-        """What is new to the policy when it is its turn again."""
+        """News for the policy when it is its turn again."""
         while not self.is_over:
             player, news = self.game.get_observation()
             names = {number: f"[Player {number}] " for number in range(self._num_players)}

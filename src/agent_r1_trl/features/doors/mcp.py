@@ -7,29 +7,36 @@ process has a loop that holds all sessions, each in a task. Calls come from any 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import contextvars
 import copy
 import functools
 import json
-import os
+import logging
 import re
 import shlex
-import tempfile
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, TypeVar
 
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv
 from agent_r1_trl.features.doors.methods import select_names
-from agent_r1_trl.rollout.runner import LoopThread
+from agent_r1_trl.features.doors.tail import tail_of
 from agent_r1_trl.settings import OneOf, Seconds, check_value
 from agent_r1_trl.tools import InfrastructureError, Tool, ToolSchemaError
-from agent_r1_trl.tools.faults import HandledError
+from agent_r1_trl.tools.blocks import describe_blocks, media_in, warn_of_media
+from agent_r1_trl.tools.event_loop import shared_loop
+from agent_r1_trl.tools.executor import check_names
+from agent_r1_trl.tools.faults import HandledError, ServerError
 from agent_r1_trl.tools.foreign import text_of_mcp
 from agent_r1_trl.tools.pool import JobTimeoutError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+logger = logging.getLogger(__name__)
 
 
 class MCPToolset(Sequence[Tool]):
@@ -44,6 +51,8 @@ class MCPToolset(Sequence[Tool]):
         include: names of tools, or patterns such as "read_*"; None for all.
         exclude: tools that are not offered.
         prefix: stands before every name.
+        names: what the model calls some tools, by the server's name, such as {"get-file": "get_file"}; or a function
+            that renames each, such as `lambda name: name.replace("-", "_")`.
         session: "shared": one for all trajectories of the process. "trajectory": one for each, and for a command a
             process, from its first call to its end.
         timeout_s: maximum seconds of a call, once the session is open.
@@ -60,15 +69,16 @@ class MCPToolset(Sequence[Tool]):
 
     def __init__(
         self,
-        server: Any,
+        server: object,
         *,
         include: Iterable[str] | str | None = None,
         exclude: Iterable[str] | str = (),
         prefix: str = "",
+        names: Mapping[str, str] | Callable[[str], str] | None = None,
         session: str = "shared",
         timeout_s: float = 30.0,
         connect_timeout_s: float = 60.0,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         check_value("MCPToolset: session", session, Annotated[str, OneOf("shared", "trajectory")])
         check_value("MCPToolset: timeout_s", timeout_s, Seconds)
@@ -84,10 +94,22 @@ class MCPToolset(Sequence[Tool]):
         finally:
             if not self.is_shared:
                 self.session.close()
-        names = select_names(f"MCPToolset({name})", list(listed), include, exclude)
+        chosen = select_names(f"MCPToolset({name})", list(listed), include, exclude)
         # A session may have to open before a call, and a server that refused one is asked whether it is there.
         settings = {"attempts": 3, "timeout_s": timeout_s + connect_timeout_s + 2 * ANSWER_S} | settings
-        self._tools = [MCPTool(self, listed[name], prefix, **settings) for name in names]
+        rename = _renaming(names, list(listed), f"MCPToolset({name})")
+        self._tools, refused = [], {}
+        for tool_name in chosen:
+            try:
+                self._tools.append(MCPTool(self, listed[tool_name], prefix + rename(tool_name), **settings))
+            except ToolSchemaError as error:
+                refused[tool_name] = str(error)
+        if refused:
+            raise ToolSchemaError(
+                f"MCPToolset({name}): {len(refused)} of {len(chosen)} tools cannot be shown to a model. Pass "
+                f"exclude={list(refused)}, or correct them on the server:\n" + "\n".join(refused.values())
+            )
+        check_names(self._tools)
 
     def __getitem__(self, index: Any) -> Any:
         return self._tools[index]
@@ -99,17 +121,11 @@ class MCPToolset(Sequence[Tool]):
 class MCPTool(Tool):
     """A tool of a server: how the server describes it (`listed`), and the session that its calls use."""
 
-    def __init__(self, toolset: MCPToolset, listed: Any, prefix: str, **settings: Any) -> None:
+    def __init__(self, toolset: MCPToolset, listed: Any, name: str, **settings: Any) -> None:
         self._toolset, self._listed_name, self._session = toolset, listed.name, toolset.session
-        name = prefix + re.sub(r"[^A-Za-z0-9_.-]", "_", listed.name)
-        try:
-            super().__init__(
-                self._make_function(), name=name, schema=listed, sequential=not toolset.is_shared, **settings
-            )
-        except ToolSchemaError as error:
-            raise ToolSchemaError(f"{error} Or pass exclude=[{listed.name!r}].") from error
+        super().__init__(self._make_function(), name=name, schema=listed, sequential=not toolset.is_shared, **settings)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Tool:
+    def __get__(self, instance: object, owner: type | None = None) -> Tool:
         """The tool with the session of an environment instance."""
         if instance is None or self._toolset.is_shared:
             return self
@@ -127,10 +143,11 @@ class MCPTool(Tool):
     def _make_function(self) -> Callable[..., Awaitable[str]]:
         session, name, timeout_s = self._session, self._listed_name, self._toolset.timeout_s
 
-        async def call(**arguments: Any) -> str:
-            asked = session.ask(repr(name), lambda client: client.call_tool(name, arguments), timeout_s)
+        async def call(**arguments: object) -> str:
+            asked = session.ask(repr(name), lambda client: _call_tool(client, name, arguments), timeout_s)
             # Cancelling it cancels the request.
-            return _text_of(await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, session_loop())))
+            result = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, session_loop()))
+            return _text_of(result, name)
 
         return call
 
@@ -146,7 +163,7 @@ class MCPEnv(FunctionToolsEnv):
         **settings: settings of `ToolEnv`; process rewards are 0 unless set here.
     """
 
-    def __init__(self, server: Any, *, toolset: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    def __init__(self, server: object, *, toolset: Mapping[str, Any] | None = None, **settings: object) -> None:
         with _toolsets_lock:  # one for all environments of the process
             tools = _toolset_of(json.dumps([server, dict(toolset or {})]))
         super().__init__(tools, **settings)
@@ -161,7 +178,26 @@ def _toolset_of(arguments: str) -> MCPToolset:
     return MCPToolset(server, **options)
 
 
-async def _list_tools(client: Any) -> list[Any]:
+def _renaming(
+    names: Mapping[str, str] | Callable[[str], str] | None, known: Sequence[str], owner: str
+) -> Callable[[str], str]:
+    """A function from a server's name to the one that the model reads.
+
+    Raises:
+        ValueError: `names` has a tool that the server does not have, or is neither a mapping nor a function.
+    """
+    if callable(names):
+        return names
+    if names is not None and not isinstance(names, Mapping):
+        raise ValueError(f"{owner}: names={names!r:.200} must be a mapping or a function. Pass {{'old': 'new'}}.")
+    renamed = dict(names or {})
+    if unknown := sorted(set(renamed) - set(known)):
+        raise ValueError(f"{owner}: names={names!r}: {unknown} fits none of {list(known)}. Correct it.")
+    # Servers may use characters that no function call has.
+    return lambda name: renamed.get(name) or re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+
+
+async def _list_tools(client: Client) -> list[Any]:
     listed, cursor = [], None
     while True:
         page = await client.list_tools(cursor=cursor)
@@ -170,18 +206,55 @@ async def _list_tools(client: Any) -> list[Any]:
             return listed
 
 
-def _text_of(result: Any) -> str:
-    """What a model reads of a `CallToolResult`: its texts, and what else it holds by name."""
+def _text_of(result: CallToolResult, tool: str) -> str:
+    """The text of a `CallToolResult` for a model: its texts, and what else it holds by name."""
     shown = text_of_mcp(result)
     if isinstance(shown, str):
         return shown
-    if not result.content:
-        return "(no output)" if result.structured_content is None else json.dumps(result.structured_content)
-    items = [(block, getattr(block, "resource", block)) for block in result.content]
-    return "\n".join(
-        item.text if hasattr(item, "text") else f"[{block.type}: {getattr(item, 'uri', None) or item.mime_type}]"
-        for block, item in items
-    )
+    if media_in(result):
+        warn_of_media(tool)
+    return describe_blocks(result) or "(no output)"
+
+
+async def _call_tool(client: Client, name: str, arguments: dict[str, Any]) -> Any:
+    """The result of a call, also where the server breaks the `outputSchema` that it published itself.
+
+    mcp's client raises then, and the answer would be lost. It is no mistake of the model's.
+
+    Raises:
+        ServerError: it answers something that is no result.
+    """
+    from pydantic import ValidationError
+
+    session: Any = client.session
+    strict = getattr(session, "validate_tool_result", None)
+    if strict is not None and not isinstance(strict, _Lenient):
+        session.validate_tool_result = _Lenient(strict)
+    try:
+        return await client.call_tool(name, arguments)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        why = f"{where}: {first['msg']}"
+        raise ServerError(f"{name!r} failed: the server's answer is no result of MCP ({why})") from None
+
+
+class _Lenient:
+    """A check of results that warns once for each tool, and lets the result through."""
+
+    def __init__(self, strict: Callable[..., Awaitable[None]]) -> None:
+        self._strict = strict
+
+    async def __call__(self, name: str, result: object) -> None:
+        try:
+            await self._strict(name, result)
+        except Exception as error:  # mcp's RuntimeError; those of jsonschema and referencing where a `$ref` is dead
+            _warn_of_output(name, str(error).partition("\n")[0])
+
+
+@functools.cache
+def _warn_of_output(name: str, why: str) -> None:
+    logger.warning("MCP tool %r: its result does not fit its own outputSchema (%s). It is read as it is.", name, why)
 
 
 # -------------------------------------------------------------------- how a server is named
@@ -208,7 +281,8 @@ def _read_server(server: Any, is_shared: bool) -> tuple[str, Callable[[Any], Any
         mode = "auto" if is_shared else "legacy"  # over HTTP only these sessions have an id, and so a state
         return parts["url"], lambda errors: Client(_http(**parts), mode=mode)
     if "command" in parts and set(parts) <= {"command", "args", "env", "cwd"}:
-        command = StdioServerParameters(**parts)
+        # A single byte that is no UTF-8, in a line of its log, would end the session.
+        command = StdioServerParameters(**parts, encoding_error_handler="replace")
         return shlex.join([command.command, *command.args]), lambda errors: Client(stdio_client(command, errors))
     raise ValueError(
         f"MCPToolset: server={server!r:.200}: must be a URL, a command line, a mapping with command, args, env, cwd "
@@ -233,32 +307,16 @@ T = TypeVar("T")
 CONNECTION_CLOSED, LOST = -32000, ("Connection closed", "SSE stream ")
 """The code of requests that were in flight when their connection ended, and how mcp's messages of them begin: servers
 give errors of their own the same code."""
+INVALID_PARAMS = -32602
+"""The only code with which a server says that a call was wrong; with all others it failed itself."""
 ANSWER_S = 10.0
 """Seconds in which a server that has refused a call has to list its tools; else it is gone."""
-END_S = 10.0
-"""Seconds that all sessions have to end when the process does; mcp gives a command 4 of them."""
 MAX_ERROR_CHARS = 800
-_loop_lock = threading.Lock()
 
 
 def session_loop() -> asyncio.AbstractEventLoop:
-    """The loop that holds the sessions of this process; a fork has its own."""
-    with _loop_lock:
-        return _loop_of(os.getpid())
-
-
-@functools.cache
-def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
-    thread = LoopThread()
-    atexit.register(_end_all, thread, pid)
-    return thread.loop
-
-
-def _end_all(thread: LoopThread, pid: int) -> None:
-    """End the sessions when the process ends, and with them the processes of those that are commands."""
-    if pid == os.getpid():
-        thread.end()
-        thread.join(END_S)
+    """The loop that holds the sessions of this process; a toolset that is made on the rollout's loop waits for it."""
+    return shared_loop("mcp sessions").loop
 
 
 class HeldSession:
@@ -286,17 +344,17 @@ class HeldSession:
         return self
 
     async def _hold(self, name: str, connect: Callable[[TextIO], Any], timeout_s: float) -> None:
-        with tempfile.TemporaryFile("w+", errors="replace") as written:
+        async with tail_of(MAX_ERROR_CHARS) as errors:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     async with asyncio.timeout(timeout_s):
-                        client = await stack.enter_async_context(connect(written))
+                        client = await stack.enter_async_context(connect(errors.file))
+                    errors.file.close()  # the command has it
                     self.client.set_result(client)
                     await self._over.wait()
             except BaseException as error:  # the ends of broken connections too
                 if not self.client.done():
-                    written.seek(0)
-                    said = written.read()[-MAX_ERROR_CHARS:].strip()
+                    said = await errors.text()
                     told = f"MCP server {name} cannot be reached (connect_timeout_s={timeout_s:g}): {_told(error)}"
                     told += f"; it wrote: {said}." if said else "."
                     self.client.set_exception(InfrastructureError(f"{told} Start it, or correct server=..."))
@@ -325,7 +383,7 @@ class ServerSession:
         Raises:
             InfrastructureError: the server cannot be reached, or went away.
             JobTimeoutError: it has not answered in time.
-            HandledError: it refused the request.
+            HandledError: it refused the request, or failed in it (`ServerError`).
             Exception: what else the request raised while the server is well.
         """
         held = self._open()
@@ -354,13 +412,13 @@ class ServerSession:
             held.end()
 
     def _open(self) -> HeldSession:
-        if self._held is None or self._held.loop is not session_loop():  # of the process that this one is a fork of
+        if self._held is None or self._held.loop is not asyncio.get_running_loop():  # of a parent process
             self._held = HeldSession(self._name, self._connect, self._connect_timeout_s)
             weakref.finalize(self, self._held.end).atexit = False
         return self._held
 
     async def _explain(self, held: HeldSession, what: str, error: Exception) -> Exception:
-        """What a request raises that has failed in time."""
+        """The exception of a request that failed in time."""
         is_lost = getattr(error, "code", None) == CONNECTION_CLOSED and str(error).startswith(LOST)
         if is_lost or await self._is_gone(held, ANSWER_S):
             self._drop(held)
@@ -370,7 +428,10 @@ class ServerSession:
             lost = InfrastructureError(f"{told} The state of the trajectory went with it.")
             self._held = held.lose(lost)
             return lost
-        return HandledError(f"{what} failed: {error}") if type(error).__name__ == "MCPError" else error
+        if type(error).__name__ != "MCPError":
+            return error
+        kind = HandledError if getattr(error, "code", None) == INVALID_PARAMS else ServerError
+        return kind(f"{what} failed: {error}")
 
     async def _is_gone(self, held: HeldSession, timeout_s: float) -> bool:
         """Whether a server no longer lists its tools; its session is left then."""

@@ -26,7 +26,7 @@ _places_lock = threading.Lock()
 
 
 def tools_from(
-    obj: Any,
+    obj: object,
     *,
     include: Iterable[str] | str | None = None,
     exclude: Iterable[str] | str = (),
@@ -64,7 +64,7 @@ def tools_from(
     return [_make_tool(getattr(obj, name), name, lenient, None if parallel else place) for name in names]
 
 
-def _make_tool(method: Any, name: str, lenient: bool, place: DaemonThreadPool | None) -> Tool:
+def _make_tool(method: object, name: str, lenient: bool, place: DaemonThreadPool | None) -> Tool:
     if isinstance(method, Tool):  # with settings of its own
         made = copy.copy(method)
         place = None if made.sequential is False else place
@@ -112,7 +112,7 @@ def _read_leniently(method: Any, name: str, hints: dict[str, Any]) -> Tool:
 def _in_place(method: Callable[..., Awaitable[Any]], place: DaemonThreadPool) -> Callable[..., Awaitable[Any]]:
     """An async method that runs while it holds the place of its object, for which plain ones wait too."""
 
-    async def call(**arguments: Any) -> Any:
+    async def call(**arguments: object) -> Any:
         loop, has_begun, is_over = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
 
         def hold() -> None:

@@ -27,7 +27,8 @@ from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import SecondsOrNoLimit, ToolEnv
 from agent_r1_trl.settings import Flag, Number, Words
 from agent_r1_trl.tools import InfrastructureError, Tool, ToolExecutor
-from agent_r1_trl.tools.faults import HandledError, ReportedError
+from agent_r1_trl.tools.blocks import media_in, name_of_media, text_of_block, warn_of_media
+from agent_r1_trl.tools.faults import HandledError, ReportedError, ServerError
 from agent_r1_trl.trajectory import Message, ToolCall, Trajectory
 
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
@@ -69,7 +70,7 @@ class OpenEnv(ToolEnv):
         self.base_url, self.headers = base_url, dict(headers or {})
 
     def observation_text(self, observation: dict[str, Any]) -> str:
-        """What the model reads of an observation, without its metadata: the text of its only field, else its JSON."""
+        """The text of an observation for the model, without metadata: the text of its only field, else its JSON."""
         shown: Any = {key: value for key, value in observation.items() if key != "metadata"}
         shown = next(iter(shown.values())) if len(shown) == 1 else shown or ""
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
@@ -155,14 +156,14 @@ class OpenEnv(ToolEnv):
                 f"text_field={self.text_field!r}: {self.base_url} has no tools, but fields {[*fields]}."
             )
 
-    async def _call_mcp(self, tool_name: str, /, **arguments: Any) -> str:
+    async def _call_mcp(self, tool_name: str, /, **arguments: object) -> str:
         return await self._act(type="call_tool", tool_name=tool_name, arguments=arguments)
 
-    async def _act(self, **action: Any) -> str:
+    async def _act(self, **action: object) -> str:
         """Take one action; returns what the model reads.
 
         Raises:
-            ReportedError, HandledError: the server refused the action, or failed in it.
+            ReportedError, HandledError: the server refused the action, or failed in it (`ServerError`).
         """
         assert self._session is not None
         if self._session.is_done:
@@ -171,19 +172,27 @@ class OpenEnv(ToolEnv):
         data = reply["data"]
         if reply["type"] == "error":
             reasons = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in data.get("errors", [])]
-            kind = ReportedError if data.get("code") == "VALIDATION_ERROR" else HandledError
+            kind = ReportedError if data.get("code") == "VALIDATION_ERROR" else ServerError
             raise kind(f"Error: {'; '.join(reasons) or data.get('message')}")
-        return _text_of_call(data["observation"]) if self._is_mcp else self.observation_text(data["observation"])
+        if self._is_mcp:
+            return _text_of_call(data["observation"], str(action.get("tool_name")))
+        return self.observation_text(data["observation"])
 
 
-def _text_of_call(observation: dict[str, Any]) -> str:
-    """What the model reads of the result of an MCP tool."""
+def _text_of_call(observation: dict[str, Any], tool: str) -> str:
+    """The text of an MCP tool's result for the model."""
     if error := observation.get("error"):
-        kinds = {"transport_error": InfrastructureError, "execution_error": HandledError, "timeout": HandledError}
+        kinds = {"transport_error": InfrastructureError, "execution_error": HandledError, "timeout": ServerError}
         raise kinds.get(error["error_type"], ReportedError)(f"Error: {error['message']}")
     result = observation.get("result")
     if isinstance(result, dict) and isinstance(result.get("content"), list):
-        return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in result["content"])
+        if media_in(result["content"]):
+            warn_of_media(tool)
+        lines = []
+        for part in result["content"]:
+            line = text_of_block(part)
+            lines.append(name_of_media(part) or f"[{part.get('type')}]" if line is None else line)
+        return "\n".join(lines)
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
@@ -324,8 +333,8 @@ class OpenEnvSession:
             self._said, self.unread_reward = said, reward
 
 
-def _as_read(value: Any) -> Any:
-    """What the policy may have read: metadata, which may hold times and ids, are not shown to it."""
+def _as_read(value: object) -> Any:
+    """An observation as the policy may have read it: metadata, which may hold times and ids, are not shown to it."""
     if isinstance(value, list | tuple):
         return [_as_read(item) for item in value]
     if isinstance(value, dict):

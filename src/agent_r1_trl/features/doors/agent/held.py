@@ -33,7 +33,7 @@ class HeldTurn:
     before: HeldTurn | None
     """The turn that its conversation goes on from."""
     ids: list[int]
-    """What stands between both, or the whole prompt."""
+    """The messages between both, or the whole prompt."""
     sampled: list[int]
     message: Message
     is_stopped: bool
@@ -61,7 +61,7 @@ class HeldTurn:
 
 @dataclass(kw_only=True)
 class HeldContext:
-    """What a turn is sampled after."""
+    """The context of a turn."""
 
     messages: list[Message]
     tools: list[Schema]
@@ -85,7 +85,7 @@ class HeldContext:
     drift: str | None = None
     """Where a conversation first differs from the last one that it does not go on from: tools, or a role."""
     difference: str = ""
-    """What differs there, in words."""
+    """The difference there, in words."""
 
     @property
     def key(self) -> str:
@@ -94,7 +94,7 @@ class HeldContext:
 
 
 class Held:
-    """What one trajectory's agent has heard."""
+    """The conversations of one trajectory's agent."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
@@ -162,7 +162,12 @@ class Held:
         return turn
 
     def _put_together(
-        self, current: HeldTurn | None, messages: list[Message], start: int, own: dict[int, HeldTurn], tools: Any
+        self,
+        current: HeldTurn | None,
+        messages: list[Message],
+        start: int,
+        own: dict[int, HeldTurn],
+        tools: Sequence[Schema] | None,
     ) -> tuple[list[int], list[Author]]:
         """Ids and authors after a turn, (N,); turns of the policy in the messages keep the ids that were sampled."""
         ids: list[int] = []
@@ -175,7 +180,9 @@ class Held:
             current, start = turn, place + 1
         return ids, authors
 
-    def _encoded(self, turn: HeldTurn | None, messages: list[Message], tools: Any) -> tuple[list[int], list[Author]]:
+    def _encoded(
+        self, turn: HeldTurn | None, messages: list[Message], tools: Sequence[Schema] | None
+    ) -> tuple[list[int], list[Author]]:
         if turn is None:
             hide = self._chat.encoder.hide  # what looks like a special token in them is text, whoever said it
             safe = [hide(item, special_only=True) if item["role"] == "assistant" else item for item in messages]
@@ -213,7 +220,7 @@ def _change(old: str, new: str) -> str:
 
 
 def identity(message: Message) -> str:
-    """What counts of a message, as text.
+    """The part of a message that identifies it, as text.
 
     >>> identity({"role": "developer", "content": " Be brief. ", "name": "x"})
     '["system", "Be brief.", []]'
@@ -224,7 +231,7 @@ def identity(message: Message) -> str:
     return _TO_TEXT([role, str(message.get("content") or "").strip(), told])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

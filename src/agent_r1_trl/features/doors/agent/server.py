@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import json
 import logging
 import socket
 import threading
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.errors import APIError
 from agent_r1_trl.features.doors.agent.session import GONE, MODEL, AgentSession
-from agent_r1_trl.features.doors.agent.wire import NO_RETRY, read_request, stream_lines
+from agent_r1_trl.features.doors.agent.wire import NO_RETRY, stream_lines
 from agent_r1_trl.safe_text import shown_all
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
+"""A limit for every request: a million tokens fit, most of them escaped."""
 MAX_ENDED = 4096
 """How many keys of ended sessions are remembered."""
 logger = logging.getLogger(__name__)
@@ -46,8 +48,8 @@ class DoorServer:
             client_max_size=MAX_BODY_BYTES, middlewares=[web.middleware(functools.partial(self._answer))]
         )
         for session in ("", "/sessions/{key}"):
-            app.add_routes([web.get(f"{session}/v1/models", self._list_models)])
             for mode in ("", "/untrained"):
+                app.add_routes([web.get(f"{session}{mode}/v1/models", self._list_models)])
                 complete = functools.partial(self._complete, is_trained=not mode)
                 app.add_routes([web.post(f"{session}{mode}/v1/chat/completions", complete)])
         self._runner = web.AppRunner(app, access_log=None)
@@ -115,7 +117,7 @@ class DoorServer:
         return response
 
     def _session(self, request: web.Request) -> AgentSession:
-        key = request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key, _, _ = _key_of(request).partition(".")
         if (session := self.sessions.get(key)) is not None:
             return session
         unknown = 401, "This key opens no session. Use the api_key that the agent was given."
@@ -131,16 +133,20 @@ class DoorServer:
     async def _complete(self, request: web.Request, *, is_trained: bool) -> web.StreamResponse:
         from aiohttp import web
 
-        session = self._session(request)
-        try:
-            body = await request.json()
-        except (ValueError, RecursionError) as error:
-            raise APIError(400, f"The body is not JSON that can be read: {error}.") from error
-        asked, transport = read_request(body, session.asked), request.transport
+        session, transport = self._session(request), request.transport
         if transport is None:
             raise ConnectionResetError
+        try:
+            text = await request.text()
+            body = json.loads(text)
+        except web.HTTPRequestEntityTooLarge as error:
+            raise session.too_large(f"a request may have {MAX_BODY_BYTES} bytes", is_trained=is_trained) from error
+        except (ValueError, LookupError, RecursionError) as error:
+            raise APIError(400, f"The body is not JSON that can be read: {error}.") from error
+        asked = await session.read(body, len(text), transport, is_trained=is_trained)
         repeats = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
-        answer = await session.complete(asked, transport, is_retry=repeats, is_trained=is_trained)
+        _, _, seat = _key_of(request).partition(".")
+        answer = await session.complete(asked, transport, is_retry=repeats, is_trained=is_trained, seat=seat or None)
         if not asked.is_streamed:
             return web.json_response(answer)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -148,6 +154,11 @@ class DoorServer:
         for line in stream_lines(answer, has_usage=asked.has_usage):
             await response.write(line)
         return response
+
+
+def _key_of(request: web.Request) -> str:
+    """The key of a session, and behind a dot the seat."""
+    return request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
 
 _servers: dict[asyncio.AbstractEventLoop, asyncio.Task[DoorServer]] = {}

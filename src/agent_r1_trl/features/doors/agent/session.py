@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextvars
+import functools
 import itertools
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.errors import APIError
 from agent_r1_trl.features.doors.agent.held import Held, HeldContext, HeldTurn
-from agent_r1_trl.features.doors.agent.wire import Asked, completion
+from agent_r1_trl.features.doors.agent.wire import Asked, completion, read_request, size_of
 from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
-from agent_r1_trl.rollout.draft import Draft
+from agent_r1_trl.rollout.draft import Draft, record_step
+from agent_r1_trl.rollout.env_session import named
 from agent_r1_trl.rollout.limits import RolloutLimits
-from agent_r1_trl.rollout.loop import cut_message, sample_turn
+from agent_r1_trl.rollout.loop import GenerationFailure, cut_message, sample_turn
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.tools.calls import read_calls
 from agent_r1_trl.trajectory import Message, StopReason, ToolErrorKind, ToolResult, Turn
@@ -41,6 +44,9 @@ SPENT = "The budget of this task is spent. Give your final answer."
 FINAL = "chatcmpl-end"
 """Id of that text, which is no turn."""
 GONE = "This trajectory has ended; its key is of no use any more."
+TAKES_TURNS = "agent/taking_turns"
+"""Key of `Trajectory.info`: how often a conversation without a seat went on after another one, as players do."""
+T = TypeVar("T")
 _warned: set[str] = set()
 
 
@@ -54,8 +60,11 @@ class _SampledCall:
     connection: asyncio.BaseTransport
     task: asyncio.Task[tuple[Generation, Message, float]]
     is_main: bool = False
+    seat: str | None = None
     answer: dict[str, Any] | None = None
     """Once a client has heard it."""
+    failure: GenerationFailure | None = None
+    """Why the turn could not be cut."""
 
     @property
     def is_waited_for(self) -> bool:
@@ -80,14 +89,22 @@ class AgentSession:
         """The last request."""
         self.has_ended = False
         self._begun: asyncio.Future[None] = loop.create_future()
-        self._calls: dict[tuple[str, bool], list[_SampledCall]] = {}
+        self._long_work = asyncio.Lock()
+        """Long requests are read and encoded in a thread, one after another."""
+        self._calls: dict[tuple[str, bool, str | None], list[_SampledCall]] = {}
         self._turns: dict[str, Turn] = {}
         """By the identity of its answer."""
         self._heard: dict[HeldTurn, tuple[Turn, float, set[str]]] = {}
         """The turn, when it was heard, and the names of the tools that it could call."""
         self._main: HeldTurn | _SampledCall | None = None
-        """What the next turn of the conversation that began first goes on from, or the call that does so."""
+        """The point from which the first conversation goes on, or the call that does so."""
         self._num_refused = 0
+        self._speaker = ""
+        """The conversation that had the last turn."""
+        self._speakers: dict[str, bool] = {}
+        """Conversation -> whether its last turn made calls."""
+        self._interrupted: set[str] = set()
+        """Conversations that went on with the results of their calls after another one had its turn."""
 
     def begin(
         self, draft: Draft, generator: Generator, chat: ChatFormat, limits: RolloutLimits, params: SamplingParams
@@ -113,8 +130,30 @@ class AgentSession:
         turn.reward += value
         turn.reward_parts[name] = turn.reward_parts.get(name, 0.0) + value
 
+    async def read(
+        self, body: object, num_characters: int, connection: asyncio.BaseTransport, *, is_trained: bool
+    ) -> Asked:
+        """Read the JSON of a request, of so many characters.
+
+        Raises:
+            APIError: it asks for what cannot be given, or is too long.
+            ChatFormatError: a message holds an image.
+            ConnectionResetError: nobody is there any more to hear the answer.
+        """
+        if self._begun.done():  # else `complete` looks, once the limits are known
+            self._check_open()
+            self._check_size(size_of(body), is_trained=is_trained)
+        reading = functools.partial(read_request, body, self.asked)
+        return await self._worked_off(num_characters, connection, reading)
+
     async def complete(
-        self, asked: Asked, connection: asyncio.BaseTransport, *, is_retry: bool, is_trained: bool
+        self,
+        asked: Asked,
+        connection: asyncio.BaseTransport,
+        *,
+        is_retry: bool,
+        is_trained: bool,
+        seat: str | None = None,
     ) -> dict[str, Any]:
         """Answer a request.
 
@@ -128,40 +167,55 @@ class AgentSession:
             self.called.set_result(asked.messages)
         await asyncio.wait({self._begun})
         self._check_open()
-        num_characters = sum(len(item["content"]) for item in asked.messages)
+        self._check_size(asked.size, is_trained=is_trained)
         try:
-            if num_characters < LONG_TEXT:
-                context = self._held.context(asked.messages, asked.tools)
-            else:
-                context = await asyncio.to_thread(self._held.context, asked.messages, asked.tools)
-                self._check_open()
+            encoding = functools.partial(self._held.context, asked.messages, asked.tools)
+            context = await self._worked_off(asked.size, connection, encoding)
         except ChatFormatError as error:
             self._count("agent/refused", agent_refused=str(error))
             raise
-        call = self._same(context.key, is_retry=is_retry, is_trained=is_trained)
+        place = (context.key, is_trained, seat)
+        call = self._same(place, is_retry=is_retry)
         if call is None:
             max_tokens = self._max_tokens(context, asked, is_trained=is_trained)
             if max_tokens is None:
                 return completion(FINAL, MODEL, {"content": SPENT}, "length", len(context.ids), 0)
-            call = self._start(context, asked, connection, max_tokens, is_trained=is_trained)
+            call = self._start(context, asked, connection, max_tokens, is_trained=is_trained, seat=seat)
         call.connection = connection
         await asyncio.wait({call.task})
         self._check_open()
-        if (failure := call.task.exception()) is not None:
+        if (failure := call.task.exception() or call.failure) is not None:
             raise APIError(500, f"The policy could not answer: {failure}") from failure
         if connection.is_closing():
             raise ConnectionResetError
         if call.answer is None:
-            call.answer = self._hear(call)
+            try:
+                call.answer = self._hear(call)
+            except GenerationFailure as error:
+                self._fail(error)
+                raise APIError(500, f"The policy could not answer: {error}") from error
         return call.answer
+
+    async def _worked_off(self, num_characters: int, connection: asyncio.BaseTransport, work: Callable[[], T]) -> T:
+        """The result of `work`; for a long text it is done in a thread, if anybody still waits for it then."""
+        if num_characters < LONG_TEXT:
+            return work()
+        async with self._long_work:
+            if connection.is_closing():
+                raise ConnectionResetError
+            if self.has_ended:
+                raise APIError(410, GONE)
+            done = await asyncio.to_thread(work)
+        self._check_open()
+        return done
 
     def _check_open(self) -> None:
         if self.has_ended:
             raise APIError(410, GONE)
 
-    def _same(self, key: str, *, is_retry: bool, is_trained: bool) -> _SampledCall | None:
+    def _same(self, place: tuple[str, bool, str | None], *, is_retry: bool) -> _SampledCall | None:
         """The call that a request repeats."""
-        calls = self._calls.get((key, is_trained), [])
+        calls = self._calls.get(place, [])
         left = [call for call in calls if call.answer is None and not call.is_waited_for]
         return next(reversed([*(calls if is_retry else ()), *left]), None)
 
@@ -177,37 +231,67 @@ class AgentSession:
         draft, limits = self._draft, self._limits
         if not is_trained:
             room = limits.turn_budget(len(context.ids), 0)
-            self._check_length(room, len(context.ids))
+            if room < 1:
+                raise _too_long(self._spent(len(context.ids), 0))
             return min(room, asked.max_tokens or room)
         if not draft.turns:  # so that a trajectory without a turn has a prompt
             draft.prompt_messages, draft.prompt_ids = context.messages, context.ids
         num_spent = 0 if not draft.turns else draft.lengths[1] + len(context.delta)
-        budget = limits.turn_budget(len(context.ids) - num_spent, num_spent)
+        num_before = len(context.ids) - num_spent
+        budget = limits.turn_budget(num_before, num_spent)
         if len(draft.turns) + self._num_in_flight >= limits.max_turns:
             if self.limit is None and budget > 0:
                 self._go_on(context)  # what was observed last is part of the trajectory
-            return self._refuse(StopReason.MAX_TURNS, len(context.ids))
+            self._refuse(StopReason.MAX_TURNS, f"max_turns={limits.max_turns} calls are made")
+            return None
         if budget < 1:
-            is_first = not draft.turns and not self._num_in_flight
-            limit = StopReason.PROMPT_TOO_LONG if is_first else StopReason.MAX_COMPLETION_LENGTH
             assert limits.max_completion_length is not None
-            return self._refuse(limit, len(context.ids), may_shorten=num_spent < limits.max_completion_length)
+            may_shorten = num_spent < limits.max_completion_length
+            self._refuse(self._limit_of_length, self._spent(num_before, num_spent), may_shorten=may_shorten)
+            return None
         return min(budget, asked.max_tokens or budget)
 
-    def _refuse(self, limit: StopReason, num_tokens: int, *, may_shorten: bool = False) -> int | None:
-        """Answer with a final text, or refuse; `may_shorten`: a shorter conversation could go on."""
+    @property
+    def _limit_of_length(self) -> StopReason:
+        """The limit that a request has met."""
+        is_first = not self._draft.turns and not self._num_in_flight
+        return StopReason.PROMPT_TOO_LONG if is_first else StopReason.MAX_COMPLETION_LENGTH
+
+    def _check_size(self, num_characters: int, *, is_trained: bool) -> None:
+        """Refuse what no tokenizer needs to see."""
+        if self._limits.is_too_long(num_characters):
+            why = f"messages and tools of {num_characters} characters do not fit into {self._model_length}"
+            raise self.too_large(why, is_trained=is_trained)
+
+    def too_large(self, why: str, *, is_trained: bool) -> APIError:
+        """The refusal of a request that is not looked at; a shorter one may go on."""
+        if is_trained and self._begun.done() and not self.has_ended:
+            self._refuse(self._limit_of_length, why, may_shorten=True)
+        return _too_long(why)
+
+    @property
+    def _model_length(self) -> str:
+        return f"max_model_length={self._limits.max_model_length} (tokens of a conversation and its answer)"
+
+    def _spent(self, num_before: int, num_spent: int) -> str:
+        """Which limit leaves no room after so many tokens."""
+        limits = self._limits
+        assert limits.max_completion_length is not None
+        if num_spent >= limits.max_completion_length:
+            return f"{num_spent} tokens are spent of max_completion_length={limits.max_completion_length}"
+        return f"{num_before + num_spent} tokens leave no room for an answer within {self._model_length}"
+
+    def _refuse(self, limit: StopReason, why: str, *, may_shorten: bool = False) -> None:
+        """Refuse a request, or return if a final text is to answer it; `may_shorten`: a shorter one could go on."""
         self.limit = self.limit or limit
+        if limit is StopReason.PROMPT_TOO_LONG:
+            self._draft.error = why
         self._num_refused += not self._num_in_flight  # one of many at once has not heard yet that there are too many
         is_end = limit is StopReason.PROMPT_TOO_LONG or self._num_refused >= NUM_REFUSALS
         if is_end and not self.over.done():
             self.over.set_result(self.limit)
-        self._check_length(0 if is_end or may_shorten or self._num_refused > NUM_FINAL_TEXTS else 1, num_tokens)
-        return None
-
-    def _check_length(self, room: int, num_tokens: int) -> None:
-        if room < 1:
-            message = f"{num_tokens} tokens leave no room for an answer within the limits of this task."
-            raise APIError(400, message, param="messages", code="context_length_exceeded")
+        if is_end or may_shorten or self._num_refused > NUM_FINAL_TEXTS:
+            raise _too_long(why)
 
     # ---------------------------------------------------------------- sampling
 
@@ -219,12 +303,16 @@ class AgentSession:
         max_tokens: int,
         *,
         is_trained: bool,
+        seat: str | None,
     ) -> _SampledCall:
-        same = self._calls.setdefault((context.key, is_trained), [])
+        same = self._calls.setdefault((context.key, is_trained, seat), [])
         is_main = is_trained and self._main is context.before and (context.before is not None or not self._turns)
         # A conversation that goes on is sampled as an environment's; the order of arrival decides nothing.
         depth = 0 if context.before is None else context.before.depth
-        place = (depth,) if is_main else (depth, context.key, len(same), "trained" if is_trained else "untrained")
+        place: list[int | str] = [depth]
+        if not is_main:
+            place += [context.key, len(same), "trained" if is_trained else "untrained"]
+            place += [seat] if seat else []
         request = self._draft.request
         sampling = sample_turn(
             Draft(request=request, prompt_ids=context.ids),
@@ -236,7 +324,7 @@ class AgentSession:
             derive_seed(request.seed, *place),
         )
         task = asyncio.get_running_loop().create_task(sampling, context=self._variables)
-        call = _SampledCall(asked, context, is_trained, connection, task, is_main)
+        call = _SampledCall(asked, context, is_trained, connection, task, is_main, seat)
         task.add_done_callback(lambda task: self._look_at(call))
         same.append(call)
         if is_trained:
@@ -252,22 +340,35 @@ class AgentSession:
         if call.task.cancelled() or self.has_ended:
             return
         if (error := call.task.exception()) is not None:
-            if not self.over.done():
-                self.over.set_exception(error)
+            self._fail(error)
             return
         generation, _, _ = call.task.result()
         if found := _first_stop(self._chat, generation.token_ids, call.asked.stop):
-            self._cut(call, found, "stop")
+            try:
+                self._cut(call, found, "stop")
+            except GenerationFailure as failure:
+                call.failure = failure
+                self._fail(failure)
 
-    def _cut(self, call: _SampledCall, num_tokens: int, stop: Any) -> None:
-        """Keep the first tokens of a turn: they were sampled as they would have been."""
+    def _fail(self, error: BaseException) -> None:
+        """End the trajectory with a failure."""
+        if not self.over.done():
+            self.over.set_exception(error)
+
+    def _cut(self, call: _SampledCall, num_tokens: int, stop: Literal["stop", "length"]) -> None:
+        """Keep the first tokens of a turn: they were sampled as they would have been.
+
+        Raises:
+            GenerationFailure: what is kept cannot be read in time.
+        """
         generation, message, _ = call.task.result()
         generation.cut(num_tokens)
         generation.stop = stop
         ids = call.context.ids
-        cut = self._chat.parse(
-            generation.token_ids, ids[-PREFIX_TOKENS:], call.context.tools or None, position=len(ids)
-        )
+        with named(GenerationFailure):
+            cut = self._chat.parse(
+                generation.token_ids, ids[-PREFIX_TOKENS:], call.context.tools or None, position=len(ids)
+            )
         message.clear()
         message.update(cut)
 
@@ -299,13 +400,16 @@ class AgentSession:
         message = _without(message, call.asked.stop)
         if call.is_trained:
             turn = draft.add_turn(generation, message, generate_s=seconds)
-            turn.is_invalid = bool(message.get("malformed_tool_call"))
+            record_step(turn, 0.0, {}, env_s=0.0)  # the agent says nothing of it
+            turn.seat = call.seat
             held = self._held.add(context, generation.token_ids, message, is_stopped=generation.stop == "stop")
             names = {tool["function"]["name"] for tool in context.tools}
             self._turns[identity], self._heard[held] = turn, (turn, time.perf_counter(), names)
             self._main = held if self._main is call else self._main
             if is_cut and limits.room(*draft.lengths) < 1:
                 self.limit = StopReason.MAX_COMPLETION_LENGTH
+            if call.seat is None:
+                self._note_speaker(context.said[0], has_called=bool(message.get("tool_calls")))
             if context.drift:
                 self._count(f"drift/{context.drift}", agent_drift=context.difference)
             if call.asked.overridden:
@@ -334,18 +438,39 @@ class AgentSession:
         self._note_results(context)
 
     def _note_results(self, context: HeldContext) -> None:
-        """What the messages show of calls: their results, and which tool there was not; not whether a tool failed."""
+        """The calls that the messages show: their results, and which tool there was not; not whether a tool failed."""
         newest = len(context.messages) - len(context.news) - 1
         turns = context.own if context.before is None else {newest: context.before}
         for place, held in turns.items():
             turn, _, tools = self._heard[held]
             answers = itertools.takewhile(lambda item: item["role"] == "tool", context.messages[place + 1 :])
             texts = {item["tool_call_id"]: item["content"] for item in answers}
-            calls = [call for call in read_calls(turn.message) if call.id in texts and not turn.tool_results]
-            unknown = {call.name: ToolErrorKind.UNKNOWN_TOOL for call in calls if call.name not in tools}
-            turn.tool_results += [
-                ToolResult(call=replace(call), content=texts[call.id], error=unknown.get(call.name)) for call in calls
-            ]
+            sent = read_calls(context.messages[place])  # whose ids the agent may have changed
+            calls = read_calls(turn.message)
+            names = [item.id for item in sent] if len(sent) == len(calls) else [item.id for item in calls]
+            found = [(call, texts[name]) for call, name in zip(calls, names, strict=True) if name in texts]
+            if turn.tool_results:
+                continue
+            for call, text in found:
+                error = None if call.name in tools else ToolErrorKind.UNKNOWN_TOOL
+                turn.tool_results.append(ToolResult(call=replace(call), content=text, error=error))
+
+    def _note_speaker(self, name: str, *, has_called: bool) -> None:
+        """Count turns of a conversation that goes on after another one, as players do; `name`: of how it begins.
+
+        A conversation whose call waits for the other one has a sub-agent, and is none.
+        """
+        last_called = self._speakers.pop(name, None)
+        waiting = {other for other, calls in self._speakers.items() if calls}
+        if last_called is not None and self._speaker != name:
+            if last_called:
+                self._interrupted.add(name)
+                takes_turns = len(self._interrupted) > 1 and waiting <= self._interrupted
+            else:
+                takes_turns = not waiting
+            if takes_turns:
+                self._count(TAKES_TURNS)
+        self._speakers[name], self._speaker = has_called, name
 
     def _count(self, name: str, **notes: str) -> None:
         """Count something in the trajectory, and note it in words the first time."""
@@ -353,6 +478,11 @@ class AgentSession:
         info[name] = info.get(name, 0) + 1
         for key, text in notes.items():
             info.setdefault(key, text)
+
+
+def _too_long(why: str) -> APIError:
+    message = f"The limits of this task are met: {why}."
+    return APIError(400, message, param="messages", code="context_length_exceeded")
 
 
 def _first_stop(chat: ChatFormat, ids: list[int], stops: tuple[str, ...]) -> int:

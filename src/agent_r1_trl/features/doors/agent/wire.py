@@ -12,10 +12,12 @@ from typing import Any
 from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.errors import APIError
 from agent_r1_trl.rollout.hosted import read_answer
+from agent_r1_trl.rollout.limits import MAX_CHARS_PER_TOKEN
 from agent_r1_trl.trajectory import Message
 
 NO_RETRY = {"x-should-retry": "false"}
 """Headers of a refusal: OpenAI's clients do not repeat the request."""
+_to_text = json.JSONEncoder(ensure_ascii=False).encode
 _ROLES = {"developer": "system", "function": "tool"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "temperature": (),
@@ -36,7 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(kw_only=True)
 class Asked:
-    """What one request asks for."""
+    """The content of one request."""
 
     given: list[Any]
     """The messages as they were sent."""
@@ -51,9 +53,11 @@ class Asked:
     wants_ids: bool = False
     overridden: tuple[str, ...] = ()
     """Settings that were given and do not count."""
+    size: int = 0
+    """Characters of messages and tools (`size_of`)."""
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -81,11 +85,28 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _texts(value: Any) -> list[Any]:
+def _texts(value: object) -> list[Any]:
     return [item for item in (value if isinstance(value, list) else [value]) if item not in (None, "")]
 
 
-def read_request(body: Any, last: Asked | None = None) -> Asked:
+def size_of(body: object) -> int:
+    """Characters of a request's messages and tools, counted before any other work.
+
+    These are the characters of their JSON, and for each message, call and tool those of one token more: it has one at
+    least, which the longest text of a token would not tell.
+    """
+    given = body if isinstance(body, dict) else {}
+    size = 0
+    for name in ("messages", "tools"):
+        items = given.get(name)
+        if isinstance(items, list):
+            calls = [item.get("tool_calls") for item in items if isinstance(item, dict)]
+            num = len(items) + sum(len(found) for found in calls if isinstance(found, list))
+            size += len(_to_text(items)) + MAX_CHARS_PER_TOKEN * num
+    return size
+
+
+def read_request(body: object, last: Asked | None = None) -> Asked:
     """Read the JSON of a request; messages that it shares with the last one are not read again.
 
     Raises:
@@ -113,28 +134,61 @@ def read_request(body: Any, last: Asked | None = None) -> Asked:
         overridden=tuple(
             name for name, neutral in _NEUTRAL.items() if given.get(name) is not None and given[name] not in neutral
         ),
+        size=size_of(given),
     )
 
 
 def read_messages(given: Sequence[Mapping[str, Any]], before: Sequence[Message] = ()) -> list[Message]:
     """Messages of a client as the rollout has them; the first ones, up to a turn of an assistant, may be read."""
     messages = list(before)
-    called: dict[str, tuple[int, str]] = {}  # id of a call -> its place in the turn, and the function's name
+    calls: list[tuple[str, str]] = []  # ids and functions' names of the last turn
+    results: list[Message] = []  # those that follow it
     for index, item in enumerate(given[len(messages) :], len(messages)):
         role, where = _ROLES.get(item["role"], item["role"]), f"messages[{index}]"
+        if role == "tool":
+            content = as_text(item.get("content"), where)
+            known = str(item.get("tool_call_id") or "")
+            name = str(item.get("name") or "unknown")
+            results.append({"role": role, "content": content, "name": name, "tool_call_id": known})
+            continue
+        messages += _matched(results, calls)
+        results = []
         if role == "assistant":
             message = read_answer(dict(item), index - 1, where)
-            calls = enumerate(message.get("tool_calls", ()))
-            called = {call["id"]: (place, call["function"]["name"]) for place, call in calls}
+            calls = [(call["id"], call["function"]["name"]) for call in message.get("tool_calls", ())]
         else:
             message = {"role": role, "content": as_text(item.get("content"), where)}
-        if role == "tool":
-            known = str(item.get("tool_call_id") or "")
-            name = called.get(known, (0, item.get("name")))[1]
-            message |= {"name": str(name or "unknown"), "tool_call_id": known}
         messages.append(message)
-        _put_in_order(messages, called)
-    return messages
+    return messages + _matched(results, calls)
+
+
+def _matched(results: list[Message], calls: Sequence[tuple[str, str]]) -> list[Message]:
+    """Results of one turn's calls with the names of the functions, in the order of the calls.
+
+    Where no id is a call's, or ids repeat, each of as many results as calls belongs to the call in its place.
+    """
+    places = {known: place for place, (known, _) in enumerate(calls)}
+    names = [item["tool_call_id"] for item in results]
+    tells = len(set(names)) == len(names) and any(name in places for name in names)
+    is_in_order = not tells and len(results) == len(calls)
+    if is_in_order:
+        pairs = zip(results, calls, strict=True)
+        return [item | {"name": name, "tool_call_id": known} for item, (known, name) in pairs]
+    matched: list[Message] = []
+    known_results: list[tuple[int, Message]] = []  # one of another turn separates them
+    for item in results:
+        place = places.get(item["tool_call_id"])
+        if place is None:
+            matched += [*_sorted(known_results), item]
+            known_results = []
+        else:
+            known_results.append((place, item | {"name": calls[place][1]}))
+    return matched + _sorted(known_results)
+
+
+def _sorted(results: list[tuple[int, Message]]) -> list[Message]:
+    """Results in the order of their calls' places."""
+    return [item for _, item in sorted(results, key=lambda pair: pair[0])]
 
 
 def _num_known(given: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> int:
@@ -146,15 +200,6 @@ def _num_known(given: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, A
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two messages are equal as JSON is: arguments of calls may be objects, in which `True == 1` to Python."""
     return one == other and ("tool_calls" not in one or repr(one["tool_calls"]) == repr(other["tool_calls"]))
-
-
-def _put_in_order(messages: list[Message], called: Mapping[str, tuple[int, str]]) -> None:
-    """Move the last message, the result of a parallel call, before those of later calls."""
-    place, last = len(messages) - 1, messages[-1]
-    own = called.get(last.get("tool_call_id", ""))
-    while own and place and called.get(messages[place - 1].get("tool_call_id", ""), (-1,))[0] > own[0]:
-        place -= 1
-    messages.insert(place, messages.pop())
 
 
 # ---------------------------------------------------------------- answers
