@@ -47,7 +47,7 @@ class KeptIds:
             start += count
 
     def first(self, num_tokens: int) -> KeptIds:
-        """Those of the first tokens."""
+        """The kept ids of the first tokens."""
         counts = self.counts[:num_tokens]
         return KeptIds(counts, self.ids[: sum(counts)])
 

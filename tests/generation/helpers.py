@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from agent_r1_trl.generation import Generation, SamplingParams, TransformersGenerator
+from agent_r1_trl.generation import Generation, GenerationRequest, SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import check_generation
 
 VOCAB = 97
@@ -56,7 +56,7 @@ def run(generator, prompts, *, max_tokens=12, params=SAMPLED, seeds=None) -> lis
     async def gather():
         return await asyncio.gather(
             *(
-                generator.generate(prompt, max_tokens=limit, seed=seed, params=params)
+                generator.generate(GenerationRequest(prompt_ids=prompt, max_tokens=limit, seed=seed, params=params))
                 for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
             )
         )

@@ -4,10 +4,9 @@ import peft
 import pytest
 import torch
 from transformers import LlamaConfig
-from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.generation import TransformersGenerator
-from agent_r1_trl.generation.weights import check_adapters, policy_weights, served_adapter, warn_of_dropout
+from agent_r1_trl.generation.weights import check_adapters, policy_weights, served_adapter
 from tests.generation.helpers import PROMPTS, make_generator, run, tiny_model
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import PlainEnv, make_policy, make_trainer
@@ -110,14 +109,3 @@ def test_the_trainer_refuses_it_too(tmp_path, is_wrapped):
 def test_a_variant_of_lora_is_merged_and_not_served_as_plain_lora():
     assert served_adapter(adapted(peft.LoraConfig(**Q))) == "default"
     assert served_adapter(adapted(peft.LoraConfig(**Q, alora_invocation_tokens=[5]))) is None
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.25])
-def test_dropout_that_only_the_update_has_is_named(rate, caplog):
-    model = peft.get_peft_model(tiny_model(LlamaConfig), peft.LoraConfig(**Q, lora_dropout=rate))
-    warn_of_dropout(model)
-    assert ("lora_dropout: 0.0" in caplog.text and "0.25" in caplog.text) == (rate > 0)
-    caplog.clear()
-    disable_dropout_in_model(model)  # what disable_dropout: true does
-    warn_of_dropout(model)
-    assert not caplog.text

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agent_r1_trl.generation import Generation, Generator, SamplingParams, ScriptedGenerator
+from agent_r1_trl.generation import Generation, GenerationRequest, Generator, ScriptedGenerator
 from agent_r1_trl.generation.base import GenerationError, as_generator, check_generation
 from agent_r1_trl.generation.sync import SyncError, policy_scores, sync_weights
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
@@ -14,8 +14,9 @@ from tests.trainers.helpers import AddEnv, make_args, make_policy, questions
 
 
 class OnlyGenerates:
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
-        return Generation(token_ids=[seed] * max_tokens, logprobs=[-1.0] * max_tokens, stop="length")
+    async def generate(self, request):
+        num = request.max_tokens
+        return Generation(token_ids=[request.seed] * num, logprobs=[-1.0] * num, stop="length")
 
 
 class TakesWeights(OnlyGenerates):
@@ -42,7 +43,7 @@ def tokenizer(text, **options):
 def test_generate_is_all_that_is_needed():
     generator = as_generator(OnlyGenerates())
     assert isinstance(generator, Generator)
-    answer = asyncio.run(generator.generate([1], max_tokens=2, seed=7, params=SamplingParams()))
+    answer = asyncio.run(generator.generate(GenerationRequest(prompt_ids=[1], max_tokens=2, seed=7)))
     assert answer.token_ids == [7, 7]
     assert not generator.can_score and generator.scores([1, 2]) is None
     assert (generator.sync(None), generator.sleep(), generator.close()) == (False, False, None)
@@ -87,13 +88,31 @@ def test_the_trainer_refuses_it_before_training(tmp_path):
 
 
 class OtherArguments:
-    async def generate(self, prompt):
+    async def generate(self, request, more):
+        return None
+
+
+class TakesFields:
+    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+        return None
+
+
+class TakesAny:
+    async def generate(self, prompt_ids, **options):
         return None
 
 
 def test_a_generate_with_other_arguments_is_refused():
-    with pytest.raises(ValueError, match=r"its generate takes \(prompt\): .*Name an object with async generate"):
+    with pytest.raises(
+        ValueError, match=r"its generate takes \(request, more\): .*Name an object with async generate"
+    ):
         as_generator(OtherArguments())
+
+
+@pytest.mark.parametrize("kind", [TakesFields, TakesAny])
+def test_a_generate_that_takes_the_fields_of_a_request_one_by_one_is_told_what_to_read(kind):
+    with pytest.raises(ValueError, match=r"generator=.*one by one.*generate\(self, request\).*request\.max_tokens"):
+        as_generator(kind())
 
 
 def test_an_answer_of_another_form_is_named():

@@ -336,7 +336,7 @@ def url(tmp_path_factory):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.release
 def test_both_workers_of_a_tensor_parallel_server_get_their_halves_of_a_merged_adapter(url, nccl):
     """With tied embeddings, which are sent once."""
     from tests.generation.test_vllm import STOP_ID, change, gap, random_policy

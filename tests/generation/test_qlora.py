@@ -64,7 +64,7 @@ def test_only_layers_with_an_adapter_are_sent_again(policy):
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_engine_in_the_process_samples_from_the_policy(policy):
     generator = VLLMGenerator(policy, stop_token_ids=[13], max_model_len=256, max_num_seqs=4)
     try:

@@ -12,7 +12,7 @@ from tests.servers import RealServer
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from agent_r1_trl.generation import Generation, GenerationError, Generator, SamplingParams
+from agent_r1_trl.generation import Generation, GenerationError, GenerationRequest, Generator
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedTurn
 
 
 def ask(generator, prompt, max_tokens=100, seed=0) -> Generation:
-    return asyncio.run(generator.generate(prompt, max_tokens=max_tokens, seed=seed, params=SamplingParams()))
+    return asyncio.run(generator.generate(GenerationRequest(prompt_ids=prompt, max_tokens=max_tokens, seed=seed)))
 
 
 def test_a_prompt_that_continues_an_answer_asks_for_the_next_turn():
@@ -44,7 +44,7 @@ def test_delays_of_several_requests_overlap():
 
     async def many():
         await asyncio.gather(
-            *(generator.generate([seed], max_tokens=1, seed=0, params=SamplingParams()) for seed in range(1, 11))
+            *(generator.generate(GenerationRequest(prompt_ids=[seed], max_tokens=1)) for seed in range(1, 11))
         )
 
     started = time.perf_counter()

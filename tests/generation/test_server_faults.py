@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
+from agent_r1_trl.generation import GenerationError, GenerationRequest, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
 from agent_r1_trl.generation.vllm import server_routes
 from agent_r1_trl.generation.vllm.build import ServerSettings
@@ -51,7 +51,7 @@ def generator_on(*servers, **options):
 async def turn(generator, slot=None, seed=0):
     """The number of the weights that answered."""
     current_slot.set(slot or TrajectorySlot())
-    answer = await generator.generate([5, 6], max_tokens=3, seed=seed, params=SAMPLED)
+    answer = await generator.generate(GenerationRequest(prompt_ids=[5, 6], max_tokens=3, seed=seed, params=SAMPLED))
     assert len(set(answer.token_ids)) == 1
     return answer.token_ids[0]
 
@@ -299,6 +299,13 @@ def test_a_cache_of_older_weights_is_not_kept():
         generator.sync(policy(20))
         assert server.calls.count("/reset_prefix_cache") == 1
         assert turns(generator, 1) == [20]
+
+
+def test_a_server_that_cannot_drop_the_cache_of_older_weights_is_not_sampled_from():
+    with FakeServer() as server, generator_on(server) as generator:
+        server.keeps_cache = True
+        with pytest.raises(GenerationError, match="keeps its prefix cache, which was computed with older weights"):
+            generator.sync(policy(20))
 
 
 # -------------------------------------------------------------------- requests that a server refuses

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 
+from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.generation.vllm.generator import VLLMGenerator
 from agent_r1_trl.rollout import RolloutRunner
 from tests.generation.helpers import GREEDY, run, tiny_model
@@ -28,6 +29,7 @@ class Engine:
         self.awake = {"weights", "kv_cache"}
         self.model = tiny_model()
         self.requests, self.log = [], []
+        self.is_cache_held = False
 
     def sleep(self, level=1, mode="abort"):
         assert level == 2, "level 1 would keep the weights in host memory, and they are sent anew anyway"
@@ -57,7 +59,9 @@ class Engine:
         return names
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
-        pass
+        if self.is_cache_held and reset_running_requests:
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
+        return not self.is_cache_held
 
     def add_request(self, name, prompt, params):
         self.requests.append(name)
@@ -97,6 +101,17 @@ def test_the_engine_sleeps_in_the_update_and_wakes_with_new_weights_in_memory_th
     generator.close()
     again = ["free", "wake weights", "load", "free", "wake kv_cache", "step", "sleep"]
     assert engine.log == ["load", "step", "sleep", *again]
+
+
+def test_a_prefix_cache_that_cannot_be_dropped_stops_the_sync(engine):
+    """Its keys and values come from older weights; a turn that goes on from it would be sampled off-policy."""
+    generator, model = VLLMGenerator(engine, stop_token_ids=[5]), tiny_model()
+    engine.is_cache_held = True
+    with pytest.raises(GenerationError, match=r"keeps its prefix cache.*older weights"):
+        generator.sync(model)
+    engine.is_cache_held = False
+    assert generator.sync(model)
+    generator.close()
 
 
 @pytest.mark.parametrize("length_of_model", [None, 131072])

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, MambaConfig, MistralConfig, Qwen2Config, Qwen3NextConfig, RwkvConfig
 
-from agent_r1_trl.generation import GenerationError, Generator, SamplingParams
+from agent_r1_trl.generation import GenerationError, GenerationRequest, Generator, SamplingParams
 from agent_r1_trl.generation.local import generator as local
 from agent_r1_trl.generation.local.decoding import ParkedRow, PrefixCache
 from agent_r1_trl.generation.local.sampling import policy_logprobs
+from tests.families.configurations import build
 from tests.generation.helpers import GREEDY, PROMPTS, SAMPLED, VOCAB, forward_logprobs, make_generator, run, tiny_model
 
 
@@ -65,7 +66,13 @@ def test_rows_that_arrive_while_others_run_sample_the_same_ids(model):
     async def staggered():
         tasks = []
         for index, prompt in enumerate(prompts):
-            tasks.append(asyncio.create_task(generator.generate(prompt, max_tokens=150, seed=index, params=SAMPLED)))
+            tasks.append(
+                asyncio.create_task(
+                    generator.generate(
+                        GenerationRequest(prompt_ids=prompt, max_tokens=150, seed=index, params=SAMPLED)
+                    )
+                )
+            )
             await asyncio.sleep(0.02)
         return await asyncio.gather(*tasks)
 
@@ -131,7 +138,7 @@ def test_exactly_the_modules_that_trained_train_again_before_the_answer_arrives(
     generator = make_generator(model)
 
     async def one():
-        await generator.generate([1, 2], max_tokens=3, seed=0, params=SAMPLED)
+        await generator.generate(GenerationRequest(prompt_ids=[1, 2], max_tokens=3, params=SAMPLED))
         return {name: module.training for name, module in model.named_modules()}
 
     assert asyncio.run(one()) == before
@@ -183,7 +190,9 @@ def test_requests_with_other_settings_wait_for_their_own_batch(model):
 
     async def mixed():
         jobs = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SAMPLED)]
-        return await asyncio.gather(*(generator.generate(p, max_tokens=8, seed=3, params=s) for p, s in jobs))
+        return await asyncio.gather(
+            *(generator.generate(GenerationRequest(prompt_ids=p, max_tokens=8, seed=3, params=s)) for p, s in jobs)
+        )
 
     mixture = asyncio.run(mixed())
     greedy = run(generator, PROMPTS, max_tokens=8, params=GREEDY, seeds=[3] * 8)
@@ -222,7 +231,10 @@ def test_a_failing_forward_fails_its_requests_with_the_cause_and_nothing_else(ca
 
     async def failing():
         return await asyncio.gather(
-            *(generator.generate(prompt, max_tokens=5, seed=0, params=SAMPLED) for prompt in PROMPTS),
+            *(
+                generator.generate(GenerationRequest(prompt_ids=prompt, max_tokens=5, params=SAMPLED))
+                for prompt in PROMPTS
+            ),
             return_exceptions=True,
         )
 
@@ -270,7 +282,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(model):
 
     async def race():
         async def one(name, limit):
-            await generator.generate([5, 6], max_tokens=limit, seed=0, params=SAMPLED)
+            await generator.generate(GenerationRequest(prompt_ids=[5, 6], max_tokens=limit, params=SAMPLED))
             finished.append(name)
 
         long = asyncio.create_task(one("long", 300))
@@ -287,12 +299,20 @@ def test_cancelling_frees_the_model_and_leaves_the_others_alone():
     generator = make_generator(model)
 
     async def cancelled():
-        other = asyncio.create_task(generator.generate(PROMPTS[1], max_tokens=40, seed=1, params=SAMPLED))
+        other = asyncio.create_task(
+            generator.generate(GenerationRequest(prompt_ids=PROMPTS[1], max_tokens=40, seed=1, params=SAMPLED))
+        )
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(generator.generate([5], max_tokens=100_000, seed=0, params=SAMPLED), timeout=0.03)
+            await asyncio.wait_for(
+                generator.generate(GenerationRequest(prompt_ids=[5], max_tokens=100_000, params=SAMPLED)),
+                timeout=0.03,
+            )
         result = await other
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(generator.generate([5], max_tokens=100_000, seed=0, params=SAMPLED), timeout=0.03)
+            await asyncio.wait_for(
+                generator.generate(GenerationRequest(prompt_ids=[5], max_tokens=100_000, params=SAMPLED)),
+                timeout=0.03,
+            )
         return result, model.training
 
     result, is_training = asyncio.run(cancelled())
@@ -304,13 +324,15 @@ def test_close_fails_what_is_running_and_refuses_more(model):
     generator = make_generator(model)
 
     async def closed():
-        task = asyncio.create_task(generator.generate([5], max_tokens=100_000, seed=0, params=SAMPLED))
+        task = asyncio.create_task(
+            generator.generate(GenerationRequest(prompt_ids=[5], max_tokens=100_000, params=SAMPLED))
+        )
         await asyncio.sleep(0.02)
         await asyncio.to_thread(generator.close)
         with pytest.raises(GenerationError, match="closed"):
             await task
         with pytest.raises(GenerationError, match="closed"):
-            await generator.generate([5], max_tokens=1, seed=0, params=SAMPLED)
+            await generator.generate(GenerationRequest(prompt_ids=[5], max_tokens=1, params=SAMPLED))
 
     asyncio.run(closed())
     assert generator._worker is None or not generator._worker.is_alive()
@@ -336,8 +358,8 @@ class Hanging(worker.ThreadedGenerator):
     def _serve(self):
         time.sleep(1000)
 worker._EXIT_S = 0.5
-params = worker.SamplingParams()
-Hanging("hanging")._submit(worker.WorkerRequest(prompt_ids=[5], max_tokens=1, seed=0, params=params))
+request = worker.GenerationRequest(prompt_ids=[5], max_tokens=1)
+Hanging("hanging")._submit(worker.WorkerRequest(asked=request))
 time.sleep(0.2)
 """
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
@@ -348,9 +370,11 @@ def test_a_program_that_never_closes_its_generator_ends_at_once():
     """The main thread ends in the middle of an endless request."""
     program = """
 import time
-from agent_r1_trl.generation.worker import WorkerRequest
+from agent_r1_trl.generation.worker import GenerationRequest, WorkerRequest
+from tests.families.configurations import build
 from tests.generation.helpers import SAMPLED, make_generator, tiny_model
-make_generator(tiny_model())._submit(WorkerRequest(prompt_ids=[5], max_tokens=10**9, seed=0, params=SAMPLED))
+request = GenerationRequest(prompt_ids=[5], max_tokens=10**9, params=SAMPLED)
+make_generator(tiny_model())._submit(WorkerRequest(asked=request))
 time.sleep(0.3)
 print(time.time())
 """
@@ -378,3 +402,26 @@ def test_the_logprobs_are_those_of_the_filtered_distribution(model, params):
     expected = policy_logprobs(logits, params).gather(1, ids[0, len(PROMPTS[2]) :, None]).squeeze(1)
     assert expected.isfinite().all()
     assert generation.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_a_model_that_cannot_be_sampled_from_is_named_with_what_helps():
+    model = build("xlm", vocabulary=97, pad_token_id=0, eos_token_id=1)
+    with pytest.raises(GenerationError, match=r"XLMWithLMHeadModel fails in the transformers generator.*Set use_vllm"):
+        run(make_generator(model), [PROMPTS[0]])
+
+
+def test_a_failure_after_a_decode_step_does_not_blame_the_architecture():
+    model = tiny_model()
+    generator = make_generator(model)
+    run(generator, [PROMPTS[0]])
+    model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ZeroDivisionError("broken layer")))
+    with pytest.raises(GenerationError, match=r"broken layer$"):
+        run(generator, [PROMPTS[0]])
+
+
+def test_router_logits_in_the_configuration_change_nothing_that_is_sampled():
+    ids = []
+    for family in ("mixtral", "mixtral_router_logits"):
+        model = build(family, vocabulary=97, pad_token_id=0, eos_token_id=1)
+        ids.append([generation.token_ids for generation in run(make_generator(model), PROMPTS)])
+    assert ids[0] == ids[1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from agent_r1_trl.generation import GenerationError, Generator, SamplingParams, VLLMGenerator
+from agent_r1_trl.generation import GenerationError, GenerationRequest, Generator, SamplingParams, VLLMGenerator
 from tests.generation.helpers import (
     GREEDY,
     PROMPTS,
@@ -104,6 +104,38 @@ def test_a_sync_brings_the_new_weights_and_forgets_what_the_old_ones_computed(en
     assert generation.logprobs == pytest.approx(forward_logprobs(policy, PROBE, generation, 0.8), abs=1e-4)
 
 
+def test_a_prefix_cache_that_a_foreign_request_holds_is_dropped_all_the_same(engine, policy):
+    """A request that somebody else has put into the engine keeps blocks of the cache, and vLLM then says no."""
+    run(engine, [PROBE])
+    from vllm import SamplingParams as EngineParams
+
+    inner = engine._engine
+    inner.add_request("foreign", {"prompt_token_ids": PROMPTS[2]}, EngineParams(max_tokens=100, ignore_eos=True))
+    inner.step()
+    assert inner.reset_prefix_cache() is False
+    change(policy, seed=6)
+    engine.sync(policy)
+    [generation] = run(engine, [PROBE], max_tokens=4)
+    assert generation.logprobs == pytest.approx(forward_logprobs(policy, PROBE, generation, 0.8), abs=1e-4)
+    inner.abort_request(["foreign"])
+
+
+def test_weights_that_the_policy_cannot_give_do_not_blame_the_engine(engine):
+    def broken():
+        yield "model.norm.weight", torch.ones(64)
+        raise ValueError("layer 3 is quantised")
+
+    with pytest.raises(ValueError, match=r"^layer 3 is quantised$"):
+        engine.update_weights(broken())
+
+
+def test_an_adapter_that_parts_tied_embeddings_is_refused_before_an_engine_starts():
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    model = get_peft_model(random_policy(tie_word_embeddings=True), config)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        VLLMGenerator(model, stop_token_ids=[STOP_ID])
+
+
 def test_an_adapter_is_synced_without_touching_the_live_weights(engine, policy):
     model = get_peft_model(policy, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).eval()
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -160,9 +192,13 @@ def test_only_the_given_stop_ids_end_a_turn_and_stay_in_it(engine):
 
 def test_a_cancelled_request_leaves_the_engine(engine, policy):
     async def cancelled():
-        other = asyncio.create_task(engine.generate(PROMPTS[1], max_tokens=9, seed=1, params=SAMPLED))
+        other = asyncio.create_task(
+            engine.generate(GenerationRequest(prompt_ids=PROMPTS[1], max_tokens=9, seed=1, params=SAMPLED))
+        )
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.generate([5], max_tokens=250, seed=0, params=GREEDY), timeout=0.05)
+            await asyncio.wait_for(
+                engine.generate(GenerationRequest(prompt_ids=[5], max_tokens=250, params=GREEDY)), timeout=0.05
+            )
         return await other
 
     generation = asyncio.run(cancelled())
@@ -209,7 +245,7 @@ def test_cancelling_does_not_wait_for_a_step_that_hangs(engine, policy, monkeypa
     release, real = threading.Event(), engine._engine.step
 
     async def cut():
-        request = engine.generate(PROMPTS[0], max_tokens=5, seed=0, params=SAMPLED)
+        request = engine.generate(GenerationRequest(prompt_ids=PROMPTS[0], max_tokens=5, params=SAMPLED))
         await asyncio.wait_for(request, 0.2)
 
     with monkeypatch.context() as patch:
@@ -243,7 +279,7 @@ print("counts", counts)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_each_rank_has_an_engine_of_its_own_inside_the_trainers_process_group(tmp_path):
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

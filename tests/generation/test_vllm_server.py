@@ -8,7 +8,7 @@ from tests.generation.helpers import PROMPTS, check_greedy, check_masks, run
 from tests.generation.test_vllm import STOP_ID, random_policy
 from tests.servers import vllm_server
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.release]
 
 PROBE = [20 + 7 * index % 60 for index in range(200)]  # more than one block of the prefix cache
 

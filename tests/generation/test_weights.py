@@ -81,13 +81,14 @@ def test_a_disabled_adapter_and_a_merged_one_are_not_added():
         (True, {"target_modules": ["q_proj", "lm_head"]}),
         (True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
         (True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        (True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
         (False, {"target_modules": "all-linear"}),
         (False, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}),  # peft adapts both ends
     ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_an_adapter_on_one_of_two_tied_layers_is_refused(is_refused, options):
+def test_an_adapter_that_parts_two_tied_layers_is_refused(is_refused, options):
     config = LoraConfig(r=4, task_type="CAUSAL_LM", **options)
     check_tied_embeddings(get_peft_model(tiny_model(), copy.deepcopy(config)))
     check_tied_embeddings(tiny_model(tie_word_embeddings=True))
@@ -209,3 +210,17 @@ def test_a_critic_is_never_sent(kind):
     assert sent.keys() == expected.keys() == set(plain.state_dict())
     assert all(torch.equal(value, expected[name]) for name, value in sent.items())
     assert set(dict(policy_weights(model, only_trainable=True))) <= set(expected)
+
+
+def test_parameters_in_one_buffer_as_zero_2_holds_them_are_all_sent():
+    model = tiny_model()
+    expected = {name: value.clone() for name, value in policy_weights(model)}
+    buffer = torch.cat([parameter.data.flatten() for parameter in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        end = start + parameter.numel()
+        parameter.data = buffer[start:end].view_as(parameter)
+        start = end
+    sent = dict(policy_weights(model))
+    assert sent.keys() == expected.keys() and "lm_head.weight" in sent
+    assert all(torch.equal(sent[name], expected[name]) for name in sent)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agent_r1_trl.generation.base import Generation as Generation
     from agent_r1_trl.generation.base import GenerationError as GenerationError
+    from agent_r1_trl.generation.base import GenerationRequest as GenerationRequest
     from agent_r1_trl.generation.base import Generator as Generator
     from agent_r1_trl.generation.base import SamplingParams as SamplingParams
     from agent_r1_trl.generation.local.generator import TransformersGenerator as TransformersGenerator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Generation": "base",
     "GenerationError": "base",
+    "GenerationRequest": "base",
     "Generator": "base",
     "SamplingParams": "base",
     "ScriptedGenerator": "scripted",

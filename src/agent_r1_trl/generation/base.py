@@ -1,12 +1,14 @@
-"""What every generation back end can do: one trajectory's token ids in, the ids the policy sampled out."""
+"""The interface of generation back ends: one trajectory's token ids in, the ids the policy sampled out."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from agent_r1_trl.errors import RunError
@@ -35,9 +37,23 @@ class SamplingParams:
         return self.temperature != 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
+@dataclass(kw_only=True, frozen=True)
+class GenerationRequest:
+    """One turn that is to be sampled."""
+
+    prompt_ids: list[int]
+    """(P,) everything so far, prompt and completion."""
+    max_tokens: int
+    """Maximum number of ids to sample, >= 1."""
+    seed: int = 0
+    """A request with this seed, asked again with the same weights, gives the same ids."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """How tokens are drawn."""
+
+
 @dataclass(kw_only=True)
 class Generation:
-    """What the policy sampled for one turn."""
+    """One turn, sampled from the policy."""
 
     token_ids: list[int]
     """(N,) sampled ids, the stop token included when the model sampled it."""
@@ -66,17 +82,8 @@ class Generator(ABC):
     """Set when the run is told to end: `sync` need not wait for anything any more. The trainer gives it."""
 
     @abstractmethod
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
-        """Sample up to `max_tokens` ids after `prompt_ids`.
-
-        Args:
-            prompt_ids: everything so far (prompt + completion), (P,).
-            max_tokens: maximum number of ids to sample, >= 1.
-            seed: the same request with the same seed and weights gives the same ids.
-            params: sampling settings.
-        """
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample up to `request.max_tokens` ids after `request.prompt_ids`."""
 
     def sync(self, model: nn.Module) -> bool:
         """Take over the weights of the policy, unwrapped; called after every optimizer step that precedes a rollout.
@@ -103,7 +110,7 @@ class Generator(ABC):
         return False
 
     def metrics(self) -> dict[str, float]:
-        """What to log about the engines behind this generator; asked for after every `sync`."""
+        """Metrics of the engines behind this generator; read after every `sync`."""
         return {}
 
     @property
@@ -124,10 +131,8 @@ class _Adapted(Generator):
             if hasattr(given, name):
                 setattr(self, name, getattr(given, name))
 
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
-        return await self._given.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+    async def generate(self, request: GenerationRequest) -> Generation:
+        return await self._given.generate(request)
 
 
 def as_generator(given: Any, path: str | None = None) -> Generator:
@@ -137,17 +142,31 @@ def as_generator(given: Any, path: str | None = None) -> Generator:
         ValueError: the object has no `generate`, or one with other arguments; names the `path` that led to it.
     """
     setting = f"generator={(given if path is None else path)!r:.200}"
-    form = "an object with async generate(prompt_ids, *, max_tokens, seed, params)"
+    form = "an object with async generate(request)"
     if isinstance(given, type) or not callable(getattr(given, "generate", None)):
         raise ValueError(f"{setting} cannot sample: pass {form}, or leave generator out.")
-    named = dict.fromkeys(("max_tokens", "seed", "params"))
-    check_call(f"{setting}: its generate", given.generate, form, None, **named)
+    if _takes_fields(given.generate):
+        raise ValueError(
+            f"{setting}: its generate takes prompt_ids, max_tokens, seed and params one by one. It is called with one "
+            "GenerationRequest, which holds them: write async def generate(self, request), and read "
+            "request.prompt_ids, request.max_tokens, request.seed and request.params."
+        )
+    check_call(f"{setting}: its generate", given.generate, form, None)
     return given if isinstance(given, Generator) else _Adapted(given)
+
+
+def _takes_fields(generate: Callable[..., object]) -> bool:
+    """Whether a `generate` names what a `GenerationRequest` holds among its own arguments."""
+    try:
+        parameters = inspect.signature(generate).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+    return any(item.name in parameters for item in fields(GenerationRequest))
 
 
 @dataclass
 class TrajectorySlot:
-    """What a back end remembers about one trajectory, such as the server that holds its keys and values."""
+    """A back end's memory of one trajectory, such as the server that holds its keys and values."""
 
     place: int | None = None
     """Number of the server; None before the first request."""
@@ -181,7 +200,7 @@ def check_generation(generation: Generation, max_tokens: int) -> None:
         raise GenerationError(problem)
 
 
-def _problem_with(generation: Any, max_tokens: int) -> str | None:
+def _problem_with(generation: object, max_tokens: int) -> str | None:
     if not isinstance(generation, Generation):
         return f"generate returned {generation!r:.200}; it must be a Generation"
     ids, logprobs = generation.token_ids, generation.logprobs
@@ -203,10 +222,10 @@ def _problem_with(generation: Any, max_tokens: int) -> str | None:
     return None
 
 
-def check_request(prompt_ids: list[int], max_tokens: int) -> None:
+def check_request(request: GenerationRequest) -> None:
     """Refuse a request that no back end can serve."""
-    if not prompt_ids or max_tokens < 1:
-        problem = f"max_tokens={max_tokens}" if prompt_ids else "prompt_ids is empty"
+    if not request.prompt_ids or request.max_tokens < 1:
+        problem = f"max_tokens={request.max_tokens}" if request.prompt_ids else "prompt_ids is empty"
         raise ValueError(
             f"{problem}: a request continues at least one token (start with BOS) and samples one or more."
         )

@@ -144,7 +144,7 @@ class Endpoint:
         """Nothing is held but connections, which `aclose` ends on their own loop."""
 
     def _refusal(self, error: openai.APIStatusError) -> GenerationError:
-        """What a refusal means that was not over after all repetitions."""
+        """The meaning of a refusal that outlasted all repetitions."""
         status, fields = error.status_code, error.body if isinstance(error.body, dict) else {}
         text = shown(str(fields.get("message") or error.response.text)[:1000])
         said, where = f"HTTP {status}: {text}", f"{self.model} at {self.url}"

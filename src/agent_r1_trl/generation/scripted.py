@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
+from agent_r1_trl.generation.base import (
+    Generation,
+    GenerationError,
+    GenerationRequest,
+    Generator,
+    SamplingParams,
+    check_request,
+)
 
 
 @dataclass(kw_only=True)
@@ -56,9 +63,9 @@ class ScriptedGenerator(Generator):
 
     >>> import asyncio
     >>> generator = ScriptedGenerator([[7, 8, 9], [5]])
-    >>> asyncio.run(generator.generate([1], max_tokens=2, seed=0, params=SamplingParams()))
+    >>> asyncio.run(generator.generate(GenerationRequest(prompt_ids=[1], max_tokens=2)))
     Generation(token_ids=[7, 8], logprobs=[-1.0, -1.0], stop='length')
-    >>> asyncio.run(generator.generate([1, 7, 8, 3], max_tokens=2, seed=0, params=SamplingParams()))
+    >>> asyncio.run(generator.generate(GenerationRequest(prompt_ids=[1, 7, 8, 3], max_tokens=2)))
     Generation(token_ids=[5], logprobs=[-1.0], stop='stop')
     """
 
@@ -73,26 +80,24 @@ class ScriptedGenerator(Generator):
         self.most_running = 0
         """Largest number of requests that were being answered at the same time."""
 
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         """Answer as the script says; see `Generator`.
 
         Raises:
             GenerationError: the script has no such turn. Whatever exception the script holds is raised as it is.
         """
-        check_request(prompt_ids, max_tokens)
-        asked = tuple(prompt_ids)
-        request = ScriptedRequest(
-            prompt_ids=asked,
-            turn=self._find_turn(asked),
+        check_request(request)
+        ids = tuple(request.prompt_ids)
+        seen = ScriptedRequest(
+            prompt_ids=ids,
+            turn=self._find_turn(ids),
             index=len(self.requests),
-            max_tokens=max_tokens,
-            seed=seed,
-            params=params,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            params=request.params,
         )
-        self.requests.append(request)
-        answer = self._look_up(request)
+        self.requests.append(seen)
+        answer = self._look_up(seen)
         delay_s = answer.delay_s if isinstance(answer, ScriptedTurn) else 0.0
         self._num_running += 1
         self.most_running = max(self.most_running, self._num_running)
@@ -103,8 +108,8 @@ class ScriptedGenerator(Generator):
         if isinstance(answer, Exception):
             raise answer
         turn = answer if isinstance(answer, ScriptedTurn) else ScriptedTurn(token_ids=answer)
-        generation = self._cut(turn, max_tokens)
-        self._turn_after[asked + tuple(generation.token_ids)] = request.turn + 1
+        generation = self._cut(turn, request.max_tokens)
+        self._turn_after[ids + tuple(generation.token_ids)] = seen.turn + 1
         return generation
 
     def _find_turn(self, prompt_ids: tuple[int, ...]) -> int:

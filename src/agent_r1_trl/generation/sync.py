@@ -6,11 +6,12 @@ fails, the run only learns worse. So every sync is checked.
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.generation.local.decoding import evaluation_mode
 from agent_r1_trl.generation.weights import is_sharded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Plain text, whose tokens are likely: rounding shows most in the log-probabilities of unlikely ones.
 _PROBE_TEXT = (
@@ -33,7 +37,12 @@ class SyncError(RunError):
 
 
 def sync_weights(
-    generator: Generator, model: nn.Module, tokenizer: Any, *, max_gap: float | None = None, is_autocast: bool = False
+    generator: Generator,
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_gap: float | None = None,
+    is_autocast: bool = False,
 ) -> dict[str, float]:
     """Bring the weights of the policy (unwrapped) to the sampler and compare log-probabilities there.
 
@@ -59,22 +68,54 @@ def sync_weights(
 
 @torch.no_grad()
 def policy_scores(model: nn.Module, token_ids: list[int]) -> list[float]:
-    """What `generator.scores` must answer: log-probabilities at temperature 1, (N,) ids to (N - 1,) numbers.
+    """The question for `generator.scores`: log-probabilities at temperature 1, (N,) ids to (N - 1,) numbers.
 
     The model runs without dropout, as a sampler does. A collective call where parameters are sharded.
     """
+    return own_log_probs(model, token_ids, range(1, len(token_ids))).tolist()
+
+
+@torch.no_grad()
+def own_log_probs(
+    model: nn.Module, token_ids: Sequence[int], places: Sequence[int], *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probabilities of some tokens of a row by the model's own forward pass, in eval mode and without a cache.
+
+    Nothing of the trainer or the sampler is in it: no padding, no positions, no packing, no fused head. A collective
+    call where parameters are sharded.
+
+    Args:
+        model: the policy, unwrapped.
+        token_ids: (N,) the row.
+        places: (n,) indices of the tokens, at least 1, ascending.
+        temperature: what logits are divided by.
+
+    Returns:
+        (n,) float32.
+    """
     device = next(model.parameters()).device
-    ids = torch.tensor([token_ids], device=device)  # (1, N)
+    ids = torch.tensor([[*token_ids]], device=device)  # (1, N)
+    targets = ids[0, [*places]]
+    readers = torch.tensor([*places], device=device) - 1  # a token is read one place before it
     head = _head_as_in_the_loss(model) if is_sharded(model) else nullcontext()
+    base = getattr(model, "get_base_model", lambda: model)()
+    options = {}
+    # The logits of a long row can be larger than the model. Code from elsewhere may take a number only.
+    is_known = type(base).__module__.startswith("transformers.")
+    if is_known and "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+        options["logits_to_keep"] = readers
     with evaluation_mode(model), head:
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, :-1].float()  # (N - 1, V)
-    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options).logits[0]
+    if len(logits) != len(readers):
+        logits = logits[readers]
+    log_probs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return log_probs.gather(1, targets[:, None]).squeeze(1)
 
 
 class _Head(nn.Module):
     """Calls an output layer as a function, which DeepSpeed's hooks do not see."""
 
-    def __init__(self, head: Any):
+    def __init__(self, head: nn.Linear):
         super().__init__()
         self._of = (head,)  # in a tuple: no submodule
 
@@ -84,7 +125,7 @@ class _Head(nn.Module):
 
 
 @contextmanager
-def _head_as_in_the_loss(model: Any) -> Iterator[None]:
+def _head_as_in_the_loss(model: PreTrainedModel) -> Iterator[None]:
     """Use the output layer of a model under DeepSpeed ZeRO-3 as TRL's loss does: its parameters, never the module.
 
     DeepSpeed learns from one forward pass in which order the next ones need parameters, and fails where they differ.

@@ -12,17 +12,22 @@ A PPO critic inside the policy is left out. Not covered: other quantised weights
 from __future__ import annotations
 
 import copy
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+    from transformers import PreTrainedModel
+
 Gather = Callable[[list[nn.Parameter]], AbstractContextManager[Any]]
 
 _CRITIC_MODULES = ("value_head", "critic_backbone")
@@ -44,24 +49,6 @@ def gather_for(model: nn.Module) -> Gather:
     return deepspeed.zero.GatheredParameters
 
 
-def check_tied_embeddings(model: Any) -> None:
-    """Refuse an adapter on one of two layers that share their weight: vLLM has one weight for both."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    base = getattr(model, "get_base_model", lambda: model)()
-    if not base.config.get_text_config().tie_word_embeddings:
-        return
-    ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    is_adapted = [isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for layer in ends]
-    if is_adapted[0] != is_adapted[1]:
-        raise ValueError(
-            "The adapter holds only one of input embeddings and output layer (embed_tokens, lm_head), and this model "
-            "shares one weight between them (tie_word_embeddings): after training they would differ, and vLLM cannot "
-            "run that. Remove it from lora_target_modules and lora_modules_to_save, or set use_vllm=False."
-        )
-
-
 def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that the model computes with, active adapters included.
 
@@ -76,7 +63,10 @@ def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterato
         ValueError: an adapter sits on a quantised weight.
     """
     base: Any = getattr(model, "get_base_model", lambda: model)()
-    named = _in_memory_weights(base, only_trainable=only_trainable, gather=gather_for(model))
+    walk = _Walk(only_trainable=only_trainable, gather=gather_for(model))
+    if are_ends_tied(base):
+        walk.done.add(id(_output_layer(base)))
+    named = walk.weights("", base)
     if not _is_stored_differently(base):
         yield from named
         return
@@ -94,54 +84,104 @@ def _is_stored_differently(base: nn.Module) -> bool:
     return bool(get_model_conversion_mapping(base, add_legacy=False) if conversions is None else conversions)
 
 
-def _in_memory_weights(base: nn.Module, *, only_trainable: bool, gather: Gather) -> Iterator[tuple[str, torch.Tensor]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+@dataclass
+class _Walk:
+    """Context of a walk over the policy's modules, in each of them."""
 
-    done: set[int] = set()
-    inside: tuple[str, ...] = ()  # what lies below these names has been dealt with
-    for name, module in base.named_modules():
-        if name.startswith(inside):
-            continue
-        if name.split(".")[-1] in _CRITIC_MODULES:
-            inside += (f"{name}.",)
-            continue
-        if isinstance(module, (BaseTunerLayer, TrainableTokensWrapper)):
-            inside += (f"{name}.",)
-            with gather(list(module.parameters())):
+    only_trainable: bool
+    gather: Gather
+    done: set[int] = field(default_factory=set)
+    """Ids of the parameters that have been given already, and of modules whose weight another one gives."""
+
+    def weights(self, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of a module and of everything in it; `name` is its own in the checkpoint."""
+        from peft.tuners.lora.layer import ParamWrapper
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
+
+        if name.split(".")[-1] in _CRITIC_MODULES or id(module) in self.done:
+            return
+        if isinstance(module, ParamWrapper):
+            yield from self._adapted_parameters(name, module)
+        elif isinstance(module, (BaseTunerLayer, TrainableTokensWrapper)):
+            with self.gather(list(module.parameters())):
                 yield from _merged(name, getattr(module, "token_adapter", module))
-            continue
-        own: nn.Module = module
-        if isinstance(module, ModulesToSaveWrapper):
-            inside += (f"{name}.",)
-            saved = dict(module.modules_to_save.items())
-            own = saved.get(module.active_adapters[0], module.original_module)
-        for parameter_name, parameter in own.named_parameters(recurse=own is not module):
-            if id(parameter) in done or (only_trainable and not parameter.requires_grad):
+        elif isinstance(module, ModulesToSaveWrapper):
+            yield from self._own(name, _saved_module(module), recurse=True)
+        else:
+            yield from self._own(name, module, recurse=False)
+            for child_name, child in module.named_children():
+                yield from self.weights(_joined(name, child_name), child)
+
+    def _own(self, name: str, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters without an adapter: the live ones."""
+        for parameter_name, parameter in module.named_parameters(recurse=recurse):
+            if id(parameter) in self.done or (self.only_trainable and not parameter.requires_grad):
                 continue
-            done.add(id(parameter))
-            with gather([parameter]):
-                path = f"{name}.{parameter_name}" if name else parameter_name
-                yield path, _plain(path, own, parameter_name, parameter)
+            self.done.add(id(parameter))
+            with self.gather([parameter]):
+                path = _joined(name, parameter_name)
+                yield path, _plain(path, module, parameter_name, parameter)
+
+    def _adapted_parameters(self, name: str, module: ParamWrapper) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights of a module of which LoRA adapts single parameters (`target_parameters`), such as experts.
+
+        peft puts one wrapper around it for each parameter, and these around one another.
+        """
+        from peft.tuners.lora.layer import ParamWrapper
+
+        wrappers: dict[str, Any] = {}
+        inner = module
+        while isinstance(inner, ParamWrapper):
+            wrappers[_joined(name, inner.parameter_name)] = inner
+            inner = inner.base_layer
+        with self.gather(list(module.parameters())):
+            # Frozen ones as well: a checkpoint may store several parameters of the module as one tensor.
+            whole = _Walk(only_trainable=False, gather=nullcontext, done=self.done)
+            for path, weight in whole.weights(name, inner):
+                wrapper = wrappers.get(path)
+                yield path, weight if wrapper is None else _with_deltas(weight, wrapper, _adapters_to_merge(wrapper))
 
 
-def _merged(name: str, layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _joined(name: str, inner_name: str) -> str:
+    return f"{name}.{inner_name}" if name else inner_name
+
+
+def _saved_module(wrapper: ModulesToSaveWrapper) -> nn.Module:
+    """The module that computes in place of one of `modules_to_save`."""
+    saved = dict(wrapper.modules_to_save.items())
+    names = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in saved]
+    return saved[names[0]] if names else wrapper.original_module
+
+
+def _adapters_to_merge(layer: BaseTunerLayer) -> list[str]:
+    """Names of the policy's adapters that a layer adds in every pass."""
+    if layer.disable_adapters:
+        return []
+    return [name for name in layer.active_adapters if name not in (*layer.merged_adapters, CRITIC_ADAPTER)]
+
+
+def _with_deltas(weight: torch.Tensor, layer: LoraLayer, adapters: Sequence[str]) -> torch.Tensor:
+    """A weight with LoRA's part added, in float32 and rounded once; itself if there is none."""
+    adapters = [adapter for adapter in adapters if adapter in layer.scaling]
+    if not adapters:
+        return weight
+    merged = weight.float()
+    for adapter in adapters:
+        merged = merged + layer.get_delta_weight(adapter).to(merged)
+    return merged.to(weight.dtype)
+
+
+def _merged(name: str, layer: BaseTunerLayer) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights of one adapted layer, merged in float32 and rounded once."""
     base = layer.get_base_layer()
-    adapters = [name for name in layer.active_adapters if name not in (*layer.merged_adapters, CRITIC_ADAPTER)]
-    if layer.disable_adapters:
-        adapters = []
+    adapters = _adapters_to_merge(layer)
     if not adapters or _is_plain_lora(layer, adapters):
         for parameter_name, parameter in base.named_parameters():
-            merged = _plain(f"{name}.{parameter_name}", base, parameter_name, parameter)
-            dtype = merged.dtype
+            weight = _plain(f"{name}.{parameter_name}", base, parameter_name, parameter)
             if parameter_name == "weight" and adapters:
-                merged = merged.float()
-                for adapter in adapters:
-                    if adapter in layer.scaling:
-                        merged = merged + layer.get_delta_weight(adapter).to(merged)
-                merged = merged.to(dtype)
-            yield f"{name}.{parameter_name}", merged
+                weight = _with_deltas(weight, layer, adapters)
+            yield f"{name}.{parameter_name}", weight
         return
     if any(is_quantised(parameter) for parameter in base.parameters()):
         raise _unsendable(f"{name} has an adapter on quantised weights that is not plain LoRA (DoRA, say)")
@@ -186,13 +226,85 @@ def _unsendable(problem: str) -> ValueError:
     )
 
 
-def _is_plain_lora(layer: Any, adapters: Sequence[str]) -> bool:
+def _is_plain_lora(layer: LoraLayer, adapters: Sequence[str]) -> bool:
     """Whether the layer computes base + delta and nothing else (no DoRA, no bias of its own)."""
     from peft.tuners.lora import Embedding, Linear
 
     is_linear = type(layer) in (Embedding, Linear) or is_4bit(layer.get_base_layer().weight)
     return is_linear and not any(
         layer.lora_bias.get(adapter) or adapter in getattr(layer, "lora_variant", {}) for adapter in adapters
+    )
+
+
+# -------------------------------------------------------------------- tied embeddings
+
+
+def _weight_of(layer: nn.Module) -> set[int]:
+    """Origins of the weight at an end of the model (embeddings or output layer): ids of memory, adapter's too.
+
+    Two layers with the same ids have one weight, and keep having one in training.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    layer = getattr(layer, "token_adapter", layer)
+    if isinstance(layer, ModulesToSaveWrapper):
+        layer = _saved_module(layer)
+    if not isinstance(layer, BaseTunerLayer):
+        weight = getattr(layer, "weight", None)
+        return {_memory_of(weight) if isinstance(weight, torch.Tensor) else id(layer)}
+    adapters = set(layer.active_adapters)
+    ids = {_memory_of(layer.get_base_layer().weight)}
+    for name, parameter in layer.named_parameters():
+        if adapters.intersection(name.split(".")):
+            ids.add(_memory_of(parameter))
+    return ids
+
+
+def _memory_of(parameter: torch.Tensor) -> int:
+    """Names the memory of a parameter; a transposed view has that of the parameter that it is a view of.
+
+    Where it begins, not its storage: ZeRO-1 and 2 put all parameters into one.
+    """
+    number = getattr(parameter, "ds_id", None)  # of ZeRO-3, where a rank holds no whole parameters
+    if number is not None:
+        return int(number)
+    return parameter.data_ptr() or id(parameter)  # 0: of a meta tensor
+
+
+def are_ends_tied(base: PreTrainedModel) -> bool:
+    """Whether input embeddings and output layer of a model (without a PeftModel) compute with one weight."""
+    output = _output_layer(base)
+    return output is not None and _weight_of(base.get_input_embeddings()) == _weight_of(output)
+
+
+def _output_layer(base: PreTrainedModel) -> nn.Module | None:
+    """The output layer of a model; None for one without, or for any other module."""
+    return base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+
+
+def check_tied_embeddings(model: PreTrainedModel) -> None:
+    """Refuse two weights where the model's configuration promises one (tie_word_embeddings).
+
+    vLLM goes by the configuration: it would load one of them for both ends, and say nothing.
+    """
+    base = getattr(model, "get_base_model", lambda: model)()
+    if _output_layer(base) is None or not base.config.get_text_config().tie_word_embeddings or are_ends_tied(base):
+        return
+    problem = (
+        "its two ends are two weights. Set model.config.tie_word_embeddings = False, save the model and load it from "
+        "there, or set use_vllm=False."
+    )
+    if hasattr(model, "peft_config"):
+        problem = (
+            "the adapter holds one of the two ends alone, or each of them apart (embed_tokens, lm_head in "
+            "lora_target_modules, lora_modules_to_save or trainable_token_indices), so that they differ after an "
+            "update. Remove both from it, or set use_vllm=False; in a script, "
+            "LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True) trains them as one."
+        )
+    raise ValueError(
+        "use_vllm=True: this model shares one weight between input embeddings and output layer (tie_word_embeddings), "
+        f"as vLLM does then, but {problem}"
     )
 
 
@@ -227,30 +339,67 @@ def check_adapters(model: nn.Module, *, is_merged: bool = False) -> None:
             kind, reason = "activated LoRA", "it is switched on by tokens that a continued turn does not show it"
         if is_merged and kind == "ADAPTION_PROMPT":
             reason = "it cannot be merged into the weights that vLLM receives"
+        if is_merged and getattr(config, "layer_replication", None):
+            kind, reason = "layer_replication", "vLLM cannot be given layers that share their weights"
         if reason is not None:
             raise ValueError(
                 f"peft_config={type(config).__name__} ({kind}): {reason}, so the sampler would not be the policy that "
                 "is trained. Use an adapter of the model's layers, such as peft_config=LoraConfig(), or train the "
                 "whole model."
             )
+    _check_adapted_layers(model, is_merged=is_merged)
+    if is_merged:
+        check_tied_embeddings(model)
 
 
-def warn_of_dropout(model: nn.Module) -> None:
-    """Say so if the update would compute log-probs of another policy than the one that sampled, because of dropout."""
-    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout) and module.p > 0}
-    if rates:
-        logger.warning(
-            "The model has dropout (%s), which is on in the update and off in the rollout: the log-probs of a sampled "
-            "token differ between them although the weights are the same. Set lora_dropout: 0.0 if it is the "
-            "adapter's, or disable_dropout: true.",
-            ", ".join(f"{rate:g}" for rate in sorted(rates)),
-        )
+def _check_adapted_layers(model: nn.Module, *, is_merged: bool) -> None:
+    """Refuse what peft adapts, and then can neither compute nor merge."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain: Any = getattr(model, "get_base_model", lambda: model)()
+    of_ends = _weight_of(plain.get_input_embeddings()) if _output_layer(plain) is not None else set()
+    adapted: dict[int, str] = {}
+    """Memory of the weight of an adapted layer -> name of the first one that has it."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base: Any = layer.get_base_layer()
+        first = name
+        if isinstance(getattr(base, "weight", None), torch.Tensor) and _memory_of(base.weight) not in of_ends:
+            first = adapted.setdefault(_memory_of(base.weight), name)
+        has_bias = getattr(base, "bias", None) is not None
+        is_of_tokens = isinstance(layer, TrainableTokensLayer)
+        problem = None
+        if is_of_tokens and not isinstance(base, (nn.Embedding, nn.Linear)):
+            problem = (
+                f"trainable_token_indices and modules_to_save both hold {name} (with tie_word_embeddings the tokens "
+                "are trained in lm_head as well), which peft cannot compute. Remove it from modules_to_save, or set "
+                "trainable_token_indices=None."
+            )
+        elif is_of_tokens and has_bias:
+            problem = (
+                f"trainable_token_indices holds {name}, whose bias peft leaves out. Set trainable_token_indices=None; "
+                "modules_to_save trains such a layer whole."
+            )
+        elif is_merged and not has_bias and any(getattr(layer, "lora_bias", {}).values()):
+            problem = (
+                f"lora_bias=True, and {name} has no bias that LoRA's could be merged into for vLLM. Set "
+                "lora_bias=False, or use_vllm=False."
+            )
+        elif is_merged and not name.startswith(first):  # wrappers of one layer are inside one another
+            problem = (
+                f"{first} and {name} share one weight, and the adapter adds something else to each; vLLM would load "
+                "one for both. Remove these layers from lora_target_modules, or set use_vllm=False."
+            )
+        if problem is not None:
+            raise ValueError(f"peft_config: {problem}")
 
 
 # -------------------------------------------------------------------- an adapter as the files that vLLM servers load
 
 
-def served_adapter(model: Any) -> str | None:
+def served_adapter(model: PreTrainedModel) -> str | None:
     """Name of the policy's adapter if vLLM can serve it next to the base weights, else None.
 
     vLLM serves plain LoRA on linear layers and embeddings: no DoRA or other variants, no biases, no whole modules
@@ -279,7 +428,7 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_adapter(model: Any, adapter: str, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def write_adapter(model: PreTrainedModel, adapter: str, tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors`."""
     from safetensors.torch import save_file
 

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from agent_r1_trl.generation.base import Generation, GenerationError, Generator, SamplingParams, check_request
+from agent_r1_trl.generation.base import Generation, GenerationError, GenerationRequest, Generator, check_request
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +27,20 @@ _GATHER_S = 0.001  # requests sent together arrive one by one: wait while more k
 class WorkerRequest:
     """One call of `generate`."""
 
-    prompt_ids: list[int]
-    max_tokens: int
-    seed: int
-    params: SamplingParams
+    asked: GenerationRequest
     done: Future[Generation] = field(default_factory=Future)
     """Answered once the request no longer uses the model."""
     outcome: Generation | Exception | None = None
     """How it ended."""
     is_cancelled: bool = False
 
-    def fail(self, error: BaseException) -> None:
-        """End with a `GenerationError` caused by `error`, unless it has ended already."""
+    def fail(self, error: BaseException, hint: str = "") -> None:
+        """End with a `GenerationError` caused by `error`, unless it has ended already; `hint` is a sentence that
+        ends its message.
+        """
         if self.outcome is None:
-            self.outcome = GenerationError(f"{type(error).__name__}: {error}")
+            text = f"{type(error).__name__}: {error}"
+            self.outcome = GenerationError(f"{text.rstrip('.: ')}. {hint}" if hint else text)
             self.outcome.__cause__ = error
 
 
@@ -67,24 +68,22 @@ class ThreadedGenerator(Generator):
         self._is_closed = False
         self._said: tuple[type[BaseException], ...] = (GenerationError,)  # classes of errors that are in the log
 
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
-        """Sample up to `max_tokens` ids after `prompt_ids`; see `Generator`.
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn; see `Generator`.
 
         Cancelling waits for the step in progress (milliseconds), after which the request no longer uses the model.
 
         Raises:
             GenerationError: the back end failed (the cause is chained), hangs or was closed.
         """
-        check_request(prompt_ids, max_tokens)
-        request = WorkerRequest(prompt_ids=list(prompt_ids), max_tokens=max_tokens, seed=seed, params=params)
-        self._submit(request)
-        answer = asyncio.wrap_future(request.done)
+        check_request(request)
+        call = WorkerRequest(asked=replace(request, prompt_ids=list(request.prompt_ids)))
+        self._submit(call)
+        answer = asyncio.wrap_future(call.done)
         try:
             return await self._unless_it_hangs(answer)
         except asyncio.CancelledError:
-            request.is_cancelled = True
+            call.is_cancelled = True
             with contextlib.suppress(Exception):
                 await self._unless_it_hangs(answer)
             raise
@@ -127,29 +126,33 @@ class ThreadedGenerator(Generator):
             if self._worker is None:
                 # A daemon, because the program must be able to end while a step hangs. One that is killed inside torch
                 # takes the process down with an abort, so the end of the program waits for the step in progress.
-                self._worker = threading.Thread(target=self._work, name=self._name, daemon=True)
+                # While it is idle it knows the generator by a weak reference alone: else a trainer that is dropped
+                # would stay, with its model, until the thread ends.
+                idle = (weakref.ref(self), self._changed, self._waiting)
+                self._worker = threading.Thread(target=_work, args=idle, name=self._name, daemon=True)
                 self._worker.start()
                 atexit.register(self._worker.join, _EXIT_S)
             self._changed.notify_all()
 
     # ---------------------------------------------------------------- worker thread
 
-    def _work(self) -> None:
-        """Serve whenever requests wait; end when idle or closed."""
-        while self._wait_for_requests():
-            self._note_step()
-            try:
-                self._serve()
-            except BaseException as error:  # a SystemExit too: the thread must not leave its requests waiting
-                self._fail_all(error)
-            self._step_began = None
-            self._deliver()
+    def _work_off(self) -> bool:
+        """Serve what waits, and whatever comes meanwhile; False if nothing does: then the thread ends.
 
-    def _wait_for_requests(self) -> bool:
+        The requests that ended last stay in `_ended`.
+        """
+        if not self._gather_requests():
+            return False
+        self._note_step()
+        try:
+            self._serve()
+        except BaseException as error:  # a SystemExit too: the thread must not leave its requests waiting
+            self._fail_all(error)
+        self._step_began = None
+        return True
+
+    def _gather_requests(self) -> bool:
         with self._changed:
-            deadline = time.monotonic() + _IDLE_S
-            while not self._waiting and not self._must_end and time.monotonic() < deadline:
-                self._changed.wait(_POLL_S)
             if not self._waiting:
                 self._rest()
                 self._worker = None
@@ -164,7 +167,7 @@ class ThreadedGenerator(Generator):
     @property
     def _must_end(self) -> bool:
         """Closed, or the program is about to exit and waits for this thread."""
-        return self._is_closed or not threading.main_thread().is_alive()
+        return self._is_closed or _program_ends()
 
     def _check_open(self) -> None:
         if self._must_end:
@@ -188,10 +191,45 @@ class ThreadedGenerator(Generator):
     def _deliver(self) -> None:
         """Answer the requests that have ended."""
         ended, self._ended = self._ended, []
-        for request in ended:
-            if request.done.done():
-                continue
-            if isinstance(request.outcome, Generation):
-                request.done.set_result(request.outcome)
-            else:
-                request.done.set_exception(request.outcome or GenerationError("The request was cancelled."))
+        _answer(ended)
+
+
+def _answer(ended: list[WorkerRequest]) -> None:
+    for request in ended:
+        if request.done.done():
+            continue
+        if isinstance(request.outcome, Generation):
+            request.done.set_result(request.outcome)
+        else:
+            request.done.set_exception(request.outcome or GenerationError("The request was cancelled."))
+
+
+def _work(
+    reference: weakref.ref[ThreadedGenerator], changed: threading.Condition, waiting: deque[WorkerRequest]
+) -> None:
+    """The worker thread of a generator: serve whenever requests wait; end when idle, closed, or left by everyone."""
+    while True:
+        deadline = time.monotonic() + _IDLE_S
+        with changed:
+            while not waiting and time.monotonic() < deadline and not _has_no_use(reference):
+                changed.wait(_POLL_S)
+        generator = reference()
+        if generator is None:
+            atexit.unregister(threading.current_thread().join)
+            return
+        goes_on = generator._work_off()
+        ended, generator._ended = generator._ended, []
+        # Not while it waits, and not once a rollout knows that it has ended: its trainer may be dropped then.
+        del generator
+        _answer(ended)
+        if not goes_on:
+            return
+
+
+def _has_no_use(reference: weakref.ref[ThreadedGenerator]) -> bool:
+    generator = reference()
+    return generator is None or generator._must_end
+
+
+def _program_ends() -> bool:
+    return not threading.main_thread().is_alive()

@@ -20,14 +20,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""What models call the argument that is their cache: from transformers 5.24 on, before, and before in Mamba's."""
+"""Names of the argument that is a model's cache: from transformers 5.24 on, before, and before in Mamba's."""
 
 
 def join_rows(rows: list[list[torch.Tensor]], lengths: list[int]) -> DynamicCache:
@@ -60,7 +63,7 @@ class _BufferLayer(CacheLayerMixin):
         """The buffers exist already."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new columns and return all visible ones, (B, heads, end + new, head size)."""
         keys, values = self.tensors()
@@ -83,7 +86,7 @@ class _BufferLayer(CacheLayerMixin):
         return self.keys, self.values
 
 
-def can_hold(config: Any) -> bool:
+def can_hold(config: PretrainedConfig) -> bool:
     """Whether the model's cache is plain attention in every layer, so that rows can be moved.
 
     A sliding window is kept by the mask alone here; recurrent state (linear attention) cannot be padded on the left.
@@ -255,6 +258,13 @@ class ModelRunner:
         self.model = model
         self.pad_token_id = pad_token_id
         base: Any = getattr(model, "get_base_model", lambda: model)()
+        self.what_it_needs = (
+            f"{type(base).__name__} fails in the transformers generator, which samples with a cache, from rows "
+            "padded on the left. Set use_vllm=True if vLLM has it, or take another model"
+        )
+        """End of a message about a model that has sampled nothing yet."""
+        self.has_decoded = False
+        """Whether a decode step has worked, so that no later failure is the architecture's."""
         self.can_move_rows = can_hold(base.config)
         """Whether rows can join a running batch, leave it, and be continued later."""
         self.config = base.config
@@ -262,6 +272,9 @@ class ModelRunner:
         if any(item.kind is item.VAR_KEYWORD for item in parameters.values()):  # it may stand for the class's
             parameters |= inspect.signature(type(base).forward).parameters
         self._prefill_options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        # With them a model computes the loss of its router, which compares the tokens of a pass with the whole mask.
+        has_router_logits = getattr(base.config.get_text_config(), "output_router_logits", False)
+        self._options: dict[str, Any] = {"output_router_logits": False} if has_router_logits else {}
         # What a model does not name goes into its **kwargs, and it would read each token as if it were the first.
         names = [name for name in CACHE_NAMES if name in parameters]
         if not names:
@@ -357,6 +370,7 @@ class ModelRunner:
             logits = self._forward(ids, self._rows.open_column(), self._lengths, self._rows)
             self._rows.close_column()
         self._lengths = self._lengths + 1
+        self.has_decoded = True
         return logits
 
     def drop_rows(self, dropped: list[int]) -> list[int]:
@@ -374,7 +388,7 @@ class ModelRunner:
         return order
 
     def _forward(
-        self, ids: list[list[int]], mask: torch.Tensor | None, positions: torch.Tensor, cache: Any, **options: Any
+        self, ids: list[list[int]], mask: torch.Tensor | None, positions: torch.Tensor, cache: Cache, **options: object
     ) -> torch.Tensor:
         """Logits at the last position, (n, V)."""
         output = self.model(
@@ -382,6 +396,6 @@ class ModelRunner:
             attention_mask=mask,
             position_ids=positions,
             use_cache=True,
-            **{self._cache_name: cache, **options},
+            **{self._cache_name: cache, **self._options, **options},
         )
         return output.logits[:, -1]

@@ -32,7 +32,7 @@ class _ActiveRow:
 
     def __init__(self, request: WorkerRequest) -> None:
         self.request = request
-        self.uniforms = UniformStream(request.seed)
+        self.uniforms = UniformStream(request.asked.seed)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.kept_ids = KeptIds.of([])
@@ -42,7 +42,7 @@ class _ActiveRow:
     @property
     def ids(self) -> list[int]:
         """Prompt and sampled ids."""
-        return self.request.prompt_ids + self.token_ids
+        return self.request.asked.prompt_ids + self.token_ids
 
     def append(
         self, token_id: int, logprob: float, kept_ids: list[int] | None, stop_token_ids: frozenset[int]
@@ -58,7 +58,7 @@ class _ActiveRow:
         if self.seen is not None:
             self.seen[token_id] = True
         is_stopped = token_id in stop_token_ids
-        if is_stopped or len(self.token_ids) == self.request.max_tokens:
+        if is_stopped or len(self.token_ids) == self.request.asked.max_tokens:
             self.request.outcome = Generation(
                 token_ids=self.token_ids,
                 logprobs=self.logprobs,
@@ -173,7 +173,7 @@ class TransformersGenerator(ThreadedGenerator):
                     break
                 longest = max(longest, len(row.ids))
                 running = self._rows or new
-                is_alike = not running or row.request.params == running[0].request.params
+                is_alike = not running or row.request.asked.params == running[0].request.asked.params
                 if not is_alike or (new and longest * (len(new) + 1) > MAX_PREFILL_TOKENS):
                     self._resuming.insert(0, row)
                     break
@@ -204,7 +204,7 @@ class TransformersGenerator(ThreadedGenerator):
 
     def _sample(self, rows: list[_ActiveRow], logits: torch.Tensor) -> None:
         """Draw one token per row from `logits` (n, V) and note which rows have ended."""
-        params = rows[0].request.params
+        params = rows[0].request.asked.params
         seen = torch.stack([row.seen_ids(logits) for row in rows]) if params.repetition_penalty != 1.0 else None
         uniforms = None if params.temperature == 0 else [row.uniforms[len(row.token_ids)] for row in rows]
         distribution = policy_logprobs(logits, params, seen)  # (n, V)
@@ -247,8 +247,9 @@ class TransformersGenerator(ThreadedGenerator):
                 self._resuming.clear()
                 self._waiting.clear()
         self._say(error)
+        hint = "" if self._runner.has_decoded else self._runner.what_it_needs
         for row in self._rows:
-            row.request.fail(error)
+            row.request.fail(error, hint)
         self._forget_rows()
 
     def _forget_rows(self) -> None:

@@ -9,11 +9,16 @@ import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from agent_r1_trl.generation.base import Generator
-from agent_r1_trl.generation.weights import check_tied_embeddings, is_4bit, is_quantised
+from agent_r1_trl.generation.weights import check_adapters, is_4bit, is_quantised
 from agent_r1_trl.settings import OneOf, Positive, Seconds, SettingsGroup, Texts, setting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from agent_r1_trl.trainers.config import MultiTurnConfig
 
 
 @dataclass(kw_only=True)
@@ -62,7 +67,7 @@ WEIGHTS_FOLDER = "vllm_weights"
 """Folder for whole weights where there is no NCCL; empty between two syncs."""
 
 
-def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_gpu: bool) -> Generator:
+def build_vllm(model: PreTrainedModel, args: Any, *, stop_token_ids: Collection[int], is_on_gpu: bool) -> Generator:
     """The generator that `vllm_mode` of a `MultiTurnConfig` asks for; call `sync` before its first request.
 
     `is_on_gpu` says that this process trains on a GPU, which an engine in it then shares.
@@ -102,7 +107,7 @@ def build_vllm(model: Any, args: Any, *, stop_token_ids: Collection[int], is_on_
     )
 
 
-def engine_dtype(args: Any) -> dict[str, Any]:
+def engine_dtype(args: MultiTurnConfig) -> dict[str, Any]:
     """The option of the engine in this process that says its numbers; empty for those of the policy's weights.
 
     Float32 weights under autocast are computed with in 16 bits. So does the engine then, whose weights and cache would
@@ -115,7 +120,7 @@ def engine_dtype(args: Any) -> dict[str, Any]:
     return {}
 
 
-def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
+def check_vllm(args: MultiTurnConfig, model: PreTrainedModel, *, is_on_gpu: bool) -> None:
     """Check before the first rollout that vLLM is installed and can run the trained model.
 
     Raises:
@@ -138,7 +143,7 @@ def check_vllm(args: Any, model: Any, *, is_on_gpu: bool) -> None:
             "load_in_4bit can be dequantised for the engine. Set load_in_4bit=True, or vllm_mode='server' with a "
             "server of adapters (--enable-lora), or use_vllm=False, or load without quantisation."
         )
-    check_tied_embeddings(model)
+    check_adapters(model, is_merged=True)
 
 
 def server_urls(args: Any) -> list[str]:

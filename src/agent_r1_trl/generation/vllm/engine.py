@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import os
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from vllm import LLMEngine
 
-def build_engine(model: Any, **options: Any) -> Any:
+
+def build_engine(model: str | PreTrainedModel, **options: object) -> Any:
     """A `vllm.LLMEngine` in this process whose weights can be replaced.
 
     Args:
@@ -77,6 +82,50 @@ def keep_weights_loadable() -> None:
 
     vllm._custom_ops._supports_onednn = False
     vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
+    _keep_experts_loadable()
+
+
+def _keep_experts_loadable() -> None:
+    """Make vLLM's fused experts on a CPU pack their weights in each call, not once after the first load.
+
+    They have no kernel for weights that are not packed, so this costs a copy of a layer's experts in every pass. A
+    vLLM without these experts (before 0.31) stays as it is: the check after a sync stops the run there.
+    """
+    try:  # by name: older releases in the declared range do without it
+        cpu_moe = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe")
+    except ImportError:
+        return
+    experts = cpu_moe.CPUUnquantizedExperts
+    if hasattr(experts, "packs_in_each_call"):
+        return
+    compute = experts.apply
+
+    def keep(self: Any, layer: torch.nn.Module) -> None:
+        self._use_zentorch = cpu_moe.is_zentorch_moe_supported(layer)
+
+    def pack_and_compute(
+        self: Any,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        *rest: object,
+        **more: object,
+    ) -> None:
+        if not self._use_zentorch:
+            copies = torch.nn.Module()
+            copies.w13_weight = torch.nn.Parameter(w1, requires_grad=False)
+            copies.w2_weight = torch.nn.Parameter(w2, requires_grad=False)
+            self._pad_moe_intermediate(copies)  # to the width that the kernel wants
+            assert copies.w2_weight.shape == w2.shape or self.w1_bias is None, (
+                "experts with a bias need a width of 32, 64, ..."
+            )
+            w1 = cpu_moe.cpu_prepack_moe_weight(copies.w13_weight.data, self.isa)
+            w2 = cpu_moe.cpu_prepack_moe_weight(copies.w2_weight.data, self.isa)
+        compute(self, output, hidden_states, w1, w2, *rest, **more)
+
+    experts.packs_in_each_call = True
+    experts.process_weights_after_loading, experts.apply = keep, pack_and_compute
 
 
 def _keep_process_group() -> None:
@@ -111,7 +160,7 @@ def _single_process_group() -> Iterator[None]:
         os.environ.update({name: value for name, value in before.items() if not name.startswith("VLLM_")})
 
 
-def shut_down(engine: Any, *, owns_process_group: bool) -> None:
+def shut_down(engine: LLMEngine, *, owns_process_group: bool) -> None:
     """Free the engine, to which there must be no other reference, and vLLM's process groups.
 
     `owns_process_group` says that torch's default process group is vLLM's own and not the trainer's.

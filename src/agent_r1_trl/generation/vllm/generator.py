@@ -13,15 +13,18 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from agent_r1_trl.generation.base import Generation, GenerationError
+from agent_r1_trl.generation.base import Generation, GenerationError, GenerationRequest
 from agent_r1_trl.generation.vllm.kept import num_logprobs, read_kept_ids
-from agent_r1_trl.generation.weights import policy_weights
+from agent_r1_trl.generation.weights import check_adapters, policy_weights
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
+
+if TYPE_CHECKING:
+    from vllm import CompletionOutput
 
 
 def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
@@ -49,13 +52,28 @@ def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]])
     return loaded
 
 
-def check_complete(engine_model: Any, loaded: set[str] | None) -> None:
+def check_complete(engine_model: nn.Module, loaded: set[str] | None) -> None:
     """Refuse weights of which some did not come."""
     # Experts are loaded under other names than the parameters they end up in.
     needed = {name for name, _ in engine_model.named_parameters() if ".experts." not in name}
     missing = sorted(needed - set(loaded or ()))
     if loaded is not None and missing:
         raise KeyError(f"no value for {', '.join(missing[:5])}")
+
+
+class _Source:
+    """Weights on their way to an engine, and the error of the side that gives them, if there is one."""
+
+    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]):
+        self._weights = weights
+        self.error: Exception | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        try:
+            yield from self._weights
+        except Exception as error:
+            self.error = error
+            raise
 
 
 class VLLMGenerator(ThreadedGenerator):
@@ -75,13 +93,13 @@ class VLLMGenerator(ThreadedGenerator):
 
     def __init__(
         self,
-        model: Any,
+        model: object,
         *,
         stop_token_ids: Collection[int],
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         step_timeout_s: float = 600.0,
-        **engine_options: Any,
+        **engine_options: object,
     ) -> None:
         super().__init__("The vLLM engine in this process", step_timeout_s=step_timeout_s)
         self._stop_token_ids = sorted(stop_token_ids)
@@ -92,6 +110,8 @@ class VLLMGenerator(ThreadedGenerator):
         self._had_process_group = torch.distributed.is_initialized()
         self._engine: Any = getattr(model, "llm_engine", model)
         self._is_owner = isinstance(model, (str, nn.Module))
+        if isinstance(model, nn.Module):
+            check_adapters(model, is_merged=True)
         if self._is_owner:
             from agent_r1_trl.generation.vllm.engine import build_engine
 
@@ -121,9 +141,10 @@ class VLLMGenerator(ThreadedGenerator):
             ValueError: the engine's model lacks a weight, has it in another shape, or did not receive one it needs.
             GenerationError: the engine is dead or hangs.
         """
+        source = _Source(weights)
 
         def load(engine_model: nn.Module) -> None:
-            loaded = load_weights(engine_model, weights)
+            loaded = load_weights(engine_model, source)
             if is_complete:
                 check_complete(engine_model, loaded)
 
@@ -133,12 +154,31 @@ class VLLMGenerator(ThreadedGenerator):
             try:
                 self._engine.apply_model(load)
             except (AttributeError, KeyError, ValueError, AssertionError, RuntimeError) as error:
+                if source.error is not None:
+                    raise source.error from None  # no fault of the engine
                 raise ValueError(
                     f"vLLM could not load the policy's weights ({type(error).__name__}: {error}). "
                     "The engine must run the policy's architecture, vocabulary size included."
                 ) from error
-            # What was computed with the old weights must not be continued with the new ones.
-            self._engine.reset_prefix_cache()
+            self._reset_prefix_cache()
+
+    def _reset_prefix_cache(self) -> None:
+        """Forget what was computed with the old weights: it must not be continued with the new ones.
+
+        Raises:
+            GenerationError: the engine keeps it.
+        """
+        is_kept = self._engine.reset_prefix_cache() is False
+        if is_kept:
+            # Requests that are not ours hold it, in an engine of the user's own. They start again, as on a server.
+            with suppress(RuntimeError):  # vLLM's, where even that does not free the cache
+                is_kept = self._engine.reset_prefix_cache(reset_running_requests=True) is False
+        if is_kept:
+            raise GenerationError(
+                "The vLLM engine in this process keeps its prefix cache, which was computed with older weights "
+                "(reset_prefix_cache() returned False): requests or transfers of other users hold blocks of it. End "
+                "them before a sync, or give the run an engine of its own (vllm_mode='colocate')."
+            )
 
     def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
         """See `Generator`; there is one engine, the one in this process."""
@@ -234,7 +274,8 @@ class VLLMGenerator(ThreadedGenerator):
     def _add(self, request: WorkerRequest) -> None:
         name = self._next_name()
         try:
-            self._engine.add_request(name, {"prompt_token_ids": request.prompt_ids}, self._engine_params(request))
+            prompt = {"prompt_token_ids": request.asked.prompt_ids}
+            self._engine.add_request(name, prompt, self._engine_params(request.asked))
         except Exception as error:  # a prompt longer than max_model_len, say: that request's own fault
             request.fail(error)
             self._ended.append(request)
@@ -244,7 +285,7 @@ class VLLMGenerator(ThreadedGenerator):
     def _next_name(self) -> str:
         return f"request-{next(self._names)}"
 
-    def _engine_params(self, request: WorkerRequest) -> Any:
+    def _engine_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -259,7 +300,7 @@ class VLLMGenerator(ThreadedGenerator):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _finish(self, request: WorkerRequest, completion: Any) -> None:
+    def _finish(self, request: WorkerRequest, completion: CompletionOutput) -> None:
         """Turn vLLM's answer into a `Generation`."""
         token_ids = list(completion.token_ids)
         if completion.finish_reason not in ("stop", "length"):
@@ -269,7 +310,7 @@ class VLLMGenerator(ThreadedGenerator):
             logprobs = [entry[token_id].logprob for entry, token_id in pairs]
             try:
                 likely = ({token: item.logprob for token, item in entry.items()} for entry in completion.logprobs)
-                kept_ids = read_kept_ids(likely, request.params)
+                kept_ids = read_kept_ids(likely, request.asked.params)
                 request.outcome = Generation(
                     token_ids=token_ids, logprobs=logprobs, stop=completion.finish_reason, kept_ids=kept_ids
                 )

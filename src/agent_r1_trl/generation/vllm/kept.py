@@ -20,7 +20,7 @@ def num_logprobs(params: SamplingParams) -> int:
 
 
 def read_kept_ids(entries: Iterable[Mapping[int, float]], params: SamplingParams) -> KeptIds | None:
-    """What each token was drawn from; None where no mask was asked for.
+    """The ids that each token was drawn from; None where no mask was asked for.
 
     `entries` are, for each token, the likeliest ids with their log-probabilities after the filters
     (`logprobs_mode="processed_logprobs"`).

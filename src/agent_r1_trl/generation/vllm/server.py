@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from torch import nn
 from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
+    GenerationRequest,
     Generator,
     RefusedRequestError,
     SamplingParams,
@@ -65,11 +66,15 @@ from agent_r1_trl.generation.vllm.weight_transfer import (
 )
 from agent_r1_trl.generation.weights import (
     adapter_tensors,
+    check_adapters,
     is_sharded,
     policy_weights,
     served_adapter,
     write_adapter,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _POLL_S = 1.0
 
@@ -136,10 +141,8 @@ class VLLMServerGenerator(Generator):
 
     # ---------------------------------------------------------------- requests
 
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
-        """Sample up to `max_tokens` ids after `prompt_ids`; see `Generator`.
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one turn; see `Generator`.
 
         The answer provably comes from the weights of the last sync. Cancelling closes the connection, upon which the
         server drops the request.
@@ -147,11 +150,12 @@ class VLLMServerGenerator(Generator):
         Raises:
             GenerationError: no server answered, or one refused the request (`RefusedRequestError`).
         """
-        check_request(prompt_ids, max_tokens)
+        check_request(request)
+        params = request.params
         body = vars(params) | {
-            "prompt": prompt_ids,
-            "max_tokens": max_tokens,
-            "seed": seed,
+            "prompt": request.prompt_ids,
+            "max_tokens": request.max_tokens,
+            "seed": request.seed,
             "stop_token_ids": self._stop_token_ids,
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": num_logprobs(params),
@@ -198,6 +202,7 @@ class VLLMServerGenerator(Generator):
         """
         self._num_syncs += 1
         self._http.run(self._fleet.pause())
+        wait_for_all_ranks()  # one of them may have been giving a server the weights of the last sync
         # A new name each time: neither a cached prefix nor a restarted server can answer for it with older weights.
         name = f"{self._run_name}-{self._num_syncs}"
         found = self._sync_adapter(model, name)
@@ -212,7 +217,7 @@ class VLLMServerGenerator(Generator):
         return True
 
     def _led(self, action: Callable[[], Any], follow: Callable[[], Any] = lambda: None) -> Any:
-        """What `action` returns on the first rank, on every rank, while the others do `follow`; or its error."""
+        """The result of `action` on the first rank, on every rank, while the others do `follow`; or its error."""
         value, error = None, None
         try:
             value = action() if self._rank == 0 else follow()
@@ -248,7 +253,7 @@ class VLLMServerGenerator(Generator):
         assert self._adapter_dir is not None
         return self._adapter_dir / str(name)
 
-    def _sync_adapter(self, model: Any, name: str) -> Found | None:
+    def _sync_adapter(self, model: PreTrainedModel, name: str) -> Found | None:
         """Send the adapter alone; None if it cannot be served."""
         adapter = served_adapter(model) if self._adapter_dir is not None else None
         if adapter is None or self._has_all_weights:
@@ -281,6 +286,7 @@ class VLLMServerGenerator(Generator):
 
     def _sync_whole(self, model: nn.Module, name: str) -> Found:
         """Send all weights, or those that training can change if every server has the others."""
+        check_adapters(model, is_merged=True)
         workers: Workers = {}
         absent: Found = {}
 
@@ -310,7 +316,7 @@ class VLLMServerGenerator(Generator):
         return found
 
     async def _hello(self, url: str) -> list[dict[str, Any]]:
-        """What the workers of a server say about themselves, if there is a way to them."""
+        """The workers' answers about themselves, if there is a way to them."""
         workers = await hello(self._http, url, self._weights_folder, timeout_s=self._settings.health_timeout)
         no_nccl = self._reason_against_nccl(workers)
         sees = all(worker["sees"] for worker in workers)
@@ -386,8 +392,14 @@ def own_rank() -> int:
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
-def agreed(value: Any) -> Any:
-    """The first rank's value, on every rank; all of them have to call."""
+def wait_for_all_ranks() -> None:
+    """Return once every rank has called it."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def agreed(value: object) -> Any:
+    """The first rank's value, on every rank; all of them have to call. The first one does not wait for the others."""
     if not torch.distributed.is_initialized():
         return value
     values = [value]

@@ -63,7 +63,7 @@ class HTTPClient:
         """`start` and wait."""
         return self.start(coroutine).result()
 
-    async def request(self, method: str, url: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+    async def request(self, method: str, url: str, body: object = None, *, timeout_s: float | None = None) -> Any:
         """The answer's JSON (None if it is empty or, as from vLLM's LoRA routes, a plain sentence).
 
         Raises:
@@ -121,8 +121,8 @@ NO_NCCL = "servers.weight_transfer='folder' does without NCCL."
 _WORKER = "agent_r1_trl.generation.vllm.worker_extension.PolicyWorker"
 _FIXES = {
     ".base_layer.": "It was started with --enable-lora and can take adapters only. For LoRA start every server with "
-    "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA or modules_to_save "
-    "start all without.",
+    "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or none; for full fine-tuning, DoRA, modules_to_save "
+    "or lora_target_parameters start all without.",
     "GroupError": NO_NCCL,
     "": "It must run the policy's architecture, vocabulary size included: start it with the trainer's model.",
 }
@@ -214,13 +214,13 @@ async def ask_each(
 
 
 def refusal_of(error: HTTPError) -> GenerationError:
-    """What it means that a server will not serve a request for a completion."""
+    """The meaning of a server's refusal of a completion."""
     if error.status == 400 and any(words in str(error) for words in _TOO_LONG):
         return RequestTooLongError(str(error))
     return RefusedRequestError(f"{error}. It would refuse the request again: correct what it names")
 
 
-async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_s: float) -> list[dict[str, Any]]:
+async def rpc(http: HTTPClient, url: str, method: str, *arguments: object, timeout_s: float) -> list[dict[str, Any]]:
     """Call a method of `PolicyWorker` on every worker of a server.
 
     Raises:
@@ -248,7 +248,7 @@ async def rpc(http: HTTPClient, url: str, method: str, *arguments: Any, timeout_
 
 
 async def hello(http: HTTPClient, url: str, path: Path | None = None, *, timeout_s: float) -> list[dict[str, Any]]:
-    """What each worker of a server says about itself, and about our `path`; see `PolicyWorker.agent_r1_hello`.
+    """Each worker's answer about itself and about our `path`; see `PolicyWorker.agent_r1_hello`.
 
     Raises:
         HTTPError: it does not answer.

@@ -39,7 +39,7 @@ class GroupError(ConnectionError):
 
 
 def describe_gpu(device: torch.device) -> dict[str, str] | None:
-    """What other members must know of this process: its version of NCCL and its GPU. None: it cannot use NCCL."""
+    """Facts about this process for the other members: its version of NCCL and its GPU. None: it cannot use NCCL."""
     if device.type != "cuda":
         return None
     try:
@@ -108,7 +108,7 @@ class NCCLGroup:
         rank, size, made = self._rank, self._size, self.number
 
         class Meeting(StatelessProcessGroup):
-            """What a communicator asks of a process group: who it is, and one object from member 0."""
+            """The part of a process group that a communicator uses: who it is, and one object from member 0."""
 
             def __init__(self) -> None:
                 self.rank, self.world_size = rank, size
@@ -234,7 +234,7 @@ class WeightTransfer:
         if group is not None:
             group.close()
 
-    async def _ask(self, url: str, method: str, *arguments: Any) -> None:
+    async def _ask(self, url: str, method: str, *arguments: object) -> None:
         await rpc(self._http, url, method, self._name, *arguments, timeout_s=self._timeout_s)
 
     async def _begin(self, url: str, num_workers: int, is_over_nccl: bool) -> None:

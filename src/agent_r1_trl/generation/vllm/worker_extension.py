@@ -41,7 +41,7 @@ def answers(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[
     """Answer with the rank and what the method returns; or with the error, whose text would not reach the trainer."""
 
     @functools.wraps(method)
-    def answer(self: PolicyWorker, *arguments: Any) -> dict[str, Any]:
+    def answer(self: PolicyWorker, *arguments: object) -> dict[str, Any]:
         try:
             return {"rank": self.rank} | (method(self, *arguments) or {})
         except Exception as error:
