@@ -1,9 +1,12 @@
 """Rewards of a judge: what it reads, what its answers count as, and what it may cost."""
 
 import asyncio
+import contextlib
 import json
 import pickle
 import re
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -164,6 +167,31 @@ def test_a_server_that_hangs_or_is_gone_is_given_up_in_time():
     assert scored(judge(url, max_retries=0), "a") == ([None], ["judge: no answer (ConnectError)"])
 
 
+def test_a_server_that_answers_byte_by_byte_is_given_up_in_time():
+    def drip(connection):
+        with contextlib.suppress(OSError):
+            connection.recv(2**16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n")
+            for _ in range(100):
+                connection.sendall(b" ")
+                time.sleep(0.05)
+
+    def serve():
+        with contextlib.suppress(OSError):
+            while True:
+                connections.append(server.accept()[0])
+                threading.Thread(target=drip, args=connections[-1:], daemon=True).start()
+
+    connections = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        start = time.perf_counter()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+        values, [cause] = scored(judge(url, timeout_s=0.3, max_retries=1), "a")
+        assert time.perf_counter() - start < 4 and len(connections) == 2
+    assert values == [None] and cause.startswith("judge: no answer (")
+
+
 def test_a_failed_trajectory_is_not_judged_and_one_of_a_judge_that_is_not_required_has_no_error(caplog):
     failed, judged = two_turns(stop_reason=StopReason.TOOL_FAILURE, error="down"), two_turns()
     with judge_server(faults=[whole(said("?"))]) as (url, seen):
@@ -174,6 +202,18 @@ def test_a_failed_trajectory_is_not_judged_and_one_of_a_judge_that_is_not_requir
 
 
 # -------------------------------------------------------------------- limits, cache
+
+
+@pytest.mark.parametrize("stored", ["[50.0]", "[-0.1]", "[true]", "[NaN]", "[0.1, 0.2]", "{}", "0.5", "[null]", "["])
+def test_a_score_in_the_file_that_is_none_is_asked_for_again(stored, tmp_path, caplog):
+    path = tmp_path / "judge.sqlite"
+    with judge_server() as (url, seen):
+        reward = judge(url, cache=str(path))
+        assert scored(reward, "a")[0] == [0.1] == scored(reward, "a")[0]
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            assert connection.execute("UPDATE verdicts SET scores = ?", (stored,)).rowcount == 1
+        assert scored(judge(url, cache=str(path)), "a") == ([0.1], [None])
+    assert len(seen.bodies) == 2 and ("asking again" in caplog.text) == (stored != "[")
 
 
 def test_calls_in_flight_count_for_the_limit_and_what_is_known_costs_none(tmp_path):
@@ -380,7 +420,7 @@ def test_scores_are_found_in_other_text():
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_vllm_server_takes_the_request_and_answers_in_the_form_asked_for(tmp_path):
     model = Path(__file__).parents[2] / "recipes" / "quickstart" / "model"
     with vllm_server(model, tmp_path, "--max-model-len", "1024", "--served-model-name", "gpt") as url:

@@ -71,10 +71,10 @@ class Recorder:
         self.generator = generator
         self.contexts, self.max_tokens, self.handed = [], [], []
 
-    async def generate(self, prompt_ids, *, max_tokens, **options):
-        generation = await self.generator.generate(prompt_ids, max_tokens=max_tokens, **options)
-        self.contexts.append(list(prompt_ids))
-        self.max_tokens.append(max_tokens)
+    async def generate(self, request):
+        generation = await self.generator.generate(request)
+        self.contexts.append(list(request.prompt_ids))
+        self.max_tokens.append(request.max_tokens)
         self.handed.append(generation)
         return generation
 

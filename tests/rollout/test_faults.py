@@ -16,12 +16,14 @@ import time
 import pytest
 import torch
 
+from agent_r1_trl.environments.factory import tool_schemas
+from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.generation import Generation, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session, probe
-from agent_r1_trl.tools import tool
+from agent_r1_trl.tools import ToolSchemaError, tool
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
-from tests.toys import AddEchoEnv, call, say
+from tests.toys import AddEchoEnv, call, echo, say
 
 GOOD, BAD = "good", "bad"
 ERRORS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), ValueError("bad"),
@@ -352,6 +354,8 @@ MISTAKES = [  # an environment's methods, and what the message names
     ({"reset": returning([{"content": "x"}])}, r"Bad\.reset"),
     ({"reset": None}, "Bad without reset"),
     ({"tools": (5,)}, "5 is no tool"),
+    ({"tools": property(lambda self: echo.fn)}, r"Bad\.tools=.*must be a list.*Write \[echo\]"),
+    ({"tools": property(lambda self: echo)}, r"Bad\.tools=.*must be a list.*Write \[echo\]"),
     ({"outcome_reward": returning(math.nan)}, r"Bad\.outcome_reward.*nan"),
     ({"outcome_reward": returning("much")}, r"Bad\.outcome_reward.*'much'"),
     ({"outcome_reward": raising(ValueError("typo"))}, "typo"),
@@ -367,8 +371,10 @@ def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, named):
     envs = [Endless, type("Bad", (Waiting,), methods), Endless]
     good_alone()  # loads the tokenizer
     began = time.monotonic()
-    with pytest.raises((ValueError, RuntimeError), match=named):
+    with pytest.raises((ValueError, RuntimeError), match=named) as caught:
         roll_out_each(envs, [call(), say("ok")], max_concurrency=3, rollout_timeout=10)
+    if "tools" in methods:
+        assert caught.value.__context__ is None, "closing what cannot start is no second error"
     assert Endless.closed == 2
     assert time.monotonic() - began < 15, "the others were stopped"
 
@@ -389,8 +395,8 @@ def test_a_factory_that_makes_nothing_is_named():
 )
 def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
     class Failing(ScriptedGenerator):
-        async def generate(self, prompt_ids, **options):
-            generation = await super().generate(prompt_ids, **options)
+        async def generate(self, request):
+            generation = await super().generate(request)
             if len(generation.token_ids) == 1:
                 raise error
             return generation
@@ -408,8 +414,8 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
 )
 def test_a_sampler_that_keeps_no_limit_or_says_nonsense_is_named(num_more, stop, named):
     class Sampler:
-        async def generate(self, prompt_ids, *, max_tokens, seed, params):
-            ids = [9] * (max_tokens + num_more)
+        async def generate(self, request):
+            ids = [9] * (request.max_tokens + num_more)
             return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop=stop)
 
     runner = RolloutRunner(AddEchoEnv, Sampler(), chat_of(), RolloutLimits(max_completion_length=12))
@@ -489,3 +495,25 @@ def test_ids_that_cannot_be_read_end_their_trajectory_alone(monkeypatch):
     runner.close()
     assert trajectory.stop_reason is StopReason.GENERATION_ERROR
     assert "OverflowError: no such id" in trajectory.error
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+def test_an_environment_with_a_step_of_its_own_may_give_its_tools_as_schemas(is_bare):
+    class Schemas:
+        def __init__(self):
+            self.env = AddEchoEnv()
+            self.tools = [item.schema["function"] if is_bare else item.schema for item in self.env.tools]
+
+        def __getattr__(self, name):
+            if name in ("reset", "step", "outcome_reward", "close"):
+                return getattr(self.env, name)
+            raise AttributeError(name)
+
+    turns = [call(), say("five")]
+    given, expected = (roll_out(turns, env=env)[0] for env in (Schemas, AddEchoEnv))
+    assert given.prompt_ids == expected.prompt_ids and given.completion_ids == expected.completion_ids
+    assert tool_schemas(Schemas) == tool_schemas(AddEchoEnv) != []
+    assert not [finding for finding in check_env(Schemas, [{"prompt": PROMPT}]) if finding.level == "error"]
+    Schemas.__init__ = lambda self: setattr(self, "tools", [{"name": "add"}]) or setattr(self, "env", AddEchoEnv())
+    with pytest.raises(ToolSchemaError, match=r"Tool schema.*must be"):
+        roll_out(turns, env=Schemas)

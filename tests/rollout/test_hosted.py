@@ -16,6 +16,7 @@ from agent_r1_trl.generation import SamplingParams, endpoint
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.hosted import HostedRunner
+from agent_r1_trl.tools.event_loop import shared_loop
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
 from tests.hosted import MESSAGE_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS, called, error, hosted, said, whole
 from tests.rollout.helpers import PROMPT, roll_out, scene
@@ -188,7 +189,7 @@ def test_after_an_event_loop_that_was_given_up_the_next_one_has_connections_of_i
     asked = [RolloutRequest(example={"prompt": PROMPT})]
     with hosted([said("55")]) as (url, _, _):
         runner = HostedRunner(Holds, Endpoint(url, "gpt"), limits_of(stall_timeout=0.3))
-        lost = runner._loop_thread()
+        lost = shared_loop()
         (trajectory,) = runner.run(asked)
         assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and "held the event loop" in trajectory.error
         lost.join(10)

@@ -9,7 +9,7 @@ from agent_r1_trl.chat.format import PREFIX_TOKENS
 from agent_r1_trl.features.journal import recorders
 from agent_r1_trl.features.journal.recorders import JournaledGenerator, TrajectoryLog
 from agent_r1_trl.features.journal.records import checksum_ids
-from agent_r1_trl.generation import Generation, Generator
+from agent_r1_trl.generation import Generation, GenerationRequest, Generator
 from agent_r1_trl.generation.base import GenerationError, SamplingParams
 from agent_r1_trl.generation.vllm.server import _as_generation
 from agent_r1_trl.rollout import Draft, RolloutRequest
@@ -99,7 +99,7 @@ def test_rewards_are_placed_in_time_that_grows_with_the_tokens_and_not_with_turn
 
 
 class Silent(Generator):
-    async def generate(self, prompt_ids, **options):
+    async def generate(self, request):
         return Generation(token_ids=[9], logprobs=[-1.0], stop="stop")
 
 
@@ -114,7 +114,7 @@ def test_the_journal_adds_up_what_is_new_of_a_context_and_starts_again_where_it_
     log = TrajectoryLog(lambda record: None, [])
     generator = JournaledGenerator(Silent(), log=log, draft=Draft(request=RolloutRequest(example={})))
     for context in CONTEXTS:
-        asyncio.run(generator.generate(context, max_tokens=1, seed=0, params=SAMPLED))
+        asyncio.run(generator.generate(GenerationRequest(prompt_ids=context, max_tokens=1, params=SAMPLED)))
         assert log.request["context"] == checksum_ids(context)
     assert read == [[5, 6], [7, 8], [9], [1, 2], [3]]
 

@@ -20,7 +20,7 @@ from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
-from agent_r1_trl.update.batching import pad_lists, pad_tokens
+from agent_r1_trl.update.rows import pad_lists, pad_tokens
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
 from tests.toys import call, calls, limits_of, say

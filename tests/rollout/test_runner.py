@@ -21,6 +21,7 @@ from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed
 from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.rollout.runner import _FrozenHeap
+from agent_r1_trl.tools.event_loop import shared_loop
 from agent_r1_trl.trajectory import StopReason
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, chat_of, random_script
@@ -227,30 +228,51 @@ def test_a_runner_can_be_used_again_and_again(runner_of):
     assert runner.environments == []
 
 
-def test_a_closed_runner_ends_its_thread_and_starts_another_when_it_is_needed():
-    before = {thread for thread in threading.enumerate() if thread.name == "rollout"}
-    runner = make_runner([chat_of().encode_reply(say())])
-    runner.run(requests_for(1))
-    loop = runner._thread.loop
-    (thread,) = {item for item in threading.enumerate() if item.name == "rollout"} - before
-    assert thread.daemon
-    runner.close()
-    runner.close()
-    thread.join(timeout=10)
-    assert not thread.is_alive()
-    assert loop.is_closed()
-    assert runner.run(requests_for(1))[0].stop_reason is StopReason.DONE
-    runner.close()
+def test_two_runs_of_a_runner_have_environments_of_their_own(runner_of):
+    """The second ends first, while the first is held; neither takes the other's, nor clears them."""
+    may_go_on = threading.Event()
+
+    class Held(AddEchoEnv):
+        async def step(self, message):
+            while self.example["id"] == "held" and not may_go_on.is_set():
+                await asyncio.sleep(0.005)
+            return await super().step(message)
+
+    def ids(environments):
+        return [environment.example["id"] for environment in environments]
+
+    runner = runner_of(by_seed, env=Held, limits={"max_turns": 1})
+    first = runner.start([RolloutRequest(example={"prompt": PROMPT, "id": "held"})] * 2)
+    second = runner.start([RolloutRequest(example={"prompt": PROMPT, "id": "free"})] * 3)
+    second.result(30)
+    assert (first.environments, ids(second.environments)) == ([], ["free"] * 3)
+    may_go_on.set()
+    first.result(30)
+    assert (ids(first.environments), ids(second.environments)) == (["held"] * 2, ["free"] * 3)
+    assert runner.environments is first.environments
 
 
-def test_a_dropped_runner_is_freed_and_its_thread_ends():
+def test_a_closed_runner_runs_again_on_the_loop_that_all_share():
+    runner, other = (make_runner([chat_of().encode_reply(say())]) for _ in range(2))
+    runner.run(requests_for(1))
+    thread = shared_loop()
+    threads = {item for item in threading.enumerate() if item.name == "rollout"}  # some may have been given up
+    assert thread.daemon and thread in threads
+    runner.close()
+    runner.close()
+    for each in (runner, other):
+        assert each.run(requests_for(1))[0].stop_reason is StopReason.DONE
+        each.close()
+    assert shared_loop() is thread
+    assert {item for item in threading.enumerate() if item.name == "rollout"} <= threads
+
+
+def test_a_dropped_runner_is_freed():
     runner = make_runner([chat_of().encode_reply(say())])
     runner.run(requests_for(1))
-    thread, dropped = runner._thread, weakref.ref(runner)
+    dropped = weakref.ref(runner)
     del runner
     assert is_freed(dropped)
-    thread.join(timeout=10)
-    assert not thread.is_alive() and thread.loop.is_closed()
 
 
 def test_it_runs_inside_a_running_event_loop(runner_of):

@@ -15,7 +15,7 @@ from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory
-from agent_r1_trl.update.batching import anchors
+from agent_r1_trl.update.credit_inputs import anchors
 from tests.families import FAMILIES
 from tests.rollout.helpers import PROMPT, chat_of, check_rows, mostly_nightly
 from tests.toys import AddEchoEnv, call, limits_of, say
@@ -32,14 +32,14 @@ class Log:
         self.asked = asked.partition("{")[0]
         self.requests = []
 
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+    async def generate(self, request):
         from agent_r1_trl.generation import Generation
 
-        is_summary = self.asked in self.chat.encoder.to_text(prompt_ids[-200:]) and bool(self.summaries)
+        is_summary = self.asked in self.chat.encoder.to_text(request.prompt_ids[-200:]) and bool(self.summaries)
         said = (self.summaries if is_summary else self.turns).pop(0)
-        ids = (self.chat.encode_reply(said) if isinstance(said, dict) else list(said))[:max_tokens]
+        ids = (self.chat.encode_reply(said) if isinstance(said, dict) else list(said))[: request.max_tokens]
         stop = "stop" if ids and ids[-1] in self.chat.stop_token_ids else "length"
-        self.requests.append((list(prompt_ids), ids, seed, max_tokens))
+        self.requests.append((list(request.prompt_ids), ids, request.seed, request.max_tokens))
         return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop=stop)
 
 

@@ -18,9 +18,9 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.rollout.runner import LoopThread
 from agent_r1_trl.rollout.watchdog import Watchdog, reported
 from agent_r1_trl.tools import tool
+from agent_r1_trl.tools.event_loop import LoopThread
 from agent_r1_trl.trajectory import StopReason
 from tests.rollout.helpers import PROMPT, chat_of
 from tests.toys import AddEchoEnv, call, calls, say
@@ -136,6 +136,19 @@ def test_what_the_watchdog_says_is_bounded_however_many_wait():
     dog = Watchdog(lambda: drafts, None, threading.current_thread(), interval_s=1, stall_timeout_s=None, give_up=print)
     text = dog._names()
     assert text.startswith("99 running: qqq") and text.endswith("...") and len(text) < 1200
+
+
+@pytest.mark.parametrize(("size", "said"), [("2", "Rank 1 of 2: No trajectory has"), ("1", "No trajectory has")])
+def test_the_watchdog_names_the_rank_where_there_are_several(size, said, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", size)
+    draft = types.SimpleNamespace(phase="turn 0: tools", completion_ids=[], name="q")
+    dog = Watchdog(
+        lambda: [draft], None, threading.current_thread(), interval_s=1, stall_timeout_s=None, give_up=print
+    )
+    dog._report(time.monotonic() + 5)
+    (message,) = caplog.messages
+    assert message.startswith(said)
 
 
 def test_a_tool_that_stops_the_event_loop_stops_nothing(caplog):

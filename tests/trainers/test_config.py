@@ -10,10 +10,11 @@ import pytest
 import torch
 from peft import get_peft_model
 from torch import nn
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 from trl import GRPOConfig, RLOOConfig, SFTConfig
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
+from agent_r1_trl.cli.parser import RecipeParser
 from agent_r1_trl.generation.vllm.build import check_vllm, server_urls
 from agent_r1_trl.trainers.config import (
     ModelConfig,
@@ -71,6 +72,44 @@ def test_a_fix_names_no_estimator_of_the_other_trainer():
         with pytest.raises(ValueError, match="advantage_estimator to one of 'reinforce_pp'") as refusal:
             MultiTurnGRPOConfig(**CPU, **options)
         assert "gae" not in str(refusal.value)
+
+
+OLDER = {"use_vllm": True, "overlap_rollout": True}
+MODE, LIMIT = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "limit"),
+    [
+        ({}, "sequence_mask", 3.0),
+        ({"use_vllm": True}, "sequence_mask", 3.0),
+        (OLDER, "token_truncate", 2.0),
+        (OLDER | {MODE: "sequence_mask"}, "sequence_mask", 3.0),
+        (OLDER | {MODE: "token_mask"}, "token_mask", 3.0),
+        (OLDER | {LIMIT: 3.0}, "token_truncate", 3.0),
+        (OLDER | {LIMIT: 5.0, MODE: "sequence_truncate"}, "sequence_truncate", 5.0),
+        (OLDER | {MODE: "sequence_mask", LIMIT: None}, "sequence_mask", None),
+    ],
+)
+@pytest.mark.parametrize("config_class", [MultiTurnGRPOConfig, MultiTurnPPOConfig])
+@pytest.mark.parametrize("reads", [None, HfArgumentParser, RecipeParser])
+def test_ratios_to_older_weights_are_of_tokens_and_truncated_unless_the_user_says_otherwise(
+    given, mode, limit, config_class, reads
+):
+    options = CPU | given
+    words = []
+    for name, value in options.items():
+        words += [f"--{name}", "null" if value is None else str(value)]
+    if reads is None:
+        config = config_class(**options)
+    elif reads is RecipeParser:
+        (config,) = RecipeParser([config_class], command="train").parse(words)
+    elif None not in options.values():  # which transformers' command line cannot say
+        (config,) = HfArgumentParser([config_class]).parse_args_into_dataclasses(words)
+    else:
+        return
+    assert (getattr(config, MODE), getattr(config, LIMIT)) == (mode, limit)
+    assert type(getattr(config, MODE)) is str and type(getattr(config, LIMIT)) in (float, type(None))
 
 
 def test_a_plain_grpo_config_is_accepted_and_left_untouched():
@@ -218,26 +257,6 @@ def test_every_field_of_ours_has_help():
     assert len(own) >= 30
     for name in own:
         assert ours[name].metadata["help"], name
-
-
-@pytest.mark.parametrize("config_class", [MultiTurnGRPOConfig, MultiTurnPPOConfig])
-def test_only_what_was_asked_for_is_among_the_asked_features(config_class):
-    trl_options = {"num_generations": 2, "max_completion_length": 77, "mask_truncated_completions": True, "beta": 0.1}
-    assert config_class(**CPU).asked_features() == []
-    assert config_class(**CPU, **trl_options).asked_features() == []
-    asked = {"max_turns": 3, "kl_placement": "reward", "update_layout": "grouped"}
-    estimator = "bilevel_gae" if config_class.has_critic else "reinforce_pp"
-    config = config_class(**CPU, beta=0.1, advantage_estimator=estimator, **asked)
-    assert set(config.asked_features()) == {*asked, "advantage_estimator"}  # and not the estimator's gamma_turn
-
-
-def test_a_plain_grpo_config_asks_for_no_feature():
-    plain = GRPOConfig(**CPU, scale_rewards=False, mask_truncated_completions=True)
-    assert MultiTurnGRPOConfig.from_grpo_config(plain).asked_features() == []
-    assert MultiTurnGRPOConfig(**CPU, advantage_estimator="gigpo", gamma_turn=0.9).asked_features() == [
-        "advantage_estimator",
-        "gamma_turn",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,24 @@ def test_the_rows_of_a_last_smaller_batch_weigh_as_much_as_the_others(tmp_path):
         assert metrics[f"eval_{name}"] == pytest.approx(numbers), name
 
 
+def test_every_metric_of_an_evaluation_has_its_prefix(tmp_path):
+    """TRL calls those of the rollout eval_ whatever `metric_key_prefix` says."""
+    trainer = make_trainer(tmp_path, env=SumEnv, script=answer, eval_dataset=questions(5), **EVALUATION)
+    plain = trainer.evaluate()
+    metrics = trainer.evaluate(metric_key_prefix="test")
+    assert metrics["test_reward"] == plain["eval_reward"] == pytest.approx(2.0)
+    assert trainer.state.log_history[-1]["test_reward"] == metrics["test_reward"]
+    assert {name.removeprefix("eval_") for name in plain} == {name.removeprefix("test_") for name in metrics}
+    sets = {"few": questions(2), "more": questions(5)}
+    of_sets = trainer.evaluate(eval_dataset=sets, metric_key_prefix="test")
+    assert (of_sets["test_few_reward"], of_sets["test_more_reward"]) == (pytest.approx(0.5), pytest.approx(2.0))
+    assert all(name == "epoch" or name.startswith(("test_few_", "test_more_")) for name in of_sets)
+    predicted = trainer.predict(questions(5)).metrics
+    assert predicted["test_reward"] == pytest.approx(2.0)
+    assert all(name.startswith("test_") for name in predicted)
+    assert trainer.evaluate()["eval_reward"] == pytest.approx(2.0)
+
+
 def test_the_trajectories_of_a_whole_evaluation_are_there_afterwards_and_those_of_a_rollout_after_training(tmp_path):
     trainer = make_trainer(tmp_path, eval_dataset=questions(5), per_device_eval_batch_size=2, num_generations_eval=1)
     trainer.evaluate()

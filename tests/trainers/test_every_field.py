@@ -104,7 +104,7 @@ ELSEWHERE = """
     response_template failures.max_share failures.window journal journal.replay failures.save_on_signal
     resume_without outages.max_failure_rise outages.min_calls
     outages.max_wait failures.max_nonfinite_steps retry_failed echo critic_max_grad_norm use_vllm sync_ref_model
-    output_dir max_steps
+    output_dir max_steps score_check
 """
 """Fields that tests beside their features show."""
 
@@ -248,7 +248,6 @@ TABLE = {
     "sampling.filter_groups": (
         Acts(effects.batch, "top_p"),
         Refused("top_p", {"num_generations": 2}, config_class=PPO, num_generations=1),
-        Refused("top_p", {"fp16": False}, fp16=True),
         Refused("best", {"sampling.filter_groups": "top_p"}),
     ),
     "sampling.filter_value": (Acts(effects.filtered, 0.1, **TOP_P), Refused(0.1, TOP_P)),
@@ -274,7 +273,7 @@ TABLE = {
     "model_init_kwargs": ReadByTRL({"dtype": "float32"}),
     "trust_remote_code": (ReadByTRL(True), Acts(effects.engine, True)),
     "router_aux_loss_coef": ReadByTRL(0.0),
-    "disable_dropout": ReadByTRL(True),
+    "disable_dropout": ReadByTRL(False),
     "cast_lm_head_to_fp32": ReadByTRL(True),
     "num_generations": (Acts(effects.requests, 2), Refused(1, {"advantage_estimator": "reinforce_pp"})),
     "num_generations_eval": Acts(effects.evaluation, 2),

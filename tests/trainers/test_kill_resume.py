@@ -72,7 +72,7 @@ def steps(folder):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["adapter", *nightly("head", "model")])
 def test_a_killed_ppo_run_goes_on_where_its_checkpoint_stands(tmp_path, processes, kind):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -101,7 +101,7 @@ def test_a_killed_ppo_run_goes_on_where_its_checkpoint_stands(tmp_path, processe
                 assert entry[name] == pytest.approx(reference[name], rel=1e-5, abs=1e-5), (entry["step"], name)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["ppo", *nightly("grpo")])
 def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, processes, kind):
     finish(processes(tmp_path, kind, target=killed_saves.run))

@@ -13,7 +13,7 @@ from trl.trainer.utils import nanstd
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales, source_values
 from agent_r1_trl.trainers.metrics import return_metrics
-from agent_r1_trl.update.batching import loss_weights, set_valid_scales
+from agent_r1_trl.update.loss_weights import loss_weights, set_valid_scales
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv

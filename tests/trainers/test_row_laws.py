@@ -23,7 +23,7 @@ from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
-from agent_r1_trl.update.batching import TrainingRows
+from agent_r1_trl.update.rows import TrainingRows
 from tests.effort import examples
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, move_weights

@@ -1,13 +1,16 @@
 """Old and reference log-probs and values of a row are those of a plain forward pass of it, in every layout."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
-from agent_r1_trl.update.batching import trained_rows
+from agent_r1_trl.update.rows import trained_rows
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer, scored_batch
@@ -28,8 +31,22 @@ CRITICS = {
 }
 
 
-def make(tmp_path, **options):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
+def make_gpt2(tokenizer):
+    """A policy whose positions are learned: a row that is counted from a padded column is another function."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024, "vocab_size": len(tokenizer)}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **rates, **ids))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+def make(tmp_path, make_model=make_policy, **options):
+    make_model(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     trainer = make_trainer(
         tmp_path, model=str(tmp_path / "policy"), per_device_train_batch_size=4, steps_per_generation=2,
         gradient_accumulation_steps=1, num_generations=4, **(WINDOW | options),
@@ -74,9 +91,16 @@ BOTH = [
 """Critics and layouts."""
 
 
-@pytest.mark.parametrize("layout", [*FEW, *nightly(*OTHERS)])
-def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layout):
-    trainer = make(tmp_path, trainer=MultiTurnGRPOTrainer, beta=0.1, **LAYOUTS[layout])
+MODELS_AND_LAYOUTS = [
+    *((make_policy, layout) for layout in FEW),
+    (make_gpt2, "padded"),
+    *nightly(*((make_policy, layout) for layout in OTHERS), (make_gpt2, "shared by tokens")),
+]
+
+
+@pytest.mark.parametrize(("make_model", "layout"), MODELS_AND_LAYOUTS)
+def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, make_model, layout):
+    trainer = make(tmp_path, make_model, trainer=MultiTurnGRPOTrainer, beta=0.1, **LAYOUTS[layout])
     with torch.no_grad():
         for parameter in trainer.ref_model.parameters():
             parameter.mul_(1.1)
@@ -86,9 +110,10 @@ def test_old_and_reference_log_probs_are_those_of_each_row_alone(tmp_path, layou
 
 
 @pytest.mark.parametrize(("kind", "layout"), BOTH)
-def test_old_values_are_those_of_each_row_alone(tmp_path, kind, layout):
+@pytest.mark.parametrize("make_model", [make_policy, *nightly(make_gpt2)])
+def test_old_values_are_those_of_each_row_alone(tmp_path, make_model, kind, layout):
     options = {"trainer": MultiTurnPPOTrainer, "bootstrap_truncated": True}
-    trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
+    trainer = make(tmp_path, make_model, **options, **copy.deepcopy(CRITICS[kind]), **LAYOUTS[layout])
     rows, held = rows_of(trainer)
 
     @torch.no_grad()
@@ -107,7 +132,7 @@ def test_a_truncated_trajectory_goes_on_with_the_value_of_the_context_that_was_o
     tmp_path, kind, layout, max_turns
 ):
     options = {"trainer": MultiTurnPPOTrainer, "bootstrap_truncated": True, "max_turns": max_turns}
-    trainer = make(tmp_path, **options, **CRITICS[kind], **LAYOUTS[layout])
+    trainer = make(tmp_path, **options, **copy.deepcopy(CRITICS[kind]), **LAYOUTS[layout])
     score, found = trainer._old_values, []
     trainer._old_values = lambda *args: found.append(score(*args)) or found[0]
     scored_batch(trainer)

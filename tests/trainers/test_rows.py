@@ -15,7 +15,7 @@ from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
 from agent_r1_trl.trajectory import Segment, Trajectory, Turn
-from agent_r1_trl.update.batching import TrainingRows, trained_rows
+from agent_r1_trl.update.rows import TrainingRows, trained_rows
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.toys import call, say

@@ -148,10 +148,8 @@ def test_the_number_of_processes_is_the_launchers_before_torch_knows_it(monkeypa
     assert config_checks.num_processes() == 4
 
 
-def test_neither_option_is_set_by_default_and_neither_takes_the_rollout_from_trl():
+def test_neither_option_is_set_by_default():
     assert MultiTurnGRPOConfig.from_grpo_config(GRPOConfig(**CPU)).prompts_per_rollout is None
-    asked = MultiTurnGRPOConfig(**CPU, prompts_per_rollout=8, updates_per_rollout=2).asked_features()
-    assert not {"prompts_per_rollout", "updates_per_rollout"} & set(asked)
 
 
 def test_the_trainer_samples_and_updates_in_this_shape(tmp_path):

@@ -132,7 +132,7 @@ def test_a_trace_has_a_span_for_each_call_and_no_secret(monkeypatch):
     assert trace["metadata"]["inspector"] == "#4/2/3" and trace["metadata"]["reward"] == item.total_reward
     (span,) = trace["spans"]
     assert (span["name"], span["input"], span["output"]) == ("search", {"query": "Höhe 🙂"}, "too slow")
-    assert (span["status"], span["error"], span["duration_ms"]) == ("error", "timeout", 250.0)
+    assert (span["status"], span["error"], span["duration_ms"]) == ("error", "timeout, not charged", 250.0)
 
 
 @pytest.mark.slow

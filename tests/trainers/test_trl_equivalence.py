@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
-    PlainEnv,
     loss_and_gradients,
     make_args,
     make_policy,
@@ -15,6 +15,8 @@ from tests.trainers.helpers import (
     questions,
     scored_batch,
 )
+
+TEXTS = Dataset.from_list([{"prompt": f"The answer to question {index} is"} for index in range(8)])
 
 
 def ids_reward(completion_ids, **kwargs):
@@ -30,13 +32,13 @@ class GivenSamples(GRPOTrainer):
         return self.samples, None
 
 
-def trl_trainer(model, args, samples):
+def trl_trainer(model, args, samples, dataset):
     tokenizer = make_tokenizer("qwen3")
     values = {k: v for k, v in args.to_dict().items() if k in GRPOConfig.__dataclass_fields__}
     values.pop("generation_batch_size")
     plain = GRPOConfig(**{name: value for name, value in values.items() if not str(value).startswith("<")})
     trainer = GivenSamples(
-        model=model, reward_funcs=ids_reward, args=plain, train_dataset=questions(), processing_class=tokenizer
+        model=model, reward_funcs=ids_reward, args=plain, train_dataset=dataset, processing_class=tokenizer
     )
     trainer.samples = samples
     return trainer
@@ -59,17 +61,19 @@ def trl_trainer(model, args, samples):
     ],
     ids=str,
 )
-def test_one_turn_without_tools_equals_trl(tmp_path, options):
+@pytest.mark.parametrize("dataset", [questions(), TEXTS], ids=["conversations", "texts"])
+def test_one_turn_without_tools_equals_trl(tmp_path, options, dataset):
     make_policy(make_tokenizer("qwen3")).save_pretrained(
         tmp_path / "policy"
     )  # a reference model is loaded from a path
     model = str(tmp_path / "policy")
-    ours = make_trainer(tmp_path, script=None, env=PlainEnv, model=model, max_completion_length=12, **options)
+    settings = {"model": model, "max_completion_length": 12, "train_dataset": dataset, **options}
+    ours = make_trainer(tmp_path, script=None, env=None, reward_funcs=ids_reward, **settings)
     batch = scored_batch(ours)
     lengths = batch["completion_mask"].sum(1).tolist()
     samples = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
     assert len({tuple(ids) for ids in samples}) > 4
-    theirs = trl_trainer(model, make_args(tmp_path, max_completion_length=12, **options), samples)
+    theirs = trl_trainer(model, make_args(tmp_path, max_completion_length=12, **options), samples, dataset)
     expected = scored_batch(theirs)
     torch.testing.assert_close(batch["prompt_ids"], expected["prompt_ids"])
     torch.testing.assert_close(batch["completion_ids"], expected["completion_ids"])

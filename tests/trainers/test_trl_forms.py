@@ -1,6 +1,7 @@
 """Tools, environments and reward functions of a TRL script, run by TRL's trainer and by ours with the same policy."""
 
 import asyncio
+import inspect
 import json
 
 import pandas as pd
@@ -8,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from trl import GRPOTrainer
 
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
@@ -226,6 +228,29 @@ def test_our_own_configuration_keeps_its_limit_of_turns(tmp_path):
 
 
 # -------------------------------------------------------------------- get_reward
+
+
+def asked(trainer, environments):
+    """What the last reward function says of environments, called as TRL calls its own."""
+    rewards = trainer.reward_funcs[-1](environments=environments)
+    return asyncio.run(rewards) if inspect.isawaitable(rewards) else rewards
+
+
+@pytest.mark.parametrize("kind", [Totals, Picky, AsyncPicky])
+def test_a_reward_column_may_be_asked_about_environments_alone(tmp_path, kind):
+    other, one, five = Plain(), kind(), kind()
+    other.total, one.total, five.total = 9, 1, 5
+    environments = [five, other, one]
+    expected = [5.0, None, 1.0 if kind is Totals else None]
+    arguments = {"args": plain_config(tmp_path), "train_dataset": questions(), "environment_factory": kind}
+    tokenizer = make_tokenizer("qwen3")
+    trl = GRPOTrainer(model=make_policy(tokenizer), processing_class=tokenizer, **arguments)
+    ours = build(tmp_path, environment_factory=kind)
+    assert asked(trl, environments) == asked(ours, environments) == expected
+    with_turns = build(
+        tmp_path, environment_factory=kind, turn_reward_funcs=lambda trajectory, **kwargs: [None] * len(trajectory)
+    )
+    assert asked(with_turns, environments) == [None] * 3  # the last column is that of the turns, which these lack
 
 
 @pytest.mark.parametrize("environment", [Picky, AsyncPicky])

@@ -164,6 +164,82 @@ def test_a_release_without_a_module_lacks_all_that_is_imported_from_it(monkeypat
     assert [*release._lacking_imports()] == ["trl.models.unwrap_model_for_generation is gone"]
 
 
+# ---------------------------------------------------------------- another package in TRL's place
+
+
+UNSLOTHS = """
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer as _Base
+
+class UnslothGRPOConfig(GRPOConfig):
+    pass
+
+class UnslothGRPOTrainer(_Base):
+    def _compute_loss(self, model, inputs, budget):
+        raise AssertionError("not TRL's")
+"""
+REPLACE = """
+import importlib.util, sys
+import trl, trl.trainer, trl.trainer.grpo_config, trl.trainer.grpo_trainer
+spec = importlib.util.spec_from_file_location("UnslothGRPOTrainer", FILE)
+created = importlib.util.module_from_spec(spec)
+sys.modules["UnslothGRPOTrainer"] = created
+spec.loader.exec_module(created)
+for place in (trl, trl.trainer, trl.trainer.grpo_trainer):
+    place.GRPOTrainer, place.GRPOConfig = created.UnslothGRPOTrainer, created.UnslothGRPOConfig
+trl.trainer.grpo_config.GRPOConfig = created.UnslothGRPOConfig
+"""
+IMPORTS_OF_OURS = "from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer\n"
+
+
+def run_beside_unsloth(tmp_path, program):
+    """A program in which `REPLACE` does what `import unsloth` does to TRL."""
+    file = tmp_path / "unsloth_compiled_cache" / "UnslothGRPOTrainer.py"
+    file.parent.mkdir()
+    file.write_text(UNSLOTHS, encoding="utf-8")
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(SRC.parent), str(root), os.environ.get("PYTHONPATH", "")])
+    code = program.replace("FILE", repr(str(file)))
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+    )
+
+
+@pytest.mark.release
+def test_who_has_replaced_trls_trainer_is_named_with_the_order_of_imports(tmp_path):
+    ask = """
+import agent_r1_trl
+for name in ("MultiTurnGRPOTrainer", "MultiTurnPPOTrainer", "MultiTurnGRPOConfig"):
+    try:
+        getattr(agent_r1_trl, name)
+    except ImportError as error:
+        print(error)
+"""
+    done = run_beside_unsloth(tmp_path, REPLACE + ask)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 3
+    for line in lines:
+        assert line.startswith("trl.GRPO") and "differs from" not in line and "pip install" not in line
+        for text in ("Unsloth (import unsloth)", "UnslothGRPOTrainer.py", "before it", IMPORTS_OF_OURS.strip()):
+            assert text in line
+
+
+@pytest.mark.release
+def test_imported_first_ours_train_beside_a_replaced_trl(tmp_path):
+    train = f"""
+from tests.trainers.helpers import make_trainer
+trainer = make_trainer({str(tmp_path / "run")!r}, loss_type="dapo")
+bases = [kind.__module__ for kind in type(trainer).__mro__]
+assert "trl.trainer.grpo_trainer" in bases and "UnslothGRPOTrainer" not in bases
+trainer.train()
+assert trainer.state.global_step == 1
+from agent_r1_trl import MultiTurnPPOTrainer
+"""
+    done = run_beside_unsloth(tmp_path, IMPORTS_OF_OURS + REPLACE + train)
+    assert done.returncode == 0, done.stderr
+
+
 def test_names_that_only_trl_uses_are_no_warning_of_the_users(tmp_path):
     program = textwrap.dedent(f"""
         import warnings

@@ -118,13 +118,6 @@ def test_one_that_is_set_on_the_trainer_is_refused_at_the_next_rollout(tmp_path)
         trainer.train()
 
 
-def test_without_a_rollout_of_ours_they_are_trls_business(tmp_path):
-    kind = type("Mine", (MultiTurnGRPOTrainer,), {"_generate_single_turn": ignored})
-    trainer = make_trainer(tmp_path, trainer=kind, env=None, script=None, reward_funcs=[length])
-    with pytest.raises(AssertionError, match="never called"):
-        trainer.train()
-
-
 # ---------------------------------------------------------------- entries of one's own
 
 

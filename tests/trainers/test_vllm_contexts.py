@@ -3,6 +3,7 @@
 import pytest
 
 from agent_r1_trl.environments import StepResult
+from tests.effort import for_release
 from tests.servers import on
 from tests.trainers.test_vllm_training import check_two_steps, make_vllm_trainer
 
@@ -49,11 +50,12 @@ def check(tmp_path, policy, **options):
     assert any("rollout/rows" in entry for entry in trainer.state.log_history)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["window", *for_release("drop_observations", "strip_thinking", "summarise")])
 def test_a_server_and_the_trainer_agree(tmp_path, policy, policy_server):
     check(tmp_path, policy, **on(policy_server))
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("policy", ["window", "strip_thinking", "summarise"])
 def test_an_engine_in_process_and_the_trainer_agree(tmp_path, policy):
     check(tmp_path, policy)

@@ -22,6 +22,7 @@ from tests.trainers.helpers import AddEnv, make_policy, make_trainer, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 
+RELEASE = pytest.mark.release
 LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -50,7 +51,7 @@ def check_two_steps(trainer):
             assert entry[f"sampling/importance_sampling_ratio/{kind}"] == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("peft_config", [None, pytest.param(LORA, marks=RELEASE)], ids=["full", "lora"])
 def test_grpo_trains_with_vllm_in_process(tmp_path, peft_config):
     trainer = make_vllm_trainer(tmp_path, peft_config=peft_config)
     try:
@@ -64,6 +65,7 @@ def test_grpo_trains_with_vllm_in_process(tmp_path, peft_config):
 MASKS = [{"top_k": 12, "top_p": 0.8, "min_p": 0.1}, {"top_k": 12}]
 
 
+@RELEASE
 @pytest.mark.parametrize("filters", MASKS, ids=["all filters", "top_k"])
 def test_ratios_are_one_under_a_sampling_mask(tmp_path, filters):
     """The engine says what each token was drawn from, and the trainer's log-probs are those of it."""
@@ -75,6 +77,7 @@ def test_ratios_are_one_under_a_sampling_mask(tmp_path, filters):
         trainer.rollouts.close()
 
 
+@RELEASE
 def test_a_sampler_left_behind_stops_the_run(tmp_path, monkeypatch):
     trainer = make_vllm_trainer(tmp_path)
     monkeypatch.setattr(VLLMGenerator, "update_weights", only_at_the_start(VLLMGenerator.update_weights))
@@ -113,7 +116,7 @@ def lora_server(tmp_path_factory):
         yield url
 
 
-@pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "merged lora"])
+@pytest.mark.parametrize("peft_config", [None, pytest.param(LORA, marks=RELEASE)], ids=["full", "merged lora"])
 def test_grpo_trains_with_a_server(tmp_path, server, peft_config):
     trainer = make_vllm_trainer(tmp_path, peft_config=peft_config, **on(server))
     check_two_steps(trainer)
@@ -126,6 +129,7 @@ def test_ratios_are_one_under_the_sampling_mask_of_a_server(tmp_path, server):
     trainer.rollouts.close()
 
 
+@RELEASE
 def test_grpo_trains_with_a_server_that_gets_the_adapter_alone(tmp_path, lora_server, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("whole weights were sent")
@@ -167,6 +171,7 @@ def check_no_critic(syncs, trainer):
         assert set(names) <= plain
 
 
+@RELEASE
 def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, monkeypatch):
     syncs = spy_on(monkeypatch, VLLMGenerator, "update_weights")
     trainer = make_vllm_trainer(tmp_path, peft_config=LORA, critic="adapter", **PPO)
@@ -177,6 +182,7 @@ def test_ppo_trains_with_vllm_in_process_and_a_critic_in_an_adapter(tmp_path, mo
     check_no_critic(syncs, trainer)
 
 
+@RELEASE
 def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monkeypatch):
     syncs = spy_on(monkeypatch, VLLMServerGenerator, "_send")
     trainer = make_vllm_trainer(tmp_path, critic="model", **PPO, **on(server))
@@ -185,6 +191,7 @@ def test_ppo_trains_with_a_server_and_a_critic_of_its_own(tmp_path, server, monk
     check_no_critic(syncs, trainer)
 
 
+@RELEASE
 def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server, monkeypatch):
     written = []
     real = server_module.write_adapter
@@ -205,6 +212,7 @@ def test_ppo_sends_the_policys_adapter_without_the_critics(tmp_path, lora_server
 # -------------------------------------------------------------------- overlap
 
 
+@RELEASE
 def test_an_overlapped_rollout_is_one_step_old_and_its_ratio_says_so(tmp_path):
     trainer = make_vllm_trainer(tmp_path, overlap_rollout=True)
     try:

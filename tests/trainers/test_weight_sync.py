@@ -51,9 +51,9 @@ def test_every_turn_of_a_run_is_sampled_from_the_weights_after_the_last_step(mak
     seen = []
 
     class Noting(Copying):
-        async def generate(self, *args, **kwargs):
+        async def generate(self, request):
             seen.append((trainer.state.global_step, self.has_those_of(trainer.model)))
-            return await super().generate(*args, **kwargs)
+            return await super().generate(request)
 
     generator.__class__ = Noting
     trainer.train()

@@ -121,6 +121,47 @@ def test_whichever_file_is_harmed_is_named_and_the_checkpoint_passed_over(saved,
     assert choose_checkpoint(True, run) == newest
 
 
+def manifest_of(folder):
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def test_true_takes_the_newest_checkpoint_of_the_newest_run(run_copy, caplog):
+    """A shorter run in the folder of a longer one, whose last checkpoint has the higher step."""
+    first = manifest_of(run_copy / "checkpoint-2")["run"]["run_id"]
+    assert first == manifest_of(run_copy / "checkpoint-1")["run"]["run_id"]
+    make(run_copy, max_steps=1).train()
+    second = manifest_of(run_copy / "checkpoint-1")["run"]["run_id"]
+    assert second not in (first, None)
+    caplog.clear()
+    assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-1"
+    assert "Passed over: checkpoint-2: it is of an earlier run" in caplog.text
+    resumed = make(run_copy, max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.run_id == second == manifest_of(run_copy / "checkpoint-3")["run"]["run_id"]
+    assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-3"
+
+
+def test_a_run_from_an_earlier_checkpoint_is_a_run_of_its_own(run_copy):
+    """Else the steps that it has left behind would be taken for its newest."""
+    shutil.copytree(run_copy / "checkpoint-2", run_copy / "checkpoint-9")
+    trainer = make(run_copy, max_steps=2)
+    trainer.train(resume_from_checkpoint=str(run_copy / "checkpoint-1"))
+    assert trainer.run_id != manifest_of(run_copy / "checkpoint-9")["run"]["run_id"]
+    assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-2"
+
+
+def test_checkpoints_without_a_runs_id_are_those_of_one_run(run_copy):
+    for folder in run_copy.glob("checkpoint-*"):
+        content = manifest_of(folder)
+        del content["run"]["run_id"], content["saved_at"]
+        (folder / MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+    assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-2"
+    resumed = make(run_copy, max_steps=3)
+    resumed.train(resume_from_checkpoint=True)
+    assert choose_checkpoint(True, run_copy) == run_copy / "checkpoint-3"
+    assert resumed.run_id is not None
+
+
 def test_a_checkpoint_without_a_manifest_is_taken_and_said_to_be_one(run_copy, caplog):
     (run_copy / "checkpoint-2" / MANIFEST).unlink()
     (run_copy / "checkpoint-2" / "rollout_state_rank0.pt").unlink()
@@ -309,22 +350,6 @@ def test_a_checkpoint_is_pushed_when_it_has_its_place(tmp_path, monkeypatch):
     trainer.args.push_to_hub = True
     trainer.train()
     assert pushed == [(str(tmp_path / "checkpoint-1"), None)]
-
-
-def test_trls_own_rollout_is_saved_and_resumed_in_the_same_way(tmp_path, caplog):
-    options = {
-        "env": None,
-        "script": None,
-        "max_completion_length": 4,
-        "reward_funcs": lambda completions, **_: [1.0] * 4,
-    }
-    trainer = make(tmp_path, max_steps=2, resume_without=["data"], **options)
-    assert trainer.env_factory is None
-    trainer.train()
-    cut(tmp_path / "checkpoint-2" / "optimizer.pt")
-    resumed = make(tmp_path, max_steps=3, **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 3 and "Passed over: checkpoint-2: optimizer.pt" in caplog.text
 
 
 # -------------------------------------------------------------------- one run at a time

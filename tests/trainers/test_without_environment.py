@@ -1,73 +1,21 @@
-"""Without env and tools the trainer is TRL's, bit for bit; an option that only our rollout honours is honoured."""
+"""Without env and tools each prompt is answered in one turn: conversations, and plain text."""
 
 import pytest
-import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
 
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from tests.effort import nightly
+from agent_r1_trl.chat.plain_text import PlainText
+from agent_r1_trl.errors import RunError
+from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
+from agent_r1_trl.trajectory import StopReason
 from tests.tokenizers import make_tokenizer
 from tests.toys import say
 from tests.trainers.helpers import make_args, make_policy, questions, scored_batch, scripted
 
 
-def ids_reward(completion_ids, **kwargs):
-    return [float(sum(ids) % 5) for ids in completion_ids]
-
-
 def length_reward(completions, **kwargs):
-    return [float(len(completion[0]["content"])) for completion in completions]
-
-
-def train(trainer_class, tmp_path, config_class, **options):
-    tokenizer = make_tokenizer("qwen3")
-    options = {"max_steps": -1, "num_train_epochs": 3, "max_completion_length": 6, "eval_strategy": "epoch"} | options
-    names = {name for name in vars(make_args(tmp_path)) if name in GRPOConfig.__dataclass_fields__}
-    defaults = {name: getattr(make_args(tmp_path), name) for name in names & set(PLAIN)}
-    trainer = trainer_class(
-        model=make_policy(tokenizer), reward_funcs=ids_reward, args=config_class(**(defaults | options)),
-        train_dataset=questions(5), eval_dataset=questions(2), processing_class=tokenizer,
-    )  # fmt: skip
-    torch.manual_seed(11)
-    trainer.train()
-    history = [{k: v for k, v in row.items() if "time" not in k and "per_second" not in k} for row in logs(trainer)]
-    return {name: value.clone() for name, value in trainer.model.named_parameters()}, history
-
-
-PLAIN = (
-    "output_dir", "bf16", "use_cpu", "report_to", "logging_steps", "per_device_train_batch_size", "num_generations",
-    "save_strategy", "disable_tqdm", "learning_rate", "seed", "beta",
-)  # fmt: skip
-
-
-def logs(trainer):
-    return trainer.state.log_history
-
-
-@pytest.mark.parametrize(
-    ("config_class", "options"),
-    [
-        (GRPOConfig, {"max_completion_length": None, "top_p": 0.9}),
-        *nightly(
-            (MultiTurnGRPOConfig, {}),
-            (MultiTurnGRPOConfig, {"steps_per_generation": 2, "num_iterations": 2}),
-            (GRPOConfig, {"steps_per_generation": 2, "multi_objective_aggregation": "normalize_then_sum"}),
-        ),
-    ],
-)
-def test_the_run_is_trls_bit_for_bit(tmp_path, config_class, options):
-    expected, expected_logs = train(GRPOTrainer, tmp_path / "trl", GRPOConfig, **options)
-    found, found_logs = train(MultiTurnGRPOTrainer, tmp_path / "ours", config_class, **options)
-    assert found_logs == expected_logs
-    assert len({row["epoch"] for row in found_logs}) >= 3
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def test_what_trl_accepts_for_its_own_rollout_is_accepted(tmp_path):
-    args = make_args(tmp_path, use_vllm=True, top_p=0.9, max_completion_length=None)
-    assert args.asked_features() == []
+    texts = [item if isinstance(item, str) else item[0]["content"] for item in completions]
+    return [float(len(text)) for text in texts]
 
 
 def make(tmp_path, *, prompts=None, generator=None, turn_reward_funcs=None, reward_funcs=length_reward, **options):
@@ -110,27 +58,67 @@ def test_records_and_layouts_are_honoured(tmp_path):
     assert list((tmp_path / "trajectories").rglob("*.jsonl"))
 
 
-def test_a_recording_format_asks_for_nothing_but_what_it_names(tmp_path):
-    assert make_args(tmp_path, record_trajectories="none").asked_features() == []
-    assert make_args(tmp_path, kl_placement="reward", beta=0.1, advantage_estimator="reinforce_pp").asked_features()
+TEXTS = [f"The answer to question {index} is" for index in range(8)]
 
 
-def test_text_prompts_with_an_option_of_ours_are_refused_and_messages_are_the_fix(tmp_path):
-    texts = Dataset.from_list([{"prompt": f"question {index}"} for index in range(8)])
-    with pytest.raises(ValueError, match="update_layout"):
-        make(tmp_path, prompts=texts, update_layout="packed")
-    chats = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in texts])
-    assert make(tmp_path, prompts=chats, update_layout="packed").env_factory is not None
-    assert make(tmp_path, prompts=texts).env_factory is None
+def texts():
+    return Dataset.from_list([{"prompt": text, "answer": str(index)} for index, text in enumerate(TEXTS)])
 
 
-def test_a_rollout_function_beside_a_rollout_of_ours_is_refused(tmp_path):
+def test_plain_text_is_continued_without_a_chat_template(tmp_path):
+    seen = []
+
+    def keep(prompts, completions, answer, **kwargs):
+        seen.extend(zip(prompts, completions, answer, strict=True))
+        return [float(len(text)) for text in completions]
+
     tokenizer = make_tokenizer("qwen3")
-    with pytest.raises(ValueError, match="rollout_func"):
+    tokenizer.chat_template = None
+    args = make_args(tmp_path, update_layout="packed", record_trajectories="jsonl", max_completion_length=12)
+    trainer = MultiTurnGRPOTrainer(
+        model=make_policy(tokenizer), reward_funcs=keep, args=args, train_dataset=texts(), eval_dataset=texts(),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    trainer.train()
+    assert all(prompt == TEXTS[int(answer)] for prompt, _, answer in seen)
+    for (prompt, completion, _), item in zip(seen[-8:], trainer.last_trajectories, strict=True):
+        assert item.prompt_ids == tokenizer(prompt)["input_ids"]
+        assert completion == tokenizer.decode(item.completion_ids, skip_special_tokens=True)
+        assert all(item.action_mask) and len(item.turns) == 1
+    assert "eval_reward" in trainer.evaluate()
+    assert tokenizer.chat_template is None and list((tmp_path / "trajectories").rglob("*.jsonl"))
+
+
+def test_an_answer_to_plain_text_ends_with_the_sequence(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    said = PlainText(tokenizer).encode_reply(say("four"))
+    trainer = make(tmp_path, prompts=texts(), generator=ScriptedGenerator([said], stop_token_ids=[said[-1]]))
+    trainer.train()
+    assert {item.stop_reason for item in trainer.last_trajectories} == {StopReason.DONE}
+    assert {tuple(item.completion_ids) for item in trainer.last_trajectories} == {tuple(said)}
+    assert trainer.last_trajectories[0].final_text == "four"
+
+
+def test_conversations_among_texts_are_named(tmp_path):
+    mixed = Dataset.from_list([{"prompt": [{"role": "user", "content": text}] * 2} for text in TEXTS])
+    trainer = make(tmp_path, prompts=texts(), generator=answers())
+    trainer.eval_dataset = mixed
+    with pytest.raises(RunError, match="Make all prompts of a run text"):
+        trainer.evaluate()
+        raise RunError(trainer.last_trajectories[0].error)
+
+
+def test_what_only_trls_own_rollout_does_is_refused_with_its_trainer(tmp_path):
+    tokenizer = make_tokenizer("qwen3")
+    with pytest.raises(ValueError, match=r"rollout_func= replaces generation.*take trl\.GRPOTrainer"):
         MultiTurnGRPOTrainer(
-            model=make_policy(tokenizer), reward_funcs=ids_reward, args=make_args(tmp_path, update_layout="packed"),
+            model=make_policy(tokenizer), reward_funcs=length_reward, args=make_args(tmp_path),
             train_dataset=questions(), processing_class=tokenizer, rollout_func=lambda prompts, trainer: {},
         )  # fmt: skip
+    pictures = Dataset.from_list([{"prompt": row["prompt"], "image": "a.png"} for row in questions()])
+    trainer = make(tmp_path, prompts=pictures, generator=answers())
+    with pytest.raises(ValueError, match=r"'image' or 'images'.*take trl\.GRPOTrainer"):
+        trainer.train()
 
 
 def test_reward_functions_read_the_whole_reply_as_in_trl(tmp_path):

@@ -5,8 +5,9 @@ import random
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio, weigh_mismatch
+from agent_r1_trl.update.importance import mismatch_metrics, sampling_ratio, weigh_mismatch, weight_metrics
 from tests.trainers.helpers import make_trainer, scored_batch
 
 NAN = float("nan")
@@ -53,6 +54,39 @@ def test_bounds_cut_or_drop_the_whole_unit():
     assert dropped.tolist() == pytest.approx([0, 0, 1, 1, 0, 0, 1])
 
 
+def test_a_small_drift_of_every_token_drops_a_long_sequence_and_no_token():
+    """.005 a token: exp(.005 * 200) = 2.7 is below 3, exp(.005 * 300) = 4.5 is above it."""
+    difference = torch.full((2, 300), 0.005)
+    mask = torch.ones(2, 300)
+    mask[0, 200:] = 0
+    turns = torch.where(mask > 0, 0, -1)
+    dropped = sampling_ratio(difference, mask, turns, unit="sequence", bounds=(None, 3.0), is_masked=True)
+    assert dropped[:, 0].tolist() == [pytest.approx(math.e), 0.0] and dropped[1].sum() == 0
+    kept = sampling_ratio(difference, mask, turns, unit="token", bounds=(None, 2.0))
+    torch.testing.assert_close(kept[mask > 0], torch.full((500,), math.exp(0.005)))
+    dropped_share = weight_metrics(dropped, mask > 0, Accelerator(cpu=True))
+    assert dropped_share["sampling/zero_weight_rows"] == 0.5
+    assert dropped_share["sampling/effective_rows"] == pytest.approx(0.5)
+    assert dropped_share["sampling/effective_tokens"] == pytest.approx(200 / 500)
+    kept_share = weight_metrics(kept, mask > 0, Accelerator(cpu=True))
+    assert [*kept_share.values()] == pytest.approx([0.0, 1.0, 1.0])
+
+
+def test_the_effective_sample_size_is_the_sum_squared_over_the_sum_of_squares():
+    weights = torch.tensor([[2.0, 1.0, 9.0, 9.0], [0.0, 0.0, 0.0, 9.0], [0.5, 0.0, 1.0, 9.0], [9.0] * 4])
+    in_loss = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0], [0, 0, 0, 0]]).bool()
+    found = weight_metrics(weights, in_loss, Accelerator(cpu=True))
+    # Tokens 2 1 | 0 0 0 | .5 0 1: sum 4.5, squares 4 + 1 + .25 + 1 = 6.25. Rows 1.5, 0, .5: sum 2, squares 2.5.
+    assert found == {
+        "sampling/zero_weight_rows": pytest.approx(1 / 3),
+        "sampling/effective_rows": pytest.approx(2**2 / (3 * 2.5)),
+        "sampling/effective_tokens": pytest.approx(4.5**2 / (8 * 6.25)),
+    }
+    nothing = weight_metrics(torch.zeros(2, 3), torch.ones(2, 3).bool(), Accelerator(cpu=True))
+    assert [*nothing.values()] == [1.0, 0.0, 0.0]
+    assert all(map(math.isnan, weight_metrics(weights, in_loss & False, Accelerator(cpu=True)).values()))
+
+
 def test_the_mismatch_is_a_mean_by_turn_over_action_tokens():
     found = mismatch_metrics(DIFFERENCE, MASK, TURNS)
     first, second = [0.1, 0.3, 0.7], [-0.2, -0.4]
@@ -67,8 +101,8 @@ def with_sampler_noise(tmp_path, **options):
     generator = trainer.rollouts._generator
     generate = generator.generate
 
-    async def noisy(*args, **kwargs):
-        result = await generate(*args, **kwargs)
+    async def noisy(request):
+        result = await generate(request)
         result.logprobs = [-8.0 + rng.random() for _ in result.token_ids]
         return result
 
@@ -92,6 +126,20 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     assert (expected[mask == 1] != 1).any()
     assert {"sampling/ratio_turn_0", "sampling/ratio_turn_1"} <= set(trainer._metrics["train"])
     assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_long_rows_keep_their_weight_where_the_sampler_is_an_update_behind(tmp_path, overlaps):
+    """Every token is .6 likelier now: a row of two or more has a ratio above 3, and a token has exp(.6) = 1.8."""
+    trainer = make_trainer(tmp_path, use_vllm=True, overlap_rollout=overlaps)
+    trainer._log_probs = lambda model, output: output["sampling_per_token_logps"] + 0.6
+    batch = scored_batch(trainer)
+    in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    ratios = batch["importance_sampling_ratio"][in_loss]
+    torch.testing.assert_close(ratios, torch.full_like(ratios, math.exp(0.6) if overlaps else 0.0))
+    found = {name: trainer._metrics["train"][f"sampling/{name}"] for name in ("zero_weight_rows", "effective_tokens")}
+    share = 1.0 if overlaps else 0.0
+    assert found == {"zero_weight_rows": [1 - share], "effective_tokens": [pytest.approx(share)]}
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate"])

@@ -13,10 +13,11 @@ from agent_r1_trl.generation.vllm.kept import num_logprobs, read_kept_ids
 from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import KEPT_IDS, _warn_of_lost_masks, whole_rows
+from agent_r1_trl.update.batches import whole_rows
+from agent_r1_trl.update.entries import KEPT_IDS, MICRO_BATCHES
 from agent_r1_trl.update.kept_head import KeptLogProbs, kept_head
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES
 from agent_r1_trl.update.packing import pack
+from agent_r1_trl.update.rows import _warn_of_lost_masks
 from tests.effort import nightly
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, scored_batch, step_gradients
@@ -88,7 +89,8 @@ def test_what_rows_share_is_not_shared_where_they_were_drawn_from_other_ids():
     ids = torch.tensor([[1, 2, 10, 11]] * 3)
     kept = torch.tensor([[[10, 12], [11, 13]], [[10, 12], [11, 14]], [[10, 12], [11, 13]]], dtype=torch.int32)
     batch = pack(ids, torch.ones_like(ids), torch.ones(3, 2), kept, share_prefixes=True)
-    assert batch.labels.tolist() == [[10, 11, 11]] and batch.kept_ids.tolist() == [[10, 12], [11, 13], [11, 14]]
+    assert batch.labels.tolist() == [[10, 11, 11]]
+    assert batch.kept_ids.padded().tolist() == [[10, 12], [11, 13], [11, 14]]
     assert batch.layout.copies.tolist() == [0, 1, 0, 2, 0, 1]
 
 
@@ -97,7 +99,7 @@ def by_hand(trainer, inputs):
     ids, attention = whole_rows(inputs)
     length = inputs["completion_ids"].shape[1]
     logits = trainer.model(input_ids=ids, attention_mask=attention).logits[:, -length - 1 : -1] / trainer.temperature
-    kept = inputs[KEPT_IDS].long()
+    kept = inputs[KEPT_IDS].padded().long()
     size = logits.shape[-1]
     mask = kept.new_zeros(*logits.shape[:-1], size + 1, dtype=torch.bool)  # one more, for what is no id
     mask = mask.scatter(-1, torch.where(kept < 0, size, kept), True)[..., :-1]
@@ -182,7 +184,7 @@ def test_the_entropy_bonus_is_that_of_what_was_drawn_from(tmp_path):
         torch.testing.assert_close(found[name], value, rtol=5e-5, atol=2e-6)
     [entropy] = padded._metrics["train"]["entropy"]
     mask = (inputs[0]["completion_mask"] * inputs[0]["tool_mask"]).bool()
-    largest = (inputs[0][KEPT_IDS] >= 0).sum(dim=-1)[mask].float().log().mean()
+    largest = inputs[0][KEPT_IDS].counts[mask].float().log().mean()
     assert 0 < entropy < largest, "the entropy of as many ids as were kept is a bound"
 
 
@@ -228,7 +230,7 @@ def test_a_replayed_run_trains_on_the_masks_of_its_journal(tmp_path):
 def test_a_generator_that_does_not_tell_is_warned_of(tmp_path, caplog):
     _warn_of_lost_masks.cache_clear()
     inputs = scored_batch(make_trainer(tmp_path, top_k=5))
-    assert (inputs[KEPT_IDS] == -1).all() and "does not tell what each token was drawn from" in caplog.text
+    assert not len(inputs[KEPT_IDS].ids) and "does not tell what each token was drawn from" in caplog.text
 
 
 # -------------------------------------------------------------------- what a back end gives

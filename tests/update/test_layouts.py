@@ -7,9 +7,9 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, config_checks
+from agent_r1_trl.trainers import MultiTurnGRPOConfig, inherited_settings
+from agent_r1_trl.update.entries import MICRO_BATCHES
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES
 from tests.effort import short
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
@@ -51,7 +51,7 @@ PER_MICRO_BATCH = ("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy
 
 
 def test_the_loss_types_of_this_trl_are_known():
-    assert tuple(LOSS_TYPES) == config_checks.LOSS_TYPES
+    assert tuple(LOSS_TYPES) == inherited_settings.LOSS_TYPES
 
 
 @pytest.mark.parametrize("options", short([{"loss_type": name} for name in LOSS_TYPES] + OPTIONS, *SOME), ids=str)

@@ -9,8 +9,8 @@ import torch
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.policy_loss import KeptRows
-from agent_r1_trl.update.layout import HAS_SIGNAL
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES, STANDS_FOR, plan_micro_batches, valid_ids
+from agent_r1_trl.update.entries import HAS_SIGNAL, MICRO_BATCHES, STANDS_FOR
+from agent_r1_trl.update.micro_batches import plan_micro_batches, valid_ids
 from tests.trainers.helpers import make_trainer, step_gradients
 from tests.update.test_packing import assert_same_run, trained
 

@@ -23,10 +23,12 @@ from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.packed_attention import (
     LENGTHS,
+    PACKED_ATTENTION,
     packed_attention,
     use_packed_attention,
 )
 from agent_r1_trl.update.packing import Layout, pack, packed_log_probs
+from tests.families.configurations import build
 from tests.trainers.helpers import make_args
 from tests.update.test_packing import SHAPE, SLIDING, forked, forks, make_model, ragged
 
@@ -85,10 +87,8 @@ def test_heads_that_share_one_key_head_are_no_views_of_it(monkeypatch):
 
 
 def test_no_plan_is_built_for_every_new_length(tmp_path):
-    """cuDNN's attention makes one of each shape; TRL's own layout is left as it is."""
+    """cuDNN's attention makes one of each shape."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    UpdateLayout()
-    assert torch.backends.cuda.cudnn_sdp_enabled()
     UpdateLayout(make_args(tmp_path))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -211,3 +211,43 @@ def test_a_model_without_attention_is_not_told_to_load_another_one():
     config = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, state_size=2)
     with pytest.raises(ValueError, match=r"the kinds linear_attention, .* do not cover. Set update_layout='grouped'"):
         use_packed_attention(MambaModel(config))
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_a_model_that_keeps_the_layout_from_its_attention_is_refused_at_the_start(family, tmp_path):
+    model = build(family, vocabulary=97, pad_token_id=0, eos_token_id=1)
+    layout = UpdateLayout(make_args(tmp_path, update_layout="packed"))
+    with pytest.raises(
+        ValueError, match=r"ForCausalLM\) fails on packed rows.*Set update_layout='grouped' or 'padded'"
+    ):
+        layout.prepare(model)
+
+
+@pytest.mark.parametrize("update_layout", ["packed", "shared"])
+def test_a_model_whose_packed_rows_see_each_other_is_refused_at_the_start(update_layout, tmp_path, monkeypatch):
+    model = build("qwen3", vocabulary=97, pad_token_id=0, eos_token_id=1)
+
+    def forgetful(module, query, key, value, attention_mask, *, packed_layout=None, **options):
+        return packed_attention(module, query, key, value, None, is_causal=True, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, PACKED_ATTENTION, forgetful)
+    args = make_args(tmp_path, update_layout=update_layout)
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM\) computes other hidden states in packed rows"):
+        UpdateLayout(args).prepare(model)
+
+
+def test_the_trial_of_packed_rows_leaves_the_model_as_it_was(tmp_path):
+    model = build("qwen3", vocabulary=97, pad_token_id=0, eos_token_id=1).train()
+    model.lm_head.eval()
+    before, state = [module.training for module in model.modules()], torch.get_rng_state()
+    args = make_args(tmp_path, update_layout="shared")
+    UpdateLayout(args).prepare(model)
+    assert [module.training for module in model.modules()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_whose_attention_takes_a_view_of_the_result_is_trained(tmp_path):
+    model = build("afmoe", vocabulary=97, pad_token_id=0, eos_token_id=1)
+    args = make_args(tmp_path, update_layout="packed")
+    UpdateLayout(args).prepare(model)

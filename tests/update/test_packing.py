@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update import packing
-from agent_r1_trl.update.batching import take_rows, trim_padding
+from agent_r1_trl.update.batches import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedSegment, pack, packed_log_probs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.update.batching import take_rows
+from agent_r1_trl.update.batches import take_rows
 from tests.effort import short
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, move_weights

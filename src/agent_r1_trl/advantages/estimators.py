@@ -1,7 +1,7 @@
 """The table of advantage estimators: what each computes, what it needs, and where it comes from.
 
 An estimator is a function from `CreditInputs` to `Credit`, tensors of the trajectories of all ranks
-(`update/batching.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so
+(`update/credit_inputs.py` makes them). All else that the package knows about one stands in its row of `ESTIMATORS`, so
 that a new one is a function and a row. `find_estimator` makes a row of a user's function.
 """
 
@@ -45,14 +45,14 @@ class CreditSettings:
     step_weight: float = 1.0
     """Weight of GiGPO's step advantages."""
     scale_rewards: str = "group"
-    """What GRPO divides by: the std of the `group`, of the `batch`, or nothing (`none`)."""
+    """GRPO's divisor: the std of the `group`, of the `batch`, or nothing (`none`)."""
     whiten_advantages: bool = False
     """Whether the trainer whitens what the estimator returned (PPO trainer). Estimators need not do it."""
 
 
 @dataclass(kw_only=True)
 class CreditInputs:
-    """What an estimator reads: N trajectories of T completion tokens and K turns, the rows of all ranks.
+    """The inputs of an estimator: N trajectories of T completion tokens and K turns, the rows of all ranks.
 
     A trajectory outside the baseline (an infrastructure failure, or one that no reward function scored) stays a row:
     its `outcome_rewards` and `returns` are NaN and its mask is empty. One that is in the baseline but not in the loss
@@ -78,6 +78,11 @@ class CreditInputs:
     anchor_ids: torch.Tensor
     """(N, K) int64: a number for what each turn read (the context that the environment gave for it, else the
     observation before it); -1 after a row's last turn."""
+    turn_seats: torch.Tensor | None = None
+    """(N, K) int64: a number for the seat that had each turn, 0 without seats; -1 after a row's last turn. None to
+    estimators, to which each seat is a row of its own (`seats.py`)."""
+    seat_outcomes: torch.Tensor | None = None
+    """(N, K) the outcome reward of that seat."""
     kl_rewards: torch.Tensor | None = None
     """(N, T) the KL penalty as a reward; None unless `kl_placement="reward"`."""
     values: torch.Tensor | None = None
@@ -135,7 +140,7 @@ class CreditInputs:
 
 @dataclass(kw_only=True)
 class Credit:
-    """What an estimator returns. The package sets whatever stands outside the mask to 0."""
+    """The result of an estimator. The package sets everything outside the mask to 0."""
 
     advantages: torch.Tensor
     """(N, T), or (N,) for one number per trajectory, which all its tokens get."""
@@ -156,9 +161,9 @@ class Estimator:
     compute: Callable[[CreditInputs], Credit]
     """A pure function. It is called on the rewards, with `weighs_parts` on the process and the outcome part."""
     baseline: str = ""
-    """What a trajectory is compared with, for the documentation and the model card."""
+    """The baseline in words, for the documentation and the model card."""
     credit: str = ""
-    """What shares one number, for the documentation and the model card."""
+    """The unit that shares one advantage, for the documentation and the model card."""
     options: tuple[str, ...] = ()
     """The training arguments that it reads."""
     papers: tuple[tuple[str, str], ...] = ()
@@ -174,11 +179,11 @@ class Estimator:
     weighs_turns: bool = False
     """Whether all tokens of a turn have one advantage, so that whitening counts turns, not tokens."""
     default_gamma_turn: float = 0.99
-    """What `gamma_turn=None` stands for."""
+    """The value of `gamma_turn=None`."""
     loss_type: str | None = None
     """TRL's `loss_type` that belongs to it (the loss normaliser); None if any does."""
     explain: Callable[[CreditInputs, int], Iterable[tuple[str, Any]]] | None = None
-    """What the advantages of one of the rows are made of, for those who look at a recorded one; see `explanations.py`.
+    """The sums behind a row's advantages, for readers of a recorded one; see `explanations.py`.
     None: they are shown without explanation."""
     ignores: tuple[str, ...] = ()
     """Training arguments that would have no effect: any value but the default and 'none' is refused. For the rows of
@@ -197,28 +202,28 @@ class Estimator:
             is_own = self.name not in ESTIMATORS
             compute = OwnObject.of("advantage_estimator", self.compute, self.name) if is_own else self.compute
             credit = compute(inputs)
-        if not isinstance(credit, Credit) or (self.needs_critic and credit.returns is None):
-            found = (
-                "no returns, which the critic is trained on"
-                if isinstance(credit, Credit)
-                else f"a {type(credit).__name__}"
-            )
-            raise self._refusal(found, f"Return Credit(advantages=...{', returns=...' * self.needs_critic})")
-        return Credit(
-            advantages=self._checked("advantages", credit.advantages, inputs.mask),
-            returns=self._checked("returns", credit.returns, inputs.mask) if self.needs_critic else None,
-            whitening=credit.whitening,
-        )
+        form = "Return Credit(advantages=..., returns=...)" if self.needs_critic else "Return Credit(advantages=...)"
+        if not isinstance(credit, Credit):
+            raise self._refusal(f"a {type(credit).__name__}", form)
+        if self.needs_critic and credit.returns is None:
+            raise self._refusal("no returns, which the critic is trained on", form)
+        advantages = self._checked("advantages", credit.advantages, inputs.mask)
+        returns = self._checked("returns", credit.returns, inputs.mask) if self.needs_critic else None
+        return Credit(advantages=advantages, returns=returns, whitening=credit.whitening)
 
-    def _checked(self, name: str, tensor: Any, mask: torch.Tensor) -> torch.Tensor:
+    def _checked(self, name: str, tensor: object, mask: torch.Tensor) -> torch.Tensor:
         rows, length = mask.shape
-        per_row = f", or {(rows,)} for one number per trajectory" if name == "advantages" else ""
-        shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-        if shape == (rows,) and per_row:
+        fix = f"Return shape {(rows, length)}, that of inputs.mask"
+        may_be_per_row = name == "advantages"
+        if may_be_per_row:
+            fix += f", or {(rows,)} for one number per trajectory"
+        if not isinstance(tensor, torch.Tensor):
+            raise self._refusal(f"{name} that are a {type(tensor).__name__}", fix)
+        shape = tuple(tensor.shape)
+        if may_be_per_row and shape == (rows,):
             tensor = tensor.unsqueeze(1)
         elif shape != (rows, length):
-            found = f"{name} {f'of shape {shape}' if shape is not None else f'that are a {type(tensor).__name__}'}"
-            raise self._refusal(found, f"Return shape {(rows, length)}, that of inputs.mask{per_row}")
+            raise self._refusal(f"{name} of shape {shape}", fix)
         tensor = torch.where(mask, tensor, 0.0)  # (N, T)
         num_wrong = int((~tensor.isfinite()).sum())
         if num_wrong:
@@ -244,7 +249,8 @@ def _grpo(inputs: CreditInputs) -> Credit:
         return Credit(advantages=compute_group_advantages(inputs.returns, inputs.group_ids, scale=scale))
     raw = compute_group_advantages(inputs.returns.double(), inputs.group_ids, scale="none")
     mean, std = inputs.whitening or (torch.zeros(()), batch_scale(inputs.returns))
-    return Credit(advantages=(raw / std).to(float_dtype(inputs.returns)), whitening=(mean, std))
+    advantages = (raw / std).to(float_dtype(inputs.returns))
+    return Credit(advantages=advantages, whitening=(mean, std))
 
 
 def _dr_grpo(inputs: CreditInputs) -> Credit:
@@ -257,7 +263,8 @@ def _rloo(inputs: CreditInputs) -> Credit:
 
 def _reinforce_pp(inputs: CreditInputs) -> Credit:
     rewards = inputs.token_rewards.double()
-    return _whitened(compute_returns_to_go(rewards, inputs.mask, gamma=inputs.settings.gamma), inputs)
+    raw = compute_returns_to_go(rewards, inputs.mask, gamma=inputs.settings.gamma)
+    return _whitened(raw, inputs)
 
 
 def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
@@ -273,9 +280,9 @@ def _reinforce_pp_baseline(inputs: CreditInputs) -> Credit:
 
 def _whitened(raw: torch.Tensor, inputs: CreditInputs) -> Credit:
     """Raw advantages, (N, T) in float64, whitened, with what they were whitened with."""
-    statistics = inputs.whitening or whitening(raw, inputs.mask, inputs.kept_mask)
-    advantages = whiten_by(raw, inputs.mask, *statistics).to(float_dtype(inputs.outcome_rewards))
-    return Credit(advantages=advantages, whitening=statistics)
+    mean, std = inputs.whitening or whitening(raw, inputs.mask, inputs.kept_mask)
+    advantages = whiten_by(raw, inputs.mask, mean, std).to(float_dtype(inputs.outcome_rewards))
+    return Credit(advantages=advantages, whitening=(mean, std))
 
 
 def _turn_grpo(inputs: CreditInputs) -> Credit:
@@ -321,10 +328,11 @@ def _critic_row(name: str, compute: Callable[..., Any], *options: str, **facts: 
     """The row of one of the functions of GAE, which reads these settings."""
 
     def estimate(inputs: CreditInputs) -> Credit:
-        turn_ids = (inputs.turn_ids,) if "gamma_turn" in options else ()
-        read: dict[str, Any] = {name: getattr(inputs.settings, name) for name in options}
-        read["bootstrap_values"] = inputs.bootstrap_values
-        advantages, returns = compute(inputs.token_rewards, inputs.values, inputs.mask, *turn_ids, **read)
+        tensors = [inputs.token_rewards, inputs.values, inputs.mask]
+        if "gamma_turn" in options:
+            tensors.append(inputs.turn_ids)
+        discounts = {option: getattr(inputs.settings, option) for option in options}
+        advantages, returns = compute(*tensors, bootstrap_values=inputs.bootstrap_values, **discounts)
         return Credit(advantages=advantages, returns=returns)
 
     facts |= {"options": options, "baseline": "a critic", "needs_critic": True, "reads_token_rewards": True}

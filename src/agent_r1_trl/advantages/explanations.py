@@ -1,4 +1,4 @@
-"""What a recorded advantage is made of, as sums that a reader can follow; one function for each estimator.
+"""The sums behind a recorded advantage, for a reader to follow; one function for each estimator.
 
 A function gets the `CreditInputs` of a group and one of its rows, and gives labels with values: numbers that all
 tokens of the row share, or (T,) for each token its own. A label without an operator begins a sum, those with one of
@@ -41,7 +41,8 @@ OPERATORS = {"+ ": operator.add, "- ": operator.sub, "* ": operator.mul, "/ ": o
 def explain_grpo(inputs: CreditInputs, row: int) -> Parts:
     """(R - mean) / std."""
     if inputs.settings.scale_rewards == "group":
-        return [*_earned(inputs, row), *_normalised(GroupStatistics(inputs.returns, inputs.group_ids), row)]
+        group = GroupStatistics(inputs.returns, inputs.group_ids)
+        return [*_earned(inputs, row), *_normalised(group, row)]
     centred = explain_centred(inputs, row)
     if inputs.whitening is None:
         return centred
@@ -58,7 +59,8 @@ def explain_rloo(inputs: CreditInputs, row: int) -> Parts:
     """R - mean of the others."""
     group = GroupStatistics(inputs.returns, inputs.group_ids)
     num_others = max(1.0, group.count[row].item() - 1)
-    others = (group.mean[row] * group.count[row] - group.values[row]).item() / num_others
+    total = group.mean[row] * group.count[row]
+    others = (total - group.values[row]).item() / num_others
     label = f"- mean of the other {num_others:.0f} of its group"
     return [*_earned(inputs, row), (label, others), *_if_compared(group, row)]
 
@@ -73,11 +75,16 @@ def explain_reinforce_pp_baseline(inputs: CreditInputs, row: int) -> Parts:
 
 
 def _earned(inputs: CreditInputs, row: int) -> Parts:
-    process, outcome = inputs.turn_rewards.double().sum(dim=1), inputs.outcome_rewards.double()
-    parts: Parts = [("turn rewards", process[row].item())] if process.any() else []
-    if outcome.nan_to_num().any() or not parts:
-        parts.append(("+ outcome" if parts else "outcome", outcome[row].item()))
-    return parts if len(parts) == 1 else [*parts, ("= R", None)]
+    """A trajectory's return; a part that is 0 in all rows is not named."""
+    process = inputs.turn_rewards.double().sum(dim=1)  # (N,)
+    outcome = inputs.outcome_rewards.double()  # (N,)
+    if not process.any():
+        return [("outcome", outcome[row].item())]
+    parts: Parts = [("turn rewards", process[row].item())]
+    if outcome.nan_to_num().any():
+        parts.append(("+ outcome", outcome[row].item()))
+        parts.append(("= R", None))
+    return parts
 
 
 def _mean(group: GroupStatistics, row: int, of: str = "") -> tuple[str, float]:
@@ -89,8 +96,10 @@ def _if_compared(group: GroupStatistics, row: int) -> Parts:
 
 
 def _normalised(group: GroupStatistics, row: int, of: str = "") -> Parts:
-    divisor = [("/ (std of its group + 0.0001)", group.std[row].item() + STD_EPS)]
-    return [_mean(group, row, of), *(_if_compared(group, row) or divisor)]
+    mean = _mean(group, row, of)
+    if not group.is_compared[row]:
+        return [mean, *_if_compared(group, row)]
+    return [mean, ("/ (std of its group + 0.0001)", group.std[row].item() + STD_EPS)]
 
 
 # -------------------------------------------------------------------- per turn
@@ -98,39 +107,36 @@ def _normalised(group: GroupStatistics, row: int, of: str = "") -> Parts:
 
 def explain_turn_grpo(inputs: CreditInputs, row: int) -> Parts:
     """The outcome and the rewards from a turn on, each relative to the group's."""
-    gamma, outcome = inputs.settings.gamma_turn, inputs.outcome_rewards.double()
-    process = turn_returns(inputs.turn_rewards, gamma=gamma).masked_fill(outcome.isnan().unsqueeze(1), torch.nan)
-    parts: Parts = []
-    if outcome.nan_to_num().any() or not process.nan_to_num().any():
-        parts = [("outcome", outcome[row].item()), *_normalised(GroupStatistics(outcome, inputs.group_ids), row)]
-    if not process.nan_to_num().any():
-        return parts
+    gamma = inputs.settings.gamma_turn
+    outcome = inputs.outcome_rewards.double()  # (N,)
+    process = turn_returns(inputs.turn_rewards, gamma=gamma)  # (N, K)
+    process = process.masked_fill(outcome.isnan().unsqueeze(1), torch.nan)
+    has_outcome = bool(outcome.nan_to_num().any())
+    has_process = bool(process.nan_to_num().any())
+
+    by_outcome = GroupStatistics(outcome, inputs.group_ids)
+    outcome_part: Parts = [("outcome", outcome[row].item()), *_normalised(by_outcome, row)]
+    if not has_process:
+        return outcome_part
+
     sizes = turn_returns(inputs.turn_rewards.abs(), gamma=gamma)[:, 0]
-    group = GroupStatistics(process[:, 0], inputs.group_ids, sizes)
-    of_turn = (_from_turn_on("turn rewards", gamma), _on_tokens(inputs, process[row], row))
-    relative = [of_turn, *_normalised(group, row, ", from the first turn on")]
-    if not parts:
-        return relative
-    return [*parts, ("= outcome part", None), *relative, ("+ outcome part", parts_total(parts))]
+    by_process = GroupStatistics(process[:, 0], inputs.group_ids, sizes)
+    process_part: Parts = [
+        (_from_turn_on("turn rewards", gamma), _on_tokens(inputs, process[row], row)),
+        *_normalised(by_process, row, ", from the first turn on"),
+    ]
+    if not has_outcome:
+        return process_part
+    total = parts_total(outcome_part)
+    return [*outcome_part, ("= outcome part", None), *process_part, ("+ outcome part", total)]
 
 
 def explain_gigpo(inputs: CreditInputs, row: int) -> Parts:
     """The episode relative to the group, and each turn relative to those that began in the same state."""
-    gamma, weight = inputs.settings.gamma_turn, inputs.settings.step_weight
+    gamma = inputs.settings.gamma_turn
     group = GroupStatistics(inputs.returns, inputs.group_ids)
     episode = [*_earned(inputs, row), *_normalised(group, row)]
-    returns = turn_returns(
-        outcome_on_last_turn(inputs.turn_rewards, inputs.outcome_rewards, inputs.anchor_ids), gamma=gamma
-    )  # (N, K)
-    is_peer = inputs.in_baseline & (inputs.group_ids == inputs.group_ids[row])  # (N,)
-    table = torch.zeros(4, returns.shape[1], dtype=torch.float64)  # return, mean, std and whether it is compared
-    for turn, anchor in enumerate(inputs.anchor_ids[row].tolist()):
-        if anchor >= 0:
-            values = returns[is_peer.unsqueeze(1) & (inputs.anchor_ids == anchor)]
-            state = GroupStatistics(values, torch.zeros(len(values)))
-            numbers = (returns[row, turn], state.mean[0], state.std[0], state.is_compared.any().double())
-            table[:, turn] = torch.stack(numbers)
-    of_turn, mean, std, is_compared = (_on_tokens(inputs, line, row) for line in table)
+    of_turn, mean, std, is_compared = (_on_tokens(inputs, line, row) for line in _states(inputs, row))
     return [
         *episode,
         ("= episode advantage", None),
@@ -139,18 +145,39 @@ def explain_gigpo(inputs: CreditInputs, row: int) -> Parts:
         ("/ (their std + 0.0001)", std + STD_EPS),
         ("* 1, or 0 if these have no spread", is_compared),
         ("= step advantage", None),
-        ("* step_weight", weight),
+        ("* step_weight", inputs.settings.step_weight),
         ("+ episode advantage", parts_total(episode)),
     ]
 
 
-def _from_turn_on(what: str, gamma: float) -> str:
-    return f"{what} from the turn on" + (f", discounted by {gamma:g} per turn" if gamma != 1 else "")
+def _states(inputs: CreditInputs, row: int) -> torch.Tensor:
+    """Return of each turn, mean and std of the turns in its state, and whether these have spread: (4, K)."""
+    rewards = outcome_on_last_turn(inputs.turn_rewards, inputs.outcome_rewards, inputs.anchor_ids)
+    returns = turn_returns(rewards, gamma=inputs.settings.gamma_turn)  # (N, K)
+    is_peer = inputs.in_baseline & (inputs.group_ids == inputs.group_ids[row])  # (N,)
+    table = torch.zeros(4, returns.shape[1], dtype=torch.float64)
+    for turn, anchor in enumerate(inputs.anchor_ids[row].tolist()):
+        if anchor < 0:
+            continue
+        is_in_state = is_peer.unsqueeze(1) & (inputs.anchor_ids == anchor)
+        values = returns[is_in_state]
+        state = GroupStatistics(values, torch.zeros(len(values)))
+        table[0, turn] = returns[row, turn]
+        table[1, turn] = state.mean[0]
+        table[2, turn] = state.std[0]
+        table[3, turn] = state.is_compared.any()
+    return table
+
+
+def _from_turn_on(rewards: str, gamma: float) -> str:
+    label = f"{rewards} from the turn on"
+    return label if gamma == 1 else f"{label}, discounted by {gamma:g} per turn"
 
 
 def _on_tokens(inputs: CreditInputs, of_turns: torch.Tensor, row: int) -> torch.Tensor:
-    """(T,) of each token what its turn has, (K,)."""
-    turns = extend_turn_ids(inputs.turn_ids[row : row + 1], inputs.mask[row : row + 1])
+    """(T,) for each token the value of its turn, (K,)."""
+    own = slice(row, row + 1)
+    turns = extend_turn_ids(inputs.turn_ids[own], inputs.mask[own])
     return turns_to_tokens(of_turns.unsqueeze(0), turns)[0]
 
 
@@ -161,7 +188,9 @@ def explain_reinforce_pp(inputs: CreditInputs, row: int) -> Parts:
     """Rewards to come, whitened."""
     gamma = inputs.settings.gamma
     rewards = inputs.process_token_rewards + inputs.outcome_token_rewards
-    label = "rewards from the token on" + (f", discounted by {gamma:g} per token" if gamma != 1 else "")
+    label = "rewards from the token on"
+    if gamma != 1:
+        label += f", discounted by {gamma:g} per token"
     parts: Parts = [(label, _to_go(inputs, rewards, row))]
     if inputs.kl_rewards is not None:
         parts.append(("+ KL penalties from there on", _to_go(inputs, inputs.kl_rewards, row)))
@@ -177,20 +206,27 @@ def _whitened(inputs: CreditInputs) -> Parts:
     if inputs.whitening is None:
         return []
     mean, std = inputs.whitening
-    divisor = ("/ std of all tokens of the step", std) if std != float("inf") else ("* 0, as there is but one", 0.0)
-    return [("= raw advantage", None), ("- mean of all tokens of the step", mean), divisor]
+    parts: Parts = [("= raw advantage", None), ("- mean of all tokens of the step", mean)]
+    if std == float("inf"):
+        return [*parts, ("* 0, as there is but one", 0.0)]
+    return [*parts, ("/ std of all tokens of the step", std)]
 
 
 # -------------------------------------------------------------------- with a critic
 
 
 def explain_gae(inputs: CreditInputs, row: int) -> Parts:
-    """The temporal difference of each token, and what follows."""
-    own, gamma, lam = slice(row, row + 1), inputs.settings.gamma, inputs.settings.lam
+    """The temporal difference of each token, and the discounted ones after it."""
     assert inputs.values is not None
-    mask, rewards = inputs.mask[own], inputs.token_rewards[own].double()
-    reward, value = masked_values(rewards, mask), masked_values(inputs.values[own], mask)  # (1, T)
-    behind = None if inputs.bootstrap_values is None else inputs.bootstrap_values[own].double()
+    gamma, lam = inputs.settings.gamma, inputs.settings.lam
+    own = slice(row, row + 1)
+    mask = inputs.mask[own]  # (1, T)
+    rewards = inputs.token_rewards[own].double()
+    reward = masked_values(rewards, mask)
+    value = masked_values(inputs.values[own], mask)
+    behind = None
+    if inputs.bootstrap_values is not None:
+        behind = inputs.bootstrap_values[own].double()  # (1,)
     raw, _ = compute_gae(rewards, value, mask, gamma=gamma, lam=lam, bootstrap_values=behind)
     parts: Parts = [("reward of the token", reward[0])]
     if inputs.kl_rewards is not None:
@@ -217,9 +253,12 @@ def work_out(parts: Parts) -> Parts:
     total: Any = 0.0
     found = []
     for label, value in parts:
-        value = total if label.startswith("= ") else value
-        total = OPERATORS.get(label[:2], lambda _, x: x)(total, value)
-        found.append((label, value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value))
+        if label.startswith("= "):
+            value = total
+        operation = OPERATORS.get(label[:2])
+        total = value if operation is None else operation(total, value)
+        is_scalar = isinstance(value, torch.Tensor) and value.dim() == 0
+        found.append((label, value.item() if is_scalar else value))
     return found
 
 

@@ -88,10 +88,11 @@ def compute_bilevel_gae(
     mask = action_mask.bool()
     reward, value = masked_values(rewards, mask), masked_values(values, mask)
     turns = extend_turn_ids(turn_ids, mask)  # (B, T)
-    is_end = mask & (take_next(turns, mask, turns.new_full(turns.shape[:1], -2)) != turns)  # (B, T)
+    no_turn = turns.new_full(turns.shape[:1], -2)
+    is_end = mask & (take_next(turns, mask, no_turn) != turns)  # (B, T)
 
     ends_before = is_end.long().cumsum(dim=1) - is_end.long()  # (B, T) the same for all tokens of a turn, < T
-    turn_reward = torch.zeros_like(reward).scatter_add(1, ends_before, reward).gather(1, ends_before)  # (B, T) r_k
+    turn_reward = _sum_of_turn(reward, ends_before)  # (B, T) r_k
     turn_delta = turn_reward + gamma_turn * take_next(value, is_end, bootstrap_values) - value
     target = scan_marked(turn_delta, is_end, gamma_turn * lam_turn) + value  # (B, T) G_k at e_k
 
@@ -133,14 +134,19 @@ def compute_step_gae(
     reward, value = masked_values(rewards, mask), masked_values(values, mask)
     is_first = turn_starts(turn_ids, mask)  # (B, T)
     number = (is_first.long().cumsum(dim=1) - 1).clamp(min=0)  # (B, T) the same for all tokens of a turn, < T
-    turn_reward = torch.zeros_like(reward).scatter_add(1, number, reward).gather(1, number)  # (B, T) r_k
+    turn_reward = _sum_of_turn(reward, number)  # (B, T) r_k
     delta = turn_reward + gamma_turn * take_next(value, is_first, bootstrap_values) - value
     of_turn = scan_marked(delta, is_first, gamma_turn * lam_turn)  # (B, T) A_k at b_k
+    advantages = masked_values(carry_forward(of_turn, is_first), mask)
+    returns = masked_values(carry_forward(of_turn + value, is_first), mask)
     dtype = float_dtype(rewards, values)
-    advantages, returns = (
-        masked_values(carry_forward(x, is_first), mask).to(dtype) for x in (of_turn, of_turn + value)
-    )
-    return advantages, returns
+    return advantages.to(dtype), returns.to(dtype)
+
+
+def _sum_of_turn(reward: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """(B, T) for each token the sum of `reward` over the tokens that have the same `number`, (B, T)."""
+    sums = torch.zeros_like(reward).scatter_add(1, number, reward)
+    return sums.gather(1, number)
 
 
 def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -150,7 +156,8 @@ def turn_starts(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     [[1, 0, 0, 1]]
     """
     turns = extend_turn_ids(turn_ids, mask)
-    before = torch.nn.functional.pad(turns.cummax(dim=1).values[:, :-1], (1, 0), value=-1)
+    latest = turns.cummax(dim=1).values  # (B, T) at or before a token
+    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
     return turns > before
 
 
@@ -167,6 +174,8 @@ def extend_turn_ids(turn_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """
     keep = mask.bool()
     known = torch.where(keep, turn_ids.long(), -1)
-    filled = known.cummax(dim=1).values
-    first = known.gather(1, (known >= 0).long().argmax(dim=1, keepdim=True))  # (B, 1)
-    return torch.where(keep, torch.where(filled >= 0, filled, first), -1)
+    latest = known.cummax(dim=1).values
+    first_place = (known >= 0).long().argmax(dim=1, keepdim=True)  # (B, 1)
+    first = known.gather(1, first_place)
+    filled = torch.where(latest >= 0, latest, first)
+    return torch.where(keep, filled, -1)

@@ -33,21 +33,33 @@ class GroupStatistics:
         values = values.double()
         self.in_baseline = ~values.isnan()  # (N,)
         self.values = torch.where(self.in_baseline, values, 0.0)
-        _, self.index = torch.unique(group_ids, return_inverse=True)  # (N,) 0..groups-1
-        self.num_groups = int(self.index.max()) + 1 if len(self.index) else 0
+        groups, self.index = torch.unique(group_ids, return_inverse=True)  # (N,) 0..groups-1
+        self.num_groups = len(groups)
+
         counts = self._sum(self.in_baseline.double())  # (groups,)
+        means = self._sum(self.values) / counts.clamp(min=1)
         self.count = counts[self.index]  # (N,)
-        self.mean = (self._sum(self.values) / counts.clamp(min=1))[self.index]  # (N,)
+        self.mean = means[self.index]  # (N,)
         self.centred = torch.where(self.in_baseline, self.values - self.mean, 0.0)
-        self.std = (self._sum(self.centred**2) / (counts - 1).clamp(min=1)).sqrt()[self.index]  # (N,)
-        largest = torch.zeros(self.num_groups, dtype=torch.float64, device=values.device)
-        sizes = torch.where(self.in_baseline, values if sizes is None else sizes, 0.0).abs()
-        largest = largest.scatter_reduce(0, self.index, sizes, "amax")
-        has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest[self.index])
-        self.is_compared = self.in_baseline & has_spread  # (N,) rows in the baseline, in groups with spread
+        variances = self._sum(self.centred**2) / (counts - 1).clamp(min=1)
+        self.std = variances.sqrt()[self.index]  # (N,)
+
+        if sizes is None:
+            sizes = values
+        largest = self._largest(torch.where(self.in_baseline, sizes, 0.0).abs())
+        has_spread = (self.count > 1) & (self.std > ZERO_VARIANCE * largest)
+        self.is_compared = self.in_baseline & has_spread
+        """(N,) rows in the baseline, in groups with spread."""
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self.num_groups, dtype=torch.float64, device=x.device).index_add(0, self.index, x)
+        """(N,) to (groups,)."""
+        empty = torch.zeros(self.num_groups, dtype=torch.float64, device=x.device)
+        return empty.index_add(0, self.index, x)
+
+    def _largest(self, x: torch.Tensor) -> torch.Tensor:
+        """(N,) the largest of each row's group; `x` is not negative."""
+        empty = torch.zeros(self.num_groups, dtype=torch.float64, device=x.device)
+        return empty.scatter_reduce(0, self.index, x, "amax")[self.index]
 
     def select(self, advantages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`advantages` for rows in the baseline whose group has spread, exactly 0 for the others."""
@@ -91,7 +103,9 @@ def compute_group_advantages(returns: torch.Tensor, group_ids: torch.Tensor, *, 
 def batch_scale(returns: torch.Tensor) -> torch.Tensor:
     """Std of the (N,) returns in the baseline + 1e-4, in float64."""
     counted = returns.double()[~returns.isnan()]
-    return (counted.std() if len(counted) > 1 else counted.new_zeros(())) + STD_EPS
+    if len(counted) < 2:
+        return counted.new_zeros(()) + STD_EPS
+    return counted.std() + STD_EPS
 
 
 @torch.no_grad()
@@ -106,7 +120,9 @@ def compute_rloo_advantages(returns: torch.Tensor, group_ids: torch.Tensor) -> t
         (N,) advantages, 0 where a group has no spread or a single member in the baseline.
     """
     group = GroupStatistics(returns, group_ids)
-    return group.select(group.centred * group.count / (group.count - 1).clamp(min=1), float_dtype(returns))
+    num_others = (group.count - 1).clamp(min=1)
+    advantages = group.centred * group.count / num_others
+    return group.select(advantages, float_dtype(returns))
 
 
 # -------------------------------------------------------------------- turn-level GRPO
@@ -145,12 +161,18 @@ def compute_turn_group_advantages(
     check_turns(turn_rewards, turn_ids, outcome=outcome, group_ids=group_ids)
     process = turn_returns(turn_rewards, gamma=gamma_turn)  # (B, K)
     is_outside = outcome.isnan() | process[:, 0].isnan()  # (B,) not in the baseline
-    by_outcome = GroupStatistics(outcome.double().masked_fill(is_outside, float("nan")), group_ids)
+    outcome_in_baseline = outcome.double().masked_fill(is_outside, torch.nan)
+    by_outcome = GroupStatistics(outcome_in_baseline, group_ids)
+    outcome_part = torch.where(turn_ids >= 0, by_outcome.normalised().unsqueeze(1), 0.0)  # (B, T)
+
+    whole = process[:, 0].masked_fill(is_outside, torch.nan)  # (B,) P_1
     sizes = turn_returns(turn_rewards.abs(), gamma=gamma_turn)[:, 0]
-    by_process = GroupStatistics(process[:, 0].masked_fill(is_outside, float("nan")), group_ids, sizes)
-    relative = (process - by_process.mean.unsqueeze(1)) / (by_process.std.unsqueeze(1) + STD_EPS)  # (B, K)
-    process_part = turns_to_tokens(torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0), turn_ids)
-    outcome_part = torch.where(turn_ids >= 0, by_outcome.normalised().unsqueeze(1), 0.0)
+    by_process = GroupStatistics(whole, group_ids, sizes)
+    divisor = by_process.std + STD_EPS
+    relative = (process - by_process.mean.unsqueeze(1)) / divisor.unsqueeze(1)  # (B, K)
+    relative = torch.where(by_process.is_compared.unsqueeze(1), relative, 0.0)
+    process_part = turns_to_tokens(relative, turn_ids)
+
     return (outcome_part + process_part).to(float_dtype(turn_rewards, outcome))
 
 
@@ -164,7 +186,8 @@ def check_turns(turn_rewards: torch.Tensor, turn_ids: torch.Tensor, **per_row: t
     """Refuse turn rewards (B, K), turn ids (B, T) and (B,) tensors that do not fit together."""
     for rows in (turn_rewards, turn_ids):
         check_one_per_row(rows, **per_row)
-    last, num_turns = int(turn_ids.max()) if turn_ids.numel() else -1, turn_rewards.shape[1]
+    num_turns = turn_rewards.shape[1]
+    last = int(turn_ids.max()) if turn_ids.numel() else -1
     if last >= num_turns:
         raise ValueError(
             f"turn_ids holds turn {last} (counted from 0), but turn_rewards has columns for {num_turns} turns only. "
@@ -217,19 +240,26 @@ def compute_gigpo_advantages(
     totals = turn_rewards.double().sum(dim=1)  # (B,)
     episode = GroupStatistics(totals, group_ids).normalised().unsqueeze(1)  # (B, 1)
     episode_part = torch.where(turn_ids >= 0, episode, 0.0)  # (B, T)
+
     is_counted = (anchor_ids >= 0) & ~totals.isnan().unsqueeze(1)  # (B, K)
-    returns = turn_returns(turn_rewards, gamma=gamma_turn).masked_fill(~is_counted, float("nan"))
-    states = torch.stack([group_ids.long().unsqueeze(1).expand(anchor_ids.shape), anchor_ids.long()], dim=-1)
+    returns = turn_returns(turn_rewards, gamma=gamma_turn)
+    returns = returns.masked_fill(~is_counted, torch.nan)
+    # a state is an anchor within a prompt group
+    group_of_turn = group_ids.long().unsqueeze(1).expand(anchor_ids.shape)
+    states = torch.stack([group_of_turn, anchor_ids.long()], dim=-1)  # (B, K, 2)
     _, state_ids = torch.unique(states.flatten(0, 1), dim=0, return_inverse=True)  # (B * K,)
     step = GroupStatistics(returns.flatten(), state_ids).normalised().view(anchor_ids.shape)  # (B, K)
-    return (episode_part + step_weight * turns_to_tokens(step, turn_ids)).to(float_dtype(turn_rewards))
+    step_part = turns_to_tokens(step, turn_ids)
+
+    return (episode_part + step_weight * step_part).to(float_dtype(turn_rewards))
 
 
 def outcome_on_last_turn(
     turn_rewards: torch.Tensor, outcome_rewards: torch.Tensor, anchor_ids: torch.Tensor
 ) -> torch.Tensor:
     """(B, K) turn rewards and, on the last turn that has an anchor, the outcome, (B,)."""
-    last = (anchor_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1) - 1  # (B, 1)
+    num_turns = (anchor_ids >= 0).sum(dim=1, keepdim=True)  # (B, 1)
+    last = num_turns.clamp(min=1) - 1
     return turn_rewards.scatter_add(1, last, outcome_rewards.unsqueeze(1))
 
 
@@ -278,7 +308,8 @@ def compute_reinforce_pp_baseline_advantages(
     check_one_per_row(action_mask, returns=returns, group_ids=group_ids)
     group = GroupStatistics(returns, group_ids)
     mask = action_mask.bool() & group.in_baseline.unsqueeze(1)  # (N, T)
-    centred = group.select(group.centred, torch.float64).unsqueeze(1).expand(mask.shape)  # (N, T)
+    centred = group.select(group.centred, torch.float64)  # (N,)
+    advantages = centred.unsqueeze(1).expand(mask.shape)  # (N, T)
     if kl_rewards is not None:
-        centred = centred + compute_returns_to_go(kl_rewards.double(), mask, gamma=gamma)
-    return masked_values(centred, mask)
+        advantages = advantages + compute_returns_to_go(kl_rewards.double(), mask, gamma=gamma)
+    return masked_values(advantages, mask)

@@ -5,8 +5,6 @@ What stands at mask 0, NaN and infinity included, changes nothing, bitwise.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
@@ -50,7 +48,9 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     2.0
     """
     check_shapes(x=x, mask=mask)
-    return (masked_values(x, mask).sum() / mask.bool().sum().clamp(min=1)).to(float_dtype(x))
+    count = mask.bool().sum().clamp(min=1)
+    mean = masked_values(x, mask).sum() / count
+    return mean.to(float_dtype(x))
 
 
 @torch.no_grad()
@@ -73,9 +73,12 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, counted: torch.Tensor | N
     return whiten_by(x, mask, *whitening(x, mask, counted))
 
 
-def whiten_by(x: torch.Tensor, mask: torch.Tensor, mean: Any, std: Any) -> torch.Tensor:
+def whiten_by(
+    x: torch.Tensor, mask: torch.Tensor, mean: torch.Tensor | float, std: torch.Tensor | float
+) -> torch.Tensor:
     """(x - mean) / std at the masked entries, 0 elsewhere."""
-    return (masked_values(masked_values(x, mask) - mean, mask) / std).to(float_dtype(x))
+    centred = masked_values(masked_values(x, mask) - mean, mask)
+    return (centred / std).to(float_dtype(x))
 
 
 def whitening(
@@ -84,10 +87,14 @@ def whitening(
     """Mean and sqrt(var + 1e-8) that `masked_whiten` takes; the latter is infinite for fewer than two entries."""
     check_shapes(x=x, mask=mask)
     check_shapes(x=x, counted=counted)
-    in_statistics = mask.bool() if counted is None else mask.bool() & counted.bool()
-    values, count = masked_values(x, in_statistics), in_statistics.sum()
+    in_statistics = mask.bool()
+    if counted is not None:
+        in_statistics = in_statistics & counted.bool()
+    count = in_statistics.sum()
+    values = masked_values(x, in_statistics)
     mean = values.sum() / count.clamp(min=1)
-    variance = (masked_values(values - mean, in_statistics) ** 2).sum() / (count - 1).clamp(min=1)
+    centred = masked_values(values - mean, in_statistics)
+    variance = (centred**2).sum() / (count - 1).clamp(min=1)
     return mean, torch.where(count >= 2, (variance + 1e-8).sqrt(), torch.inf)
 
 
@@ -124,14 +131,16 @@ def next_marked(marked: torch.Tensor) -> torch.Tensor:
     """
     length = marked.shape[1]
     positions = torch.arange(length, device=marked.device).expand_as(marked)
-    found = torch.where(marked, positions, length).flip(1).cummin(dim=1).values.flip(1)  # (B, T) at or after t
+    places = torch.where(marked, positions, length)
+    found = places.flip(1).cummin(dim=1).values.flip(1)  # (B, T) at or after t
     return torch.nn.functional.pad(found[:, 1:], (0, 1), value=length)
 
 
 def take_next(x: torch.Tensor, marked: torch.Tensor, after_last: torch.Tensor | None = None) -> torch.Tensor:
     """(B, T) `x` at the next marked position, and behind the last one `after_last`, (B,), or 0."""
     last = x.new_zeros(x.shape[0]) if after_last is None else after_last.to(x)
-    return torch.cat([x, last.unsqueeze(1)], dim=1).gather(1, next_marked(marked))
+    extended = torch.cat([x, last.unsqueeze(1)], dim=1)  # (B, T + 1)
+    return extended.gather(1, next_marked(marked))
 
 
 def carry_forward(x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
@@ -145,7 +154,8 @@ def carry_forward(x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(marked.shape[1], device=marked.device).expand_as(marked)
     last = torch.where(marked, positions, -1).cummax(dim=1).values  # (B, T)
     first = marked.long().argmax(dim=1, keepdim=True)  # (B, 1)
-    return torch.where(marked.any(dim=1, keepdim=True), x.gather(1, torch.where(last >= 0, last, first)), 0.0)
+    source = torch.where(last >= 0, last, first)
+    return torch.where(marked.any(dim=1, keepdim=True), x.gather(1, source), 0.0)
 
 
 def scan_marked(
@@ -166,4 +176,5 @@ def scan_marked(
     factors = torch.ones_like(offset).masked_fill(marked, factor)
     if restart is not None:
         factors = factors.masked_fill(restart, 0.0)
-    return torch.where(marked, reverse_scan(torch.where(marked, offset, 0.0), factors), 0.0)
+    offsets = torch.where(marked, offset, 0.0)
+    return torch.where(marked, reverse_scan(offsets, factors), 0.0)

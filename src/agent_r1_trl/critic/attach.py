@@ -18,12 +18,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -33,11 +32,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import ModelOutput
 
+from agent_r1_trl.generation.positions import positions_of, takes_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CRITIC_ADAPTER = "critic"
 _CRITIC_SUBMODULES = ("value_head", "critic_backbone")
 
 
-def base_causal_lm(model: Any) -> Any:
+def base_causal_lm(model: PreTrainedModel) -> Any:
     """The causal LM inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -90,7 +94,7 @@ CRITIC_KINDS = ("adapter", "head", "model")
 class ValueHead(nn.Linear):
     """Hidden states (B, L, H) to values (B, L) in float32; starts at zero, so that the first values are neutral."""
 
-    def __init__(self, hidden_size: int, **kwargs: Any):
+    def __init__(self, hidden_size: int, **kwargs: object):
         super().__init__(hidden_size, 1, bias=True, **kwargs)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -104,7 +108,7 @@ class ValueHead(nn.Linear):
 
 @dataclass
 class ActorCriticOutput(ModelOutput):
-    """What TRL's fused head returns, plus the values. (A field called `values` would shadow dict.values().)"""
+    """The result of TRL's fused head, plus the values. (A field called `values` would shadow dict.values().)"""
 
     loss: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
@@ -117,7 +121,7 @@ class ActorCriticOutput(ModelOutput):
 # -------------------------------------------------------------------- attaching
 
 
-def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = None) -> None:
+def attach_critic(model: PreTrainedModel, kind: str, *, critic_model: nn.Module | None = None) -> None:
     """Give `model` a critic, before it is wrapped by accelerate.
 
     Args:
@@ -169,16 +173,16 @@ def attach_critic(model: Any, kind: str, *, critic_model: nn.Module | None = Non
 # -------------------------------------------------------------------- the forward
 
 
-def _wrap_forward(base: Any) -> None:
+def _wrap_forward(base: PreTrainedModel) -> None:
     inner = base.forward
 
     @functools.wraps(inner)
     def forward(
         self: Any,
-        *args: Any,
+        *args: object,
         compute_values: bool = False,
         values_only: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Any:
         if values_only:
             return ActorCriticOutput(state_values=_values(self, kwargs))
@@ -197,7 +201,7 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _INPUTS = ("input_ids", "attention_mask", "position_ids", "packed_layout", *_LENGTHS)
 
 
-def _values(base: Any, inputs: dict[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:
+def _values(base: PreTrainedModel, inputs: dict[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:
     """(B, L) values, of a packed row (1, S); `hidden` spares the policy's backbone a second pass."""
     inputs = {name: inputs[name] for name in _INPUTS if name in inputs}
     if base.critic_kind == "model":
@@ -206,35 +210,28 @@ def _values(base: Any, inputs: dict[str, Any], hidden: torch.Tensor | None = Non
         with use_critic_adapter(base):
             hidden = _hidden_states(base.base_model, inputs)
     else:
-        if hidden is None:  # as the policy's own pass computes them in the loss: without positions from the mask
-            hidden = _run(base.base_model, inputs)
+        if hidden is None:
+            hidden = _hidden_states(base.base_model, inputs)
         if base.critic_detached:
             hidden = hidden.detach()
     return base.value_head(hidden)
 
 
-def _hidden_states(backbone: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """(B, L, H) of the last layer. Positions are counted without padding, so that no other row's length matters."""
+def _hidden_states(backbone: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
+    """(B, L, H) of the last layer, of a packed row (`update/packing.py`) only where it is read, (1, S, H).
+
+    Positions are counted without padding, so that no other row's length matters.
+    """
     mask = inputs.get("attention_mask")
-    if mask is not None and "position_ids" not in inputs and _takes_positions(backbone):
-        inputs = {**inputs, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
-    return _run(backbone, inputs)
-
-
-def _run(backbone: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """(B, L, H) of the last layer, of a packed row (`update/packing.py`) only where it is read, (1, S, H)."""
+    if mask is not None and "position_ids" not in inputs and takes_positions(backbone):
+        inputs = {**inputs, "position_ids": positions_of(mask)}
     hidden = backbone(**inputs, use_cache=False).last_hidden_state
     layout = inputs.get("packed_layout")
     return hidden if layout is None else hidden[:, layout.sources]
 
 
-def _takes_positions(backbone: Any) -> bool:
-    plain = getattr(backbone, "get_base_model", lambda: backbone)()  # a PeftModel's forward takes anything
-    return "position_ids" in inspect.signature(plain.forward).parameters
-
-
 @contextlib.contextmanager
-def _captured_hidden_states(base: Any) -> Iterator[list[torch.Tensor]]:
+def _captured_hidden_states(base: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Collect the backbone's last hidden states while TRL's fused head runs it."""
     captured: list[torch.Tensor] = []
     handle = base.base_model.register_forward_hook(lambda module, args, output: captured.append(output[0]))
@@ -247,7 +244,7 @@ def _captured_hidden_states(base: Any) -> Iterator[list[torch.Tensor]]:
 # -------------------------------------------------------------------- a model of its own
 
 
-def copy_backbone(base: Any) -> Any:
+def copy_backbone(base: PreTrainedModel) -> Any:
     """The backbone of the policy (without a PeftModel) as it computes now: adapters merged, every weight trained.
 
     Raises:
@@ -267,19 +264,24 @@ def copy_backbone(base: Any) -> Any:
 
 def _merge_adapters(backbone: nn.Module) -> None:
     """Replace every adapted layer by a plain one that computes the same."""
+    done: tuple[str, ...] = ()  # what lay below these names went with the adapter
     for name, module in list(backbone.named_modules()):
-        if isinstance(module, AuxiliaryTrainingWrapper):
+        if name.startswith(done):
+            continue
+        # Also of LoRA on single parameters, which puts one wrapper around another.
+        if hasattr(module, "unload_and_optionally_merge_module"):
             plain = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
         elif isinstance(module, BaseTunerLayer):
             module.merge()
             plain = module.get_base_layer()
         else:
             continue
+        done += (f"{name}.",)
         parent, _, child = name.rpartition(".")
         setattr(backbone.get_submodule(parent) if parent else backbone, child, plain)
 
 
-def check_critic_model(critic_model: Any, kind: str, base: Any) -> None:
+def check_critic_model(critic_model: PreTrainedModel | None, kind: str, base: PreTrainedModel) -> None:
     """Refuse a `critic_model` that would not be used, or could not.
 
     Raises:
@@ -320,7 +322,7 @@ ADAPTER_KINDS = (
 _INSTEAD = "set critic='head' or critic='model'"
 
 
-def add_critic_adapter(model: Any) -> str:
+def add_critic_adapter(model: PreTrainedModel) -> str:
     """Add the critic's adapter: the policy's once more, with the same weights, so that both begin as one function.
 
     A base model alone may be a broken one: `init_lora_weights="pissa"` and its like move a part of its weights into
@@ -349,7 +351,7 @@ def add_critic_adapter(model: Any) -> str:
     return name
 
 
-def _checked_policy_adapter(model: Any) -> str:
+def _checked_policy_adapter(model: PreTrainedModel) -> str:
     """Name of the policy's adapter; ValueError for one that cannot stand twice in a model."""
     names = model.active_adapters if isinstance(model, PeftModel) else []
     config = model.peft_config[names[0]] if names else None
@@ -383,7 +385,7 @@ def _checked_policy_adapter(model: Any) -> str:
     return str(names[0])
 
 
-def _drop_copies_outside(base: Any) -> None:
+def _drop_copies_outside(base: PreTrainedModel) -> None:
     """Take away the critic's copies of modules that values do not pass through, such as an output layer.
 
     They would never get a gradient, on which DDP fails.
@@ -458,7 +460,7 @@ def use_critic_adapter(model: nn.Module) -> contextlib.AbstractContextManager[No
 # -------------------------------------------------------------------- checkpointing
 
 
-def wrap_checkpointing(base: Any) -> None:
+def wrap_checkpointing(base: PreTrainedModel) -> None:
     """Recompute every checkpointed block under the adapter that its forward ran with.
 
     Without this, gradient checkpointing silently recomputes the critic's pass under the policy's adapter. Wrapping the
@@ -468,7 +470,9 @@ def wrap_checkpointing(base: Any) -> None:
     original = base._set_gradient_checkpointing
 
     def set_gradient_checkpointing(
-        enable: bool = True, gradient_checkpointing_func: Callable = torch.utils.checkpoint.checkpoint, **kwargs: Any
+        enable: bool = True,
+        gradient_checkpointing_func: Callable = torch.utils.checkpoint.checkpoint,
+        **kwargs: object,
     ) -> None:
         original(enable, _with_adapter_of_forward(gradient_checkpointing_func, base), **kwargs)
 
@@ -479,10 +483,10 @@ def wrap_checkpointing(base: Any) -> None:
 
 
 def _with_adapter_of_forward(checkpoint: Callable, base: nn.Module) -> Callable:
-    def checkpoint_with_adapter(block: Callable, *args: Any, **kwargs: Any) -> Any:
+    def checkpoint_with_adapter(block: Callable, *args: object, **kwargs: object) -> Any:
         state = _adapter_state(_module_of(block) or base)
 
-        def run(*inputs: Any, **options: Any) -> Any:
+        def run(*inputs: object, **options: object) -> Any:
             with _adapters_as(state):
                 return block(*inputs, **options)
 
@@ -508,13 +512,13 @@ CRITIC_FILE = Path("critic") / "critic.safetensors"
 """Where a checkpoint keeps the critic. Not `adapter_model.safetensors`: resuming would then load only that folder."""
 
 
-def wrap_save_pretrained(model: Any) -> None:
+def wrap_save_pretrained(model: PreTrainedModel) -> None:
     """Make `save_pretrained` write the policy alone: whoever loads it finds a plain model or a plain adapter."""
     original = model.save_pretrained
     adapters = list(model.active_adapters) if hasattr(model, "peft_config") else None
 
     @functools.wraps(original)
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(*args: object, **kwargs: Any) -> Any:
         if adapters is not None:
             kwargs.setdefault("selected_adapters", adapters)
         state_dict = kwargs.get("state_dict")

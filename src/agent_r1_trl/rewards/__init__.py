@@ -6,7 +6,7 @@ prompt -> environment reset -> rollout (policy <-> tools) -> Trajectory -> [rewa
 
 from agent_r1_trl.rewards.answers import check_golds, exact_match, f1_score, normalize_answer, sub_em
 from agent_r1_trl.rewards.format import extract_answer, format_reward, strip_reasoning
-from agent_r1_trl.rewards.function import RewardFunction, required
+from agent_r1_trl.rewards.function import RewardFunction, RunningTotal, required
 from agent_r1_trl.rewards.judge import JudgeReward
 from agent_r1_trl.rewards.thinking import (
     grounded_thinking,
@@ -18,6 +18,7 @@ from agent_r1_trl.rewards.thinking import (
 __all__ = [
     "JudgeReward",
     "RewardFunction",
+    "RunningTotal",
     "check_golds",
     "exact_match",
     "extract_answer",

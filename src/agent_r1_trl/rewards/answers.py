@@ -12,7 +12,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 Golds = str | float | Iterable[str | float]
 
@@ -58,7 +57,7 @@ def sub_em(prediction: str, golds: Golds) -> float:
     return _best(prediction, golds, lambda answer, gold: float(gold in answer if gold else answer == gold))
 
 
-def check_golds(golds: Any) -> list[str]:
+def check_golds(golds: object) -> list[str]:
     """The gold answers as a list of texts.
 
     Numbers are written out, whole ones without a fraction: a CSV column of whole numbers in which some are missing is
@@ -73,12 +72,12 @@ def check_golds(golds: Any) -> list[str]:
     return [str(int(gold) if isinstance(gold, float) and gold.is_integer() else gold) for gold in given]
 
 
-def _is_answer(gold: Any) -> bool:
+def _is_answer(gold: object) -> bool:
     is_finite = isinstance(gold, float) and math.isfinite(gold)
     return is_finite or (isinstance(gold, str | int) and not isinstance(gold, bool))
 
 
-def _best(prediction: Any, golds: Any, score: Callable[[str, str], float]) -> float:
+def _best(prediction: object, golds: object, score: Callable[[str, str], float]) -> float:
     if not isinstance(prediction, str):
         raise ValueError(f"prediction={prediction!r:.200}: must be a string; pass '' if there is no answer.")
     answer = normalize_answer(prediction)

@@ -23,6 +23,13 @@ def required(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class RunningTotal(float):
+    """A total since the run began, given to `log_metric`: a log line holds the last one, not the mean of several.
+
+    For example, `log_metric("judge/calls", RunningTotal(num_calls))`.
+    """
+
+
 class RewardFunction:
     """A function that scores one trajectory, in the form that trainers call: one value per trajectory of a batch.
 
@@ -45,11 +52,11 @@ class RewardFunction:
         self.score = score
         self.options = dict(options or {})
 
-    def __call__(self, trajectory: Sequence[Any] | None = None, completions: Any = (), **columns: Any) -> list[Any]:
+    def __call__(self, trajectory: Sequence[Any] | None = None, completions: Any = (), **columns: object) -> list[Any]:
         """Score a batch: B trajectories, or where there are none B completions as TRL passes them."""
         return [self.score(item, **self.options) for item in (completions if trajectory is None else trajectory)]
 
-    def with_options(self, **options: Any) -> RewardFunction:
+    def with_options(self, **options: object) -> RewardFunction:
         """This reward with other options.
 
         Raises:
@@ -85,7 +92,7 @@ def with_options(function: Callable[..., Any], options: dict[str, Any]) -> Calla
     return functools.partial(function, **options)
 
 
-def _check_options(function: Callable[..., Any], options: dict[str, Any], *kinds: Any) -> None:
+def _check_options(function: Callable[..., Any], options: dict[str, Any], *kinds: object) -> None:
     known = [item.name for item in inspect.signature(function).parameters.values() if item.kind in kinds]
     for name in options:
         if name not in known:

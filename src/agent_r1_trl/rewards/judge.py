@@ -21,9 +21,10 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 from agent_r1_trl.rewards.format import strip_reasoning
+from agent_r1_trl.rewards.function import RunningTotal
 from agent_r1_trl.rewards.judge_ledger import JudgeLedger
 from agent_r1_trl.safe_text import rules, shown
 from agent_r1_trl.settings import (
@@ -89,7 +90,7 @@ class JudgeReward:
     """
 
     rubric: Words = ""
-    """What a good text is, for the judge."""
+    """The definition of a good text, for the judge."""
     model: Words = ""
     url: Words = "https://api.openai.com/v1"
     key_env: Words | None = "OPENAI_API_KEY"
@@ -116,7 +117,7 @@ class JudgeReward:
     max_calls: Count | None = None
     """Requests that are made at most, by all processes that share the file `cache`, those of earlier runs included."""
     max_cost: Positive | None = None
-    """What they may cost at most, in the currency of the prices. One in flight counts with the most it may cost."""
+    """The largest total cost, in the currency of the prices. A request in flight counts with the most it may cost."""
     input_price: NotNegative = 0.0
     output_price: NotNegative = 0.0
     """Prices of a million tokens that the judge reads, and writes."""
@@ -124,7 +125,7 @@ class JudgeReward:
     """Tokens of an answer, reasoning included."""
     max_concurrency: Count = 16
     timeout_s: Seconds = 60.0
-    """Seconds that one try may take."""
+    """Seconds that one try may take, from its first byte to its last."""
     max_retries: CountOrZero = 4
     options: Any = field(default_factory=dict)
     """Further settings of each request; None as a value leaves out one that is sent otherwise (temperature: 0,
@@ -197,8 +198,8 @@ class JudgeReward:
 
             calls, cost = self._ledger.totals()
             share = 1 if self.cache else PartialState().num_processes  # of ranks that count apart, the mean is logged
-            log_metric(f"{self.name}/calls", calls * share)
-            log_metric(f"{self.name}/cost", cost * share)
+            log_metric(f"{self.name}/calls", RunningTotal(calls * share))
+            log_metric(f"{self.name}/cost", RunningTotal(cost * share))
         if self.turns:
             return [self._for_all_turns(*pair) for pair in zip(trajectory or (), scores, strict=True)]
         return [score[0] if isinstance(score, list) else None for score in scores]
@@ -296,7 +297,11 @@ class JudgeReward:
         key, gate = os.environ.get(self.key_env or ""), _gate(self, asyncio.get_running_loop())
         rules().note({"api_key": key or ""})  # masked wherever a server or an error repeats it
         client = openai.AsyncOpenAI(
-            base_url=self.url, api_key=key or "none", max_retries=self.max_retries, timeout=self.timeout_s
+            base_url=self.url,
+            api_key=key or "none",
+            max_retries=self.max_retries,
+            timeout=self.timeout_s,
+            http_client=_timely_client(self.timeout_s),
         )
 
         async def ask(task: str, texts: Sequence[str]) -> Verdict:
@@ -314,8 +319,14 @@ class JudgeReward:
         import openai
 
         text, ledger = json.dumps(body, sort_keys=True, default=str), self._ledger  # the server may move
-        if (known := ledger.find(key := _digest(text))) is not None:
-            return known
+        key = _digest(text)
+        known = ledger.find(key)
+        if known is not None:
+            if _are_scores(known, num):
+                return known
+            logger.warning(
+                "%s: cache=%r holds %.80r where scores from 0 to 1 belong; asking again.", self.name, self.cache, known
+            )
         reserved = cost = self._cost(len(text.encode()) + EXTRA_TOKENS, self.max_tokens)  # a token has a byte at least
         if refusal := ledger.reserve(reserved, self.max_calls, self.max_cost):
             return refusal
@@ -344,11 +355,11 @@ class JudgeReward:
 
 @functools.lru_cache(64)
 def _gate(judge: JudgeReward, loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
-    """What all requests of a judge pass on an event loop, where each trajectory may ask by itself (`outcome`)."""
+    """The gate of a judge's requests on an event loop, where each trajectory may ask by itself (`outcome`)."""
     return asyncio.Semaphore(judge.max_concurrency)
 
 
-def read_scores(answer: Any, num: int, best: float) -> Verdict:
+def read_scores(answer: object, num: int, best: float) -> Verdict:
     """The rewards, from 0 to 1, in a judge's answer: the last JSON object with scores, which may stand in other text.
 
     >>> read_scores('{"reason": "Both fine.", "scores": [7, 10]}', 2, 10.0)
@@ -367,6 +378,29 @@ def read_scores(answer: Any, num: int, best: float) -> Verdict:
         return f"{len(values)} scores for {num} texts"
     scores = [value / best for value in values if type(value) in (int, float) and 0 <= value <= best]
     return scores if len(scores) == num else f"scores that are not from 0 to {best:g}: {shown(str(values)[:100])}"
+
+
+def _are_scores(known: object, num: int) -> TypeGuard[list[float]]:
+    """Whether what was kept is what `read_scores` returns: somebody else may have written the file."""
+    if not isinstance(known, list) or len(known) != num:
+        return False
+    return all(type(value) in (int, float) and 0 <= value <= 1 for value in known)
+
+
+def _timely_client(timeout_s: float) -> Any:
+    """A client of httpx, each of whose tries ends in time, also if an answer comes byte by byte."""
+    import httpx
+    import openai
+
+    class Timely(openai.DefaultAsyncHttpxClient):
+        async def send(self, *given: object, **options: object) -> Any:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await super().send(*given, **options)  # type: ignore[arg-type]
+            except TimeoutError as error:  # as a reason to try again, openai knows that of httpx
+                raise httpx.ReadTimeout(f"no whole answer after {timeout_s:g} s") from error
+
+    return Timely(timeout=timeout_s)
 
 
 def _digest(text: str) -> str:
@@ -392,5 +426,5 @@ def _as_lines(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

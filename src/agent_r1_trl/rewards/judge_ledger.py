@@ -1,4 +1,4 @@
-"""What a judge has said and what it has cost, in a SQLite file that several processes share, or in memory."""
+"""Verdicts and costs of a judge, in a SQLite file that several processes share, or in memory."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class JudgeLedger:
     def __reduce__(self) -> tuple[type[JudgeLedger], tuple[str | None]]:
         return JudgeLedger, (self.path,)
 
-    def find(self, key: str) -> list[float] | None:
-        """The scores of an earlier answer."""
+    def find(self, key: str) -> object:
+        """The scores of an earlier answer as the file has them; None if there is none, or no JSON."""
         with self._transaction() as connection:
             row = connection.execute("SELECT scores FROM verdicts WHERE key = ?", (key,)).fetchone()
-        scores: list[float] | None = None if row is None else json.loads(row[0])
-        return scores
+        with contextlib.suppress(ValueError, TypeError):
+            return None if row is None else json.loads(row[0])
+        return None
 
     def keep(self, key: str, scores: Sequence[float]) -> None:
         """Remember an answer."""

@@ -30,7 +30,7 @@ def is_well_formed_turn(
 
 @RewardFunction
 def thinking_format(
-    trajectory: Any,
+    trajectory: Trajectory | list[Message] | str,
     *,
     tag: str = THINK_TAG,
     answer_tag: str | None = "answer",
@@ -67,7 +67,7 @@ def thinking_format(
 
 @RewardFunction
 def thinking_format_penalty(
-    trajectory: Any,
+    trajectory: Trajectory | list[Message] | str,
     *,
     penalty: float = 0.1,
     tag: str = THINK_TAG,
@@ -101,7 +101,7 @@ def _format_options(tag: str, answer_tag: str | None, min_words: int, opened_by_
 
 @RewardFunction
 def grounded_thinking(
-    trajectory: Any,
+    trajectory: Trajectory | list[Message] | str,
     *,
     target: int = 3,
     max_run: int = 8,
@@ -172,7 +172,9 @@ def _share_taken_up(said: list[str], observed: list[str], known: set[str], targe
 
 
 @RewardFunction
-def overlong_penalty(trajectory: Any, *, max_tokens: int = 512, buffer: int = 128) -> float:
+def overlong_penalty(
+    trajectory: Trajectory | list[Message] | str, *, max_tokens: int = 512, buffer: int = 128
+) -> float:
     """Penalty for a trajectory that is nearly too long, in [-1, 0]. An outcome, for `reward_funcs`.
 
     With L sampled tokens: 0 up to max_tokens - buffer, then falling in a line to -1 at max_tokens, and -1 beyond

@@ -1,4 +1,4 @@
-"""What the policy wrote in a trajectory, apart from what it read.
+"""The policy's own text in a trajectory, without the observations.
 
 Prompts, tool results and other observations are never searched for tags. Reasoning is either in a field of its own,
 where the chat grammar puts it, or between the tags of the assistant's own text.
@@ -7,10 +7,11 @@ where the chat grammar puts it, or between the tags of the assistant's own text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agent_r1_trl.rewards.format import THINK_TAG, split_tags
 from agent_r1_trl.rewards.words import words_of
+from agent_r1_trl.tools.blocks import text_of_block
 from agent_r1_trl.tools.calls import values_of
 from agent_r1_trl.trajectory import Message, Trajectory
 
@@ -21,7 +22,7 @@ class Said(NamedTuple):
     """One assistant message, read."""
 
     reasoning: str
-    """What the reasoning says; "" if there is none, or if it is not well formed."""
+    """The text of the reasoning; "" if there is none, or if it is not well formed."""
     visible: str
     """The text outside the reasoning."""
     is_well_formed: bool
@@ -48,7 +49,7 @@ def read_message(message: Message, *, tag: str = THINK_TAG, opened_by_template: 
     return Said("", "" if tags else content, False)
 
 
-def need_trajectory(item: Any, name: str) -> Trajectory:
+def need_trajectory(item: object, name: str) -> Trajectory:
     """The trajectory itself, for a reward that a list of messages is not enough for."""
     if not isinstance(item, Trajectory):
         raise ValueError(
@@ -58,12 +59,12 @@ def need_trajectory(item: Any, name: str) -> Trajectory:
     return item
 
 
-def text_of(content: Any) -> str:
+def text_of(content: object) -> str:
     """The text of a message's content, which may be a list of parts (images have none)."""
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):
-        return "\n".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
+        return "\n".join(text_of_block(part) or "" for part in content)
     return ""
 
 

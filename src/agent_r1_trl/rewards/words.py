@@ -37,7 +37,7 @@ _COMMON = frozenset(_COMMON_WORDS.split())
 
 @functools.lru_cache(1 << 16)
 def _plain(letter: str) -> str:
-    """What is compared in place of a character. One at a time: long runs of marks would take more than linear time."""
+    """The form to compare a character in. One at a time: long runs of marks would take more than linear time."""
     category = unicodedata.category(letter)
     if letter in FILLERS or category in ("Cc", "Zs", "Zl", "Zp"):
         return " "
@@ -61,7 +61,7 @@ def words_of(text: str) -> list[str]:
 
 
 def content_words(words: Iterable[str]) -> list[str]:
-    """Those that say something: numbers, and words that are neither short nor of the kind that any text has.
+    """Words with content: numbers, and words that are neither short nor of the kind that any text has.
 
     >>> content_words(words_of("So the answer is that 7 penguins live on it"))
     ['7', 'penguins', 'live']

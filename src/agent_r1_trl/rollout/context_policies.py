@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from agent_r1_trl.objects import OwnObject, own_object
 from agent_r1_trl.settings import Count, SettingsGroup, Words, setting
 from agent_r1_trl.trajectory import Message, Turn
 
 if TYPE_CHECKING:
+    from agent_r1_trl.chat.format import ChatFormat
     from agent_r1_trl.rollout.limits import RolloutSettings
 
 
@@ -62,7 +63,7 @@ class ContextSettings(SettingsGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextView:
-    """What a policy reads before a turn. Its messages are not to be changed: return others in their place."""
+    """The context policy's input before a turn. Its messages are not to be changed: return others in their place."""
 
     prompt_messages: Sequence[Message]
     turns: Sequence[Turn]
@@ -72,7 +73,7 @@ class ContextView:
     num_tokens: int
     """Length of that context."""
     max_tokens: int | None
-    """What a context can hold, turn included, as the model or the engine says; None if neither does."""
+    """The size of a context, turn included, as the model or the engine says; None if neither does."""
 
 
 ContextPolicy = Callable[[ContextView], Sequence[Message]]
@@ -89,7 +90,7 @@ def window(view: ContextView, num_turns: int) -> Sequence[Message]:
 
 
 def step(view: ContextView, num_turns: int) -> Sequence[Message]:
-    """What the environment says the next context is; where it says nothing, the window."""
+    """The environment's own next context; the window where it gives none."""
     given = view.turns[-1].next_context
     return window(view, num_turns) if given is None else given
 
@@ -138,7 +139,7 @@ POLICIES: dict[str, Callable[[ContextView, int], Sequence[Message]] | None] = {
 """Name in `context.policy` -> what rewrites the context; None where nothing decides before each turn."""
 
 
-def is_context(messages: Any) -> bool:
+def is_context(messages: object) -> bool:
     """Whether this is a list of messages, at least one."""
     return (
         isinstance(messages, list | tuple)
@@ -163,7 +164,7 @@ def find_policy(limits: RolloutSettings) -> ContextPolicy | None:
     return policy
 
 
-def check_thinking(chat: Any, policy: str) -> None:
+def check_thinking(chat: ChatFormat, policy: str) -> None:
     """Refuse a `ChatFormat` and a policy that were not made for each other."""
     strips = chat.reasoning_rule is not None
     if strips != (policy == STRIP_POLICY):

@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.rollout.context_policies import (
@@ -29,11 +29,14 @@ from agent_r1_trl.rollout.env_session import EnvironmentFailure, named
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.trajectory import Author, Message, Turn
 
+if TYPE_CHECKING:
+    from agent_r1_trl.tools.json_schema import Schema
+
 
 class Contexts:
     """The contexts of one trajectory, whose draft has its prompt; `tools`: schemas of the environment's."""
 
-    def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
+    def __init__(self, draft: Draft, chat: ChatFormat, tools: Sequence[Schema] | None, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
         self._policy = find_policy(limits)
         self._history = chat.history(tools) if limits.context.policy == STRIP_POLICY else None
@@ -57,7 +60,11 @@ class Contexts:
         """The last context: its messages, and how many ids stand before each of its turns, by position."""
 
     def go_on(
-        self, observations: list[Message], ids: list[int], authors: list[Author], next_context: Any = None
+        self,
+        observations: list[Message],
+        ids: list[int],
+        authors: list[Author],
+        next_context: list[Message] | None = None,
     ) -> bool:
         """Answer the last turn, after which another one can be sampled; False, and no change, if there is no room.
 
@@ -115,7 +122,7 @@ class Contexts:
         return shown
 
     def _rewritten(self, num_tokens: int) -> tuple[list[Message], int, list[int]]:
-        """What the policy makes of the context, and its ids as `_ids_of` gives them."""
+        """The context as the policy rewrites it, and its ids as `_ids_of` gives them."""
         assert self._policy is not None
         view = ContextView(
             prompt_messages=self._prompt,

@@ -23,6 +23,8 @@ from agent_r1_trl.trajectory import (
 
 NOT_STARTED, ENDED = "waiting", "ended"
 """The first and the last phase of a draft."""
+RESET, AGENT_START = "reset", "start of the agent"
+"""The time before the first turn: an environment is made and reset, or an agent comes to its first call."""
 
 
 @dataclass(kw_only=True)
@@ -45,7 +47,7 @@ class Draft:
     num_dropped: int = 0
     """Tokens of observations that stand in no row's completion, because the context after them was rewritten."""
     phase: str = NOT_STARTED
-    """What the trajectory is waiting for; watchdog and `rollout_status` report it."""
+    """The trajectory's present wait; watchdog and `rollout_status` report it."""
     since: float = field(default_factory=time.monotonic)
     """When that began, in seconds of `time.monotonic`."""
     error: str | None = None
@@ -54,9 +56,9 @@ class Draft:
     rendered: dict[str, str] = field(default_factory=dict)
     """The state after `reset`, for readers of the record."""
     usage: dict[str, int] | None = None
-    """What a server has counted, of a trajectory without ids (`hosted.py`); None for one with ids."""
+    """Token counts by the server, for a trajectory without ids (`hosted.py`); None for one with ids."""
     info: dict[str, Any] = field(default_factory=dict)
-    """What an agent of its own has noted (`drive`)."""
+    """Notes of a user's own agent (`drive`)."""
     cancelled_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
 

@@ -7,20 +7,26 @@ import contextlib
 import copy
 import inspect
 import logging
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import Context
 from typing import Any, NoReturn
 from xml.etree import ElementTree
 
 from agent_r1_trl.environments.base import RewardError, StepResult
+from agent_r1_trl.environments.prompts import read_prompt, with_text
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.rollout.context_policies import is_context
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.tools import Tool, ToolSchemaError, as_tool, shared_pool
+from agent_r1_trl.tools import Tool, ToolSchemaError, shared_pool
+from agent_r1_trl.tools.base import check_tool_list, shown_tool
+from agent_r1_trl.tools.event_loop import run_on_loop
 from agent_r1_trl.tools.executor import check_names
 from agent_r1_trl.tools.faults import is_infrastructure_error
 from agent_r1_trl.tools.pool import OwnThread, own_thread
+from agent_r1_trl.tools.variables import private_context
 from agent_r1_trl.trajectory import Message, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,7 @@ class ToolFailure(TrajectoryFailure):
 
 @contextlib.contextmanager
 def named(kind: type[TrajectoryFailure] = EnvironmentFailure, what: str = "") -> Iterator[None]:
-    """What is raised in here ends this trajectory alone; `what` begins the message."""
+    """An exception in here ends this trajectory alone; `what` begins the message."""
     try:
         yield
     except Exception as error:
@@ -64,6 +70,8 @@ def named(kind: type[TrajectoryFailure] = EnvironmentFailure, what: str = "") ->
 
 class EnvSession:
     """Drives an environment from the event loop; all of its plain methods run on one thread.
+
+    All calls share context variables (`contextvars`): what one sets, the next one reads, and no other trajectory.
 
     Args:
         factory: makes the environment.
@@ -75,6 +83,8 @@ class EnvSession:
         self._lock, self._is_closed = threading.Lock(), False
         self._is_render_broken = False
         self.thread = OwnThread()
+        self._context: Context | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.env: Any = None
 
     async def reset(self, request: RolloutRequest) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -98,8 +108,10 @@ class EnvSession:
         if not is_context(messages):
             shown = "[]" if messages == [] else type(messages).__name__
             self._refuse("reset", shown, "a list of messages such as [{'role': 'user', 'content': '...'}]")
-        tools = check_names(map(as_tool, getattr(self.env, "tools", None) or ()))
-        return [dict(item) for item in messages], [item.schema for item in tools.values()]
+        tools = check_names(map(shown_tool, check_tool_list(getattr(self.env, "tools", None) or (), self.name)))
+        schemas = [item.schema for item in tools.values()]
+        with named():
+            return with_text(read_prompt(messages, schemas, request.example)), schemas
 
     def _make(self) -> Any:
         """On the environment's thread, perhaps after the trajectory was given up; what an async factory awaits."""
@@ -111,7 +123,7 @@ class EnvSession:
         if self.env is None and callable(getattr(env, "close", None)):
             closing = env.close()
             if inspect.isawaitable(closing):
-                asyncio.run(_contained(lambda: closing))
+                run_on_loop(_contained(lambda: closing))
         return None
 
     async def step(self, message: Message) -> StepResult:
@@ -140,10 +152,10 @@ class EnvSession:
             self._refuse("step", f"{info=!r:.200}", rule)
         info = {**info, "reward_parts": _numbers(parts, f"{self.name}.step")}
         number = read_number(reward, f"{self.name}.step, as reward,")
-        return StepResult([dict(item) for item in observations], number, is_done, info)
+        return StepResult(with_text(observations), number, is_done, info)
 
     async def render(self) -> dict[str, str]:
-        """What the environment shows of its state to readers of the record: `text`, `svg`, or `error`; {} if nothing.
+        """The environment's view of its state for readers of the record: `text`, `svg`, or `error`; {} if nothing.
 
         No prompt holds it. A method that raises, hangs or returns another form is asked no more.
         """
@@ -168,8 +180,16 @@ class EnvSession:
         if method is None:
             return 0.0, {}
         result = await self._guard("outcome_reward", method, trajectory)
-        value, parts = result if isinstance(result, tuple) else (result, {})
         source = f"{self.name}.outcome_reward"
+        seats = {turn.seat for turn in trajectory.turns if turn.seat is not None}
+        if isinstance(result, Mapping) and seats:
+            return share_out(trajectory, _numbers(result, source), source), {}
+        if len(seats) > 1 and not getattr(self.env, "shared_reward", False):
+            raise RewardError(
+                f"{source} returned {result!r:.100} for the seats {sorted(seats)}, which would train each with the "
+                "reward of all. Return a reward for each, {seat: reward}, or set shared_reward=True."
+            )
+        value, parts = result if isinstance(result, tuple) else (result, {})
         return read_number(value, source), _numbers(parts, source)
 
     async def close(self) -> None:
@@ -179,10 +199,17 @@ class EnvSession:
                 return
             self._is_closed = True  # the watchdog closes the sessions of a loop that it gives up
         await self._close("close", getattr(self.env, "close", None))
-        for item in getattr(self.env, "tools", None) or ():
+        for item in self._listed_tools():
             if isinstance(item, Tool) and type(item).close is not Tool.close:
                 await self._close(f"tools: {item.name!r}", item.close)
         self.thread.end()
+        self._context = None
+
+    def _listed_tools(self) -> list[Any]:
+        """The environment's tools; none if they cannot be read, which `reset` has said."""
+        with contextlib.suppress(Exception):
+            return list(getattr(self.env, "tools", None) or ())
+        return []
 
     async def _close(self, name: str, method: Callable[[], Any] | None) -> None:
         if method is not None:
@@ -207,22 +234,22 @@ class EnvSession:
     def _refuse(self, method: str, returned: str, rule: str) -> NoReturn:
         raise ValueError(f"{self.name}.{method} returned {returned}. Return {rule}.")
 
-    async def _guard(self, method: str, fn: Callable[..., Any], *args: Any) -> Any:
+    async def _guard(self, method: str, fn: Callable[..., Any], *args: object) -> Any:
         try:
             return await self._call(fn, *args)
         except Exception as error:
             is_infrastructure = is_infrastructure_error(error, has_backend=False)
             is_reward = method == "outcome_reward" and not is_infrastructure
-            if is_reward or isinstance(error, RewardError | ToolSchemaError):  # bugs must be heard
+            # Bugs must be heard; an agent names its failures itself.
+            if is_reward or isinstance(error, RewardError | ToolSchemaError | TrajectoryFailure):
                 raise
             kind = ToolFailure if method == "step" and is_infrastructure else EnvironmentFailure
             raise kind(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
 
-    async def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, fn: Callable[..., Any], *args: object) -> Any:
         """Run a plain or async method as a task of its own, which may refuse to be cancelled."""
-        token = own_thread.set(self.thread)
-        task = asyncio.ensure_future(_contained(fn, *args))
-        own_thread.reset(token)  # the task has a copy
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(_contained(fn, *args), context=self._context_on(loop))
         # Nobody waits for a method that was given up; asyncio complains about errors that nobody looked at.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
@@ -237,8 +264,33 @@ class EnvSession:
         except BaseException as error:  # the method's own CancelledError is not this task's
             raise _as_exception(error) from error
 
+    def _context_on(self, loop: asyncio.AbstractEventLoop) -> Context:
+        """The trajectory's context; a copy on another loop, since one that was given up may be within it."""
+        if self._context is None or self._loop is not loop:
+            self._context = private_context() if self._context is None else self._context.copy()
+            self._context.run(own_thread.set, self.thread)
+            self._loop, self.thread.context = loop, self._context
+        return self._context
 
-def check_rendered(kind: str, value: Any) -> str:
+
+def share_out(trajectory: Trajectory, rewards: dict[str, float], source: str) -> float:
+    """Give each seat its own outcome reward; returns their mean.
+
+    Raises:
+        RewardError: a turn's seat has none.
+    """
+    if missing := {turn.seat for turn in trajectory.turns} - set(rewards):
+        told = ", ".join(sorted("calls without a seat" if seat is None else repr(seat) for seat in missing))
+        raise RewardError(
+            f"{source} returned {rewards!r:.200}, which has no reward for {told}. Return one for every seat; ask for "
+            "what is no seat's at door.untrained_base_url."
+        )
+    trajectory.seat_rewards = dict(rewards)
+    trajectory.info |= {f"seat/{seat}": reward for seat, reward in rewards.items()}
+    return math.fsum(rewards.values()) / len(rewards)
+
+
+def check_rendered(kind: str, value: object) -> str:
     """A state as an environment rendered it.
 
     Raises:
@@ -269,7 +321,7 @@ def _takes_any(method: Any, names: Collection[str]) -> bool:
     return any(item.name in names or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
-async def _contained(fn: Callable[..., Any], *args: Any) -> Any:
+async def _contained(fn: Callable[..., Any], *args: object) -> Any:
     try:
         if inspect.iscoroutinefunction(fn):
             return await fn(*args)

@@ -40,7 +40,7 @@ class FailureCause:
 
 
 def without_numbers(text: str) -> str:
-    """What is equal for messages that differ in numbers and addresses alone."""
+    """A key, equal for messages that differ in numbers and addresses alone."""
     return re.sub("0x[0-9a-fA-F]+|[0-9]+", "#", text)
 
 

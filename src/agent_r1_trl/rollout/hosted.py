@@ -6,7 +6,6 @@ what the server says that it read and sampled; what comes after its last count i
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -25,6 +24,7 @@ from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.runner import RolloutRunner
 from agent_r1_trl.safe_text import whole
 from agent_r1_trl.tools.calls import read_calls
+from agent_r1_trl.tools.event_loop import run_on_loop
 from agent_r1_trl.trajectory import Message, StopReason, ToolCall, Trajectory
 
 MAX_SEED = 2**31
@@ -80,15 +80,13 @@ class HostedRunner(RolloutRunner):
         return await conclude(turns, draft, session, self.limits, keep_going=self.keep_going)
 
     def close(self) -> None:
-        """Stop what is running, close the connections, and end the event loop's thread."""
-        self.stop()
-        if self._thread is not None and self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(cast(Any, self.generator).aclose(), self._thread.loop).result(10)
+        """Stop what is running, and close the connections."""
         super().close()
+        run_on_loop(cast(Any, self.generator).aclose(), 10)
 
 
 async def _sample_turns(
-    draft: Draft, session: EnvSession, endpoint: Any, limits: RolloutLimits, params: SamplingParams
+    draft: Draft, session: EnvSession, endpoint: Endpoint, limits: RolloutLimits, params: SamplingParams
 ) -> StopReason:
     draft.enter("reset")
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
@@ -165,7 +163,9 @@ def _body(draft: Draft, tools: Sequence[Any], max_tokens: int, params: SamplingP
     return body | ({"tools": [{"type": "function", "function": each} for each in functions]} if tools else {})
 
 
-async def _ask(endpoint: Any, body: Mapping[str, Any], turn_index: int) -> tuple[Message, bool, Mapping[str, Any]]:
+async def _ask(
+    endpoint: Endpoint, body: Mapping[str, Any], turn_index: int
+) -> tuple[Message, bool, Mapping[str, Any]]:
     try:
         record = await endpoint.ask(body)
     except EndpointUnusableError:

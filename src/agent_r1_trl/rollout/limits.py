@@ -1,4 +1,4 @@
-"""What one trajectory may spend, in tokens of the model.
+"""The budget of one trajectory, in tokens of the model.
 
 The trainers' configurations and `agent-r1-trl eval` inherit `RolloutSettings`.
 """
@@ -27,7 +27,12 @@ from agent_r1_trl.settings import (
     setting,
 )
 
+MAX_CHARS_PER_TOKEN = 64
+"""No token is that long."""
+
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     ContextMapping = ContextSettings  # once the settings are checked
 else:
     ContextMapping = Annotated[dict[str, Any] | str | None, ContextSettings]
@@ -63,7 +68,7 @@ CLASHES = (
         "context.summary_tokens.",
     ),
 )
-"""What the limits say together."""
+"""Checks across the limits."""
 CLASHES_WITH_THE_MODEL = (
     Clash(
         "context.tokens max_model_length",
@@ -161,6 +166,10 @@ class RolloutLimits(RolloutSettings):
             return self
         return replace(self, max_model_length=max_model_length)
 
+    def is_too_long(self, num_characters: int) -> bool:
+        """Whether so many characters fit into no context of the model, which needs no tokenizer to see."""
+        return self.max_model_length is not None and num_characters > MAX_CHARS_PER_TOKEN * self.max_model_length
+
     def room(self, num_prompt_tokens: int, num_completion_tokens: int) -> int:
         """Number of tokens that still fit into the trajectory; <= 0 when it is full."""
         assert self.max_completion_length is not None
@@ -175,14 +184,14 @@ class RolloutLimits(RolloutSettings):
         return room if self.max_tokens_per_turn is None else min(room, self.max_tokens_per_turn)
 
 
-def find_limit_problems(limits: Any) -> Iterator[str]:
-    """What these limits, each of which may have its value, say together and cannot mean."""
+def find_limit_problems(limits: object) -> Iterator[str]:
+    """Problems of limits that are valid one by one and contradict each other."""
     if unread := find_unread(limits, NEEDS):
         yield unread
     yield from find_clashes(limits, CLASHES)
 
 
-def context_length(config: Any) -> int | None:
+def context_length(config: PretrainedConfig) -> int | None:
     """Number of positions of a model, as its configuration says; None if it does not."""
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else None

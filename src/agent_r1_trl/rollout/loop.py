@@ -12,7 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
@@ -21,6 +21,7 @@ from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
+    GenerationRequest,
     Generator,
     RefusedRequestError,
     RequestTooLongError,
@@ -29,14 +30,15 @@ from agent_r1_trl.generation.base import (
 )
 from agent_r1_trl.objects import locate_error
 from agent_r1_trl.rollout.contexts import Contexts
-from agent_r1_trl.rollout.draft import Draft, record_step
+from agent_r1_trl.rollout.draft import AGENT_START, RESET, Draft, record_step
 from agent_r1_trl.rollout.env_session import EnvironmentFailure, EnvSession, TrajectoryFailure, named
-from agent_r1_trl.rollout.limits import RolloutLimits
+from agent_r1_trl.rollout.limits import MAX_CHARS_PER_TOKEN, RolloutLimits
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import Summaries
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
-MAX_CHARS_PER_TOKEN = 64
+if TYPE_CHECKING:
+    from agent_r1_trl.tools.json_schema import Schema
 
 
 class GenerationFailure(TrajectoryFailure):
@@ -83,7 +85,7 @@ async def conclude(
             stop_reason = await asyncio.wait_for(turns, limits.rollout_timeout)
         except TimeoutError:
             stop_reason, draft.cancelled_in = StopReason.TIMEOUT, draft.phase
-            if draft.phase == "reset":  # the policy has not had its turn
+            if draft.phase in (RESET, AGENT_START):  # the policy has not had its turn
                 stop_reason = StopReason.ENVIRONMENT_ERROR
                 draft.error = _too_slow(session, "reset", "rollout_timeout", limits)
         except TrajectoryFailure as failure:
@@ -115,8 +117,8 @@ async def conclude(
         await session.close()
 
 
-def _drive_of(env: Any, limits: RolloutLimits) -> Callable[..., Any] | None:
-    """What an agent asks for its turns with, in place of this loop; None for an environment that is none."""
+def _drive_of(env: object, limits: RolloutLimits) -> Callable[..., Any] | None:
+    """The endpoint of an agent's turns, in place of this loop; None for an environment without an agent."""
     drive, policy = getattr(env, "drive", None), limits.context.policy
     if (drive is not None) == (policy == "agent"):
         return drive
@@ -137,13 +139,13 @@ async def _sample_turns(
     limits: RolloutLimits,
     params: SamplingParams,
 ) -> StopReason:
-    draft.enter("reset")
+    draft.enter(AGENT_START if limits.context.policy == "agent" else RESET)
     draft.prompt_messages, tools = await reset_in_time(draft, session, limits)
     if (drive := _drive_of(session.env, limits)) is not None:
         stop_reason: StopReason = await drive(draft, generator, chat, limits, params)
         return stop_reason
     num_characters = sum(len(str(message.get("content") or "")) for message in draft.prompt_messages)
-    if limits.max_model_length is not None and num_characters > MAX_CHARS_PER_TOKEN * limits.max_model_length:
+    if limits.is_too_long(num_characters):
         return StopReason.PROMPT_TOO_LONG  # which needs no tokenizer to see
     with named():
         if num_characters < LONG_TEXT:
@@ -214,17 +216,18 @@ async def sample_turn(
     draft: Draft,
     generator: Generator,
     chat: ChatFormat,
-    tools: Any,
+    tools: Sequence[Schema] | None,
     params: SamplingParams,
     max_tokens: int,
     seed: int,
 ) -> tuple[Generation, Message, float]:
-    """What the policy says after the present context, the message in it, and the seconds that it took."""
+    """The policy's turn after the present context, the message in it, and the seconds that it took."""
     began = time.perf_counter()
     context = draft.context_ids
     prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
     try:
-        generation = await generator.generate(context, max_tokens=max_tokens, seed=seed, params=params)
+        request = GenerationRequest(prompt_ids=context, max_tokens=max_tokens, seed=seed, params=params)
+        generation = await generator.generate(request)
         check_generation(generation, max_tokens)
     except (Exception, asyncio.CancelledError) as error:
         task = asyncio.current_task()

@@ -14,8 +14,7 @@ import logging
 import math
 import threading
 import time
-import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from agent_r1_trl.rollout.loop import run_trajectory
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog, publish
+from agent_r1_trl.tools.event_loop import LoopThread, give_up_loop, shared_loop
 from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
@@ -54,11 +54,20 @@ class Journal(Protocol):
     def finished(self, request: RolloutRequest) -> Trajectory | None:
         """A trajectory that has ended before."""
 
-    def open(self, request: RolloutRequest, *parts: Any) -> tuple[Draft, EnvSession, Generator]:
-        """What a trajectory needs: made of the environment's factory, `truncate` and the generator."""
+    def open(self, request: RolloutRequest, *parts: object) -> tuple[Draft, EnvSession, Generator]:
+        """The parts of a trajectory: made of the environment's factory, `truncate` and the generator."""
 
     def end(self, request: RolloutRequest, trajectory: Trajectory) -> None:
         """A trajectory has ended."""
+
+
+class RolloutFuture(Future[list[Trajectory]]):
+    """The trajectories of one run, in the order of its requests, and its environments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.environments: list[Any] = []
+        """In the order of the requests (None where none could be made), once the run has ended."""
 
 
 class RolloutRunner:
@@ -93,14 +102,13 @@ class RolloutRunner:
         self.retry_failed, self.keep_going = retry_failed, keep_going
         self.on_trajectory = on_trajectory
         self.environments: list[Any] = []
-        """The environments of the last run, in the order of its requests (None where none could be made)."""
+        """The environments of the run that ended last. Each run in flight has its own in its `RolloutFuture`."""
         self._warned_of: set[str] = set()
-        self._thread: LoopThread | None = None
-        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._in_flight: dict[asyncio.Task[Any], LoopThread] = {}
 
     @property
     def limits(self) -> RolloutLimits:
-        """What a trajectory may spend; a change counts from the next one on.
+        """The budget of a trajectory; a change counts from the next one on.
 
         Raises:
             ValueError: the chat format or the generator cannot keep them.
@@ -137,6 +145,8 @@ class RolloutRunner:
         except BaseException:  # KeyboardInterrupt as well: stop what is running
             self.stop()
             raise
+        finally:
+            self.environments = future.environments
 
     def start(
         self,
@@ -144,10 +154,10 @@ class RolloutRunner:
         *,
         params: SamplingParams | None = None,
         journal: Journal | None = None,
-    ) -> Future[list[Trajectory]]:
+    ) -> RolloutFuture:
         """`run` that returns at once; `stop` ends it early, and the future is then cancelled."""
         slots = [_Slot(*self._opened(request, journal)) for request in requests]
-        answer, thread = Future[list[Trajectory]](), self._loop_thread()
+        answer, thread = RolloutFuture(), shared_loop()
 
         def copy_outcome(ended: Future[list[Trajectory]]) -> None:
             if answer.done():  # the loop was given up
@@ -168,7 +178,7 @@ class RolloutRunner:
             thread,
             interval_s=self.limits.watchdog_interval,
             stall_timeout_s=self.limits.stall_timeout,
-            give_up=functools.partial(self._give_up, slots, answer, journal),
+            give_up=functools.partial(self._give_up, slots, answer, journal, thread),
         )
         _FrozenHeap.add(1)
         answer.add_done_callback(lambda _: _FrozenHeap.add(-1))
@@ -176,7 +186,9 @@ class RolloutRunner:
         answer.add_done_callback(lambda _: stop_watching())
         answer.add_done_callback(publish(drafts))
         watchdog.start()
-        self._submit(self._run_all(slots, params or self.params, journal), thread).add_done_callback(copy_outcome)
+        self._submit(self._run_all(slots, params or self.params, journal, answer), thread).add_done_callback(
+            copy_outcome
+        )
         return answer
 
     def _opened(self, request: RolloutRequest, journal: Journal | None) -> tuple[Draft, EnvSession, Generator]:
@@ -186,7 +198,7 @@ class RolloutRunner:
         return Draft(request=request), session, self.generator
 
     async def _run_all(
-        self, slots: Sequence[_Slot], params: SamplingParams, journal: Journal | None
+        self, slots: Sequence[_Slot], params: SamplingParams, journal: Journal | None, answer: RolloutFuture
     ) -> list[Trajectory]:
         places = asyncio.Semaphore(self.limits.max_concurrency)
 
@@ -219,7 +231,7 @@ class RolloutRunner:
             await _cancel(tasks)
             raise
         finally:
-            self.environments = [each.session.env for each in slots]
+            answer.environments = self.environments = [each.session.env for each in slots]
 
     async def _try(self, each: _Slot, params: SamplingParams, journal: Journal | None) -> Trajectory:
         current_slot.set(TrajectorySlot())
@@ -269,17 +281,16 @@ class RolloutRunner:
         Returns:
             Whether all environments are closed, or were given up by their own time limit.
         """
-        thread = self._thread
-        if thread is None:
-            return True
-        stopping = asyncio.run_coroutine_threadsafe(_cancel(self._in_flight), thread.loop)
-        try:
-            stopping.result(timeout_s)
-        except TimeoutError:
-            logger.warning(
-                "The rollout has not ended %g s after it was cancelled; environments may be open.", timeout_s
-            )
-            return False
+        in_flight, deadline = dict(self._in_flight), time.monotonic() + timeout_s
+        for thread in {thread for thread in in_flight.values() if thread.is_alive()}:
+            stopping = asyncio.run_coroutine_threadsafe(_cancel(_tasks_on(thread, in_flight)), thread.loop)
+            try:
+                stopping.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                logger.warning(
+                    "The rollout has not ended %g s after it was cancelled; environments may be open.", timeout_s
+                )
+                return False
         return True
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, is_cancelled: threading.Event) -> T | None:
@@ -287,7 +298,7 @@ class RolloutRunner:
 
         Once `is_cancelled` says that the run is told to end, the wait takes `CLOSE_TIMEOUT_S` at the longest.
         """
-        thread, deadline = self._loop_thread(), time.monotonic() + timeout_s
+        thread, deadline = shared_loop(), time.monotonic() + timeout_s
         future = self._submit(coroutine, thread)
         while not is_cancelled.is_set() and time.monotonic() < deadline:
             if wait_for_futures([future], LOOK_S).done:
@@ -296,10 +307,10 @@ class RolloutRunner:
             return future.result(max(0.0, min(deadline - time.monotonic(), CLOSE_TIMEOUT_S)))
         except CancelledError:
             return None
-        except TimeoutError:  # the coroutine holds the loop; what comes next gets another one
-            self._thread = None
-            self._in_flight.clear()
-            thread.end()
+        except TimeoutError:
+            future.cancel()
+            if not thread.answers():  # the coroutine holds the loop; what comes next gets another one
+                give_up_loop(thread, self._forget(thread))
             return None
 
     def _submit(self, coroutine: Coroutine[Any, Any, T], thread: LoopThread) -> Future[T]:
@@ -308,23 +319,37 @@ class RolloutRunner:
         async def tracked() -> T:
             task = asyncio.current_task()
             assert task is not None
-            self._in_flight.add(task)
+            self._in_flight[task] = thread
+            thread.runs.add(task)
+            prepare_thread()  # the loop may be older than what there is to prepare
             try:
                 return await coroutine
             finally:
-                self._in_flight.discard(task)
+                self._in_flight.pop(task, None)
+                thread.runs.discard(task)
 
         return asyncio.run_coroutine_threadsafe(tracked(), thread.loop)
 
+    def _forget(self, thread: LoopThread) -> list[asyncio.Task[Any]]:
+        """Tasks on a loop that nobody waits for any more."""
+        tasks = _tasks_on(thread, dict(self._in_flight))
+        for task in tasks:
+            self._in_flight.pop(task, None)
+        return tasks
+
     def _give_up(
-        self, slots: Sequence[_Slot], answer: Future[list[Trajectory]], journal: Journal | None, error: Exception
+        self,
+        slots: Sequence[_Slot],
+        answer: RolloutFuture,
+        journal: Journal | None,
+        thread: LoopThread,
+        error: Exception,
     ) -> None:
         """Answer for a loop that will not go on; called by the watchdog. The next run gets a fresh loop.
 
         Trajectories that have not ended are infrastructure failures; a loop whose thread is gone ends the run.
         """
-        lost, self._thread = self._thread, None
-        self._in_flight.clear()
+        give_up_loop(thread, self._forget(thread))  # if it ever wakes up, it ends what ran on it, and then itself
         trajectories = []
         for each in slots:
             if each.trajectory is None:
@@ -337,69 +362,21 @@ class RolloutRunner:
         async def close_all() -> None:
             await asyncio.gather(*(each.session.close() for each in slots), return_exceptions=True)
 
-        closing = asyncio.run_coroutine_threadsafe(close_all(), self._loop_thread().loop)
+        closing = asyncio.run_coroutine_threadsafe(close_all(), shared_loop().loop)
         with contextlib.suppress(Exception):  # said in the log; what is lost must not hold up the rest
             closing.result(timeout=2 * CLOSE_TIMEOUT_S)
-        self.environments = [each.session.env for each in slots]
-        if lost is not None:  # if it ever wakes up, it ends what ran on it, and then itself
-            lost.end()
+        answer.environments = self.environments = [each.session.env for each in slots]
         if isinstance(error, LoopLostError):
-            for task in asyncio.all_tasks(lost.loop) if lost is not None else ():
+            for task in asyncio.all_tasks(thread.loop):
                 with contextlib.suppress(RuntimeError):  # nobody will go on with it, and Python would complain later
                     task.get_coro().close()  # type: ignore[union-attr]
             answer.set_exception(error)
         else:
             answer.set_result(trajectories)
 
-    def _loop_thread(self) -> LoopThread:
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = LoopThread()
-            # It knows nothing of the runner: else a trainer that is dropped would stay, with its model.
-            weakref.finalize(self, self._thread.end).atexit = False
-        return self._thread
-
     def close(self) -> None:
-        """Stop what is running, and end the event loop's thread."""
+        """Stop what is running. The event loop goes on: others share it."""
         self.stop()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end()
-
-
-class LoopThread(threading.Thread):
-    """An event loop, and the thread on which it runs."""
-
-    def __init__(self) -> None:
-        super().__init__(name="rollout", daemon=True)
-        self.loop, self._is_over = asyncio.new_event_loop(), False
-        self.start()
-
-    def run(self) -> None:
-        """The thread's own."""
-        prepare_thread()
-        self.loop.run_forever()
-        while not self._is_over:
-            logger.warning("A tool or environment stopped the event loop of the rollout; it goes on.")
-            self.loop.run_forever()
-        self.loop.close()
-
-    def end(self) -> None:
-        """Cancel what runs on it, once a call that may hold it lets go of it, and end it; from any thread."""
-        if self._is_over:  # a second task would come to a loop that has stopped
-            return
-        self._is_over = True
-
-        async def end() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-            self.loop.stop()
-
-        with contextlib.suppress(RuntimeError):  # it is closed
-            # The coroutine is made on the loop: one that never gets free leaves none behind that nobody has awaited.
-            self.loop.call_soon_threadsafe(lambda: self.loop.create_task(end()))
 
 
 @dataclass(eq=False)
@@ -426,6 +403,10 @@ def _detached(trajectory: Trajectory) -> Trajectory:
     return own
 
 
+def _tasks_on(thread: LoopThread, in_flight: Mapping[asyncio.Task[Any], LoopThread]) -> list[asyncio.Task[Any]]:
+    return [task for task, on in in_flight.items() if on is thread]
+
+
 async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait for their end."""
     tasks = [*tasks]
@@ -436,7 +417,7 @@ async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 class _FrozenHeap:
-    """What was there before the first rollout in flight, set aside for Python's garbage collector.
+    """Objects from before the first rollout in flight, set aside for Python's garbage collector.
 
     With torch and transformers loaded, its visits there take a third of the processor time of our part of a rollout.
     """

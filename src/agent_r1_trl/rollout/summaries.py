@@ -12,7 +12,7 @@ The last turn is there so that nothing unanswered is lost; it is left out where 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import ChatFormat
@@ -24,6 +24,9 @@ from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.trajectory import Author, Message
 
+if TYPE_CHECKING:
+    from agent_r1_trl.tools.json_schema import Schema
+
 HEADING = "Summary of your work so far, written by you:\n\n"
 NO_SUMMARY = "(You wrote no summary.)"
 CUT = "\n[The summary was cut off here.]"
@@ -33,10 +36,10 @@ DEFAULT_PROMPT = (
     "(keep names, numbers and results exactly), what you have tried and what came of it, and what is to be done next. "
     "Write plain text, and call no tool now."
 )
-"""What asks for a summary where `context.summary_prompt` is None; `{summary_tokens}` stands for the number."""
+"""The request for a summary where `context.summary_prompt` is None; `{summary_tokens}` becomes the number."""
 
 
-def summary_request(settings: Any) -> dict[str, str]:
+def summary_request(settings: RolloutLimits) -> dict[str, str]:
     """The user message that asks for a summary."""
     prompt = settings.context.summary_prompt or DEFAULT_PROMPT
     return {"role": "user", "content": prompt.replace("{summary_tokens}", str(settings.context.summary_tokens))}
@@ -45,7 +48,7 @@ def summary_request(settings: Any) -> dict[str, str]:
 class Summaries:
     """The summaries of one trajectory; none are asked for under another `context.policy`."""
 
-    def __init__(self, draft: Draft, chat: ChatFormat, tools: Any, limits: RolloutLimits) -> None:
+    def __init__(self, draft: Draft, chat: ChatFormat, tools: Sequence[Schema] | None, limits: RolloutLimits) -> None:
         self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
         self._message = summary_request(limits)
         self._num_before = 0

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import os
 import re
 import sys
 import threading
@@ -23,13 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.rollout.draft import ENDED, NOT_STARTED, Draft
+from agent_r1_trl.rollout.draft import AGENT_START, ENDED, NOT_STARTED, Draft
 from agent_r1_trl.safe_text import shown
 
 logger = logging.getLogger(__name__)
 
-SAMPLING_INTERVALS = 12
-"""How much less often a rollout is reported in which all wait for the sampler: a turn takes long."""
+SLOW_INTERVALS = 12
+"""How much less often a rollout is reported in which all wait for the sampler, or start: either takes long."""
 MAX_NAMED, MAX_NAME_CHARS, MAX_STACK_LINES = 5, 200, 24
 """Bounds of a message: trajectories, characters of a name, lines of a stack."""
 GRACE_S = 30.0
@@ -112,8 +113,8 @@ class Watchdog:
         """Ask the loop to answer; why it must be given up, if its thread has ended or it has not answered for long."""
         if not self._thread.is_alive() or self._loop.is_closed():
             return LoopLostError(
-                "The rollout's event loop ended while trajectories were in flight. A tool or environment has "
-                f"closed its file descriptors or ended its thread. {self._names()} Correct that tool."
+                f"{which_process()}The rollout's event loop ended while trajectories were in flight. A tool or "
+                f"environment has closed its file descriptors or ended its thread. {self._names()} Correct that tool."
             )
         if self._asked_at is None:
             self._asked_at = now
@@ -121,10 +122,10 @@ class Watchdog:
                 self._loop.call_soon_threadsafe(setattr, self, "_asked_at", None)
         elif self._stall_timeout_s is not None and now - self._asked_at >= self._stall_timeout_s:
             held_by = self._holder()
-            logger.error("The event loop is given up: %s.\n%s", held_by, _stack_of(self._thread))
+            logger.error("%sThe event loop is given up: %s.\n%s", which_process(), held_by, _stack_of(self._thread))
             return TimeoutError(
-                f"{held_by} held the event loop for longer than stall_timeout={self._stall_timeout_s:g} s, so the "
-                "rollout was given up. The stack is in the log"
+                f"{which_process()}{held_by} held the event loop for longer than "
+                f"stall_timeout={self._stall_timeout_s:g} s, so the rollout was given up. The stack is in the log"
             )
         return None
 
@@ -136,22 +137,25 @@ class Watchdog:
         if self._interval_s is None or now - self._said_at < self._interval_s:
             return
         is_held = asked_at is not None and now - asked_at >= self._interval_s
-        is_sampling = all(draft.phase.endswith("generation") for draft in self._running())
-        if not is_held and is_sampling and now - self._said_at < self._interval_s * SAMPLING_INTERVALS:
+        is_slow = all(draft.phase == AGENT_START or draft.phase.endswith("generation") for draft in self._running())
+        if not is_held and is_slow and now - self._said_at < self._interval_s * SLOW_INTERVALS:
             return
         self._said_at = now
         if is_held:
             logger.warning(
-                "%s has held the event loop for %.0f s, and every trajectory waits for it. Async code must await what "
-                "takes long; make a tool that cannot a plain function, which runs on a thread. Stack of the loop:\n%s",
+                "%s%s has held the event loop for %.0f s, and every trajectory waits for it. Async code must await "
+                "what takes long; make a tool that cannot a plain function, which runs on a thread. "
+                "Stack of the loop:\n%s",
+                which_process(),
                 self._holder(),
                 now - (asked_at or now),
                 _stack_of(self._thread),
             )
         else:
             logger.warning(
-                "No trajectory has moved for %.0f s. %s The limits of a wait are rollout_timeout, reset_timeout, "
+                "%sNo trajectory has moved for %.0f s. %s The limits of a wait are rollout_timeout, reset_timeout, "
                 "scoring_timeout and a tool's timeout_s.",
+                which_process(),
                 now - self._moved_at,
                 self._names(),
             )
@@ -179,7 +183,9 @@ def reported(what: str, interval_s: float | None) -> Iterator[None]:
 
     def watch() -> None:
         while not has_ended.wait(interval_s):
-            logger.warning("%s for %.0f s. Stack:\n%s", what, time.monotonic() - began, _stack_of(thread))
+            logger.warning(
+                "%s%s for %.0f s. Stack:\n%s", which_process(), what, time.monotonic() - began, _stack_of(thread)
+            )
 
     if interval_s is not None:
         threading.Thread(target=watch, name="watchdog", daemon=True).start()
@@ -187,6 +193,15 @@ def reported(what: str, interval_s: float | None) -> Iterator[None]:
         yield
     finally:
         has_ended.set()
+
+
+def which_process() -> str:
+    """`Rank 1 of 2: ` in a launch of several processes, as its launcher has written it into the environment; else "".
+
+    Ranks wait for each other: the one whose rollout does not move is where to look.
+    """
+    rank, num_ranks = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    return "" if rank is None or num_ranks == "1" else f"Rank {rank} of {num_ranks}: "
 
 
 def _cut(name: str) -> str:
@@ -225,7 +240,7 @@ class RolloutStatus:
     num_started: int
     num_total: int
     waits: Mapping[str, tuple[int, float]]
-    """What trajectories wait for, in words -> how many of them, and the seconds of the one that has waited longest."""
+    """Waits of trajectories, in words -> how many of them, and the seconds of the one that has waited longest."""
 
     def __str__(self) -> str:
         parts = [f"{self.num_done} of {self.num_total} done"]
@@ -246,7 +261,7 @@ def publish(drafts: Callable[[], Sequence[Draft]]) -> Callable[[Any], None]:
 
 
 def rollout_status() -> RolloutStatus | None:
-    """What the rollouts of this process do now; None while there is none. Waits for tools come first."""
+    """Status of this process's rollouts; None while there is none. Waits for tools come first."""
     found = [draft for drafts in tuple(_in_flight) for draft in drafts()]
     if not found:
         return None
@@ -267,7 +282,7 @@ def rollout_status() -> RolloutStatus | None:
 
 
 def _words(phase: str) -> str:
-    """What a draft waits for.
+    """The wait of a draft.
 
     >>> [_words(phase) for phase in ("turn 2: tools search", "turn 0: generation", "reset", "waiting for try 2")]
     ['waiting for search', 'generating', 'waiting for reset', 'waiting for try 2']

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    release = importlib.import_module(f"{__name__}.trl_release")
+    loaded = {f"{__name__}.{module}" for module in (_MODULE_OF[name], "multi_turn")} & set(sys.modules)
+    if not loaded:  # else its base is TRL's, whatever has been put in its place since
+        release.refuse_replaced()
     if name.endswith("Trainer"):  # before the imports that another release of TRL may lack
-        importlib.import_module(f"{__name__}.trl_release").check_trl()
+        release.check_trl()
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -52,7 +52,16 @@ from agent_r1_trl.features import FEATURES, has_feature
 from agent_r1_trl.tools.faults import InfrastructureError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from agent_r1_trl.generation.base import SamplingParams
+    from agent_r1_trl.rollout.limits import RolloutLimits
+    from agent_r1_trl.trainers.config import MultiTurnConfig
+    from agent_r1_trl.trainers.construction import TrainRows
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
     from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+    from agent_r1_trl.update.entries import Inputs
+    from agent_r1_trl.update.rows import TrainingRows
 
 
 logger = logging.getLogger(__name__)
@@ -145,10 +154,10 @@ class OptimizerStep:
 
 
 class UpdateHooks:
-    """What a subclass of a trainer, or a callback, may add to the update: a loss term, its tokens, numbers for it."""
+    """Hooks of a trainer's subclass, or a callback, into the update: a loss term, its tokens, numbers for it."""
 
     def extra_columns(
-        self, output: dict[str, Any], trajectories: Sequence[Any], rows: Any
+        self, output: Inputs, trajectories: Sequence[Any], rows: TrainingRows
     ) -> Mapping[str, torch.Tensor] | None:
         """Numbers of your own for the update, worked out once for a rollout, in training and evaluation.
 
@@ -167,7 +176,7 @@ class UpdateHooks:
         """
         return None
 
-    def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+    def extra_tokens(self, inputs: Inputs) -> torch.Tensor | None:
         """The tokens that `extra_loss` is summed over; not overridden, those of the policy's loss.
 
         They may be observations, whose log-probs no layout computes otherwise, and stand in rows that a filter has
@@ -181,7 +190,7 @@ class UpdateHooks:
         """
         return None
 
-    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    def extra_loss(self, inputs: Inputs, log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
         """A loss term of your own. (`loss_term` takes a function instead.)
 
         The trainer divides what it returns by the number of its tokens in the whole optimizer step, on all ranks, and
@@ -215,7 +224,7 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
     trainer: Any = None
     """Set by `attach`."""
     learning_rate_factor = 1.0
-    """What the logged learning rate is multiplied by."""
+    """The factor of the logged learning rate."""
     replaces_sampling = False
     """Whether `replay` gives all rollouts, so that there is no sampler."""
 
@@ -224,7 +233,7 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
         """Whether `after_scores` may sample further trajectories; the next rollout does not begin before it then."""
         return False
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """The trainer is made, and is `self.trainer` from now on."""
         self.trainer = trainer
 
@@ -256,15 +265,22 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
         """Inside it a rollout is sampled."""
         return contextlib.nullcontext()
 
-    def weights_synced(self, policy: Any, position: Position) -> None:
+    def weights_synced(self, policy: PreTrainedModel, position: Position) -> None:
         """The sampler has the weights of this step; sharded ones are gathered."""
 
-    def replay(self, requests: Sequence[Any], limits: Any, position: Position) -> Any:
+    def replay(self, requests: Sequence[Any], limits: RolloutLimits, position: Position) -> Any:
         """A rollout of this rank's requests in place of one that is sampled; None to sample it."""
         return None
 
-    def record(self, requests: Sequence[Any], limits: Any, params: Any, position: Position, synced_step: int) -> Any:
-        """What is told of every turn while trajectories are sampled (a `RolloutLog`); None for nothing.
+    def record(
+        self,
+        requests: Sequence[Any],
+        limits: RolloutLimits,
+        params: SamplingParams,
+        position: Position,
+        synced_step: int,
+    ) -> Any:
+        """A `RolloutLog` that hears of every turn while trajectories are sampled; None for none.
 
         The first callback that returns something counts, here and in `replay`. The sampler's weights are those of
         `synced_step` optimizer steps.
@@ -288,7 +304,7 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
         """(B,) bool, which trajectories are trained on; None for all. In training."""
         return None
 
-    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
         """The rollout of a training step is whole: advantages are known, metrics are logged.
 
         `output` is TRL's batch of the rows. Scalars that are put into it stand in each of its micro-batches.
@@ -297,12 +313,12 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
     # ---------------------------------------------------------------- the update
 
     def on_values(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-        """What a forward pass of the loss gave: `log_probs`, `entropies`, the critic's `values`; each rank by itself.
+        """Results of a forward pass of the loss: `log_probs`, `entropies`, the critic's `values`; each rank by itself.
 
         Both are (B, T); the mask says what enters the loss.
         """
 
-    def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    def check_loss(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """The loss of a micro-batch, to be given back, perhaps weighed; each rank by itself."""
         return loss
 
@@ -357,7 +373,7 @@ class Callbacks:
         ValueError: a feature cannot do what is asked of it; names the option and the fix.
     """
 
-    def __init__(self, config: Any, train_dataset: Any = None) -> None:
+    def __init__(self, config: MultiTurnConfig, train_dataset: TrainRows = None) -> None:
         self._trainer: Any = None
         self._own: list[RolloutCallback] = []
         self._num_void = 0
@@ -369,7 +385,7 @@ class Callbacks:
                 package = importlib.import_module(f"agent_r1_trl.features.{name}")
                 self._own += package.make_callbacks(config, train_dataset)
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """The trainer is made: from now on the callbacks are its own."""
         self._trainer = trainer
         for callback in self._own:
@@ -405,7 +421,7 @@ class Callbacks:
         """The callback of this name; None if it is off."""
         return next((item for item in self if item.name == name), None)
 
-    def call(self, event: str, *arguments: Any) -> list[Any]:
+    def call(self, event: str, *arguments: object) -> list[Any]:
         """Call an event of all, and return what they returned."""
         return [getattr(item, event)(*arguments) for item in self]
 
@@ -424,14 +440,14 @@ class Callbacks:
                 stack.enter_context(item.around_rollout())
             yield
 
-    def fold(self, event: str, value: Any, *arguments: Any) -> Any:
+    def fold(self, event: str, value: object, *arguments: object) -> Any:
         """Everybody's, one after another: each gets what the one before it returned."""
         for item in self:
             value = getattr(item, event)(value, *arguments)
         return value
 
-    def first(self, event: str, *arguments: Any) -> Any:
-        """What the first one returns that does not return None."""
+    def first(self, event: str, *arguments: object) -> Any:
+        """The first result that is not None."""
         return next((found for item in self if (found := getattr(item, event)(*arguments)) is not None), None)
 
     def voids(self, batch: RolloutBatch) -> bool:

@@ -1,4 +1,4 @@
-"""What a run writes to its `output_dir`: checkpoints, the lock, the model at the end.
+"""The files of a run in its `output_dir`: checkpoints, the lock, the model at the end.
 
     output_dir/_run.lock                   held by the run that trains there
     output_dir/_unfinished/checkpoint-6/   while the ranks write; what a killed save leaves is removed by the next run
@@ -21,13 +21,16 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.trainer_utils import sort_checkpoints
 
 from agent_r1_trl.errors import RunError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +94,8 @@ def finish(folder: Path, target: Path, run: Mapping[str, Any]) -> None:
         sync_to_disk(path)
     listed = {path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size} for path in files}
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"version": 1, "run": run, "files": listed}, indent=1), encoding="utf-8")
+    content = {"version": 1, "saved_at": time.time(), "run": run, "files": listed}
+    manifest.write_text(json.dumps(content, indent=1), encoding="utf-8")
     for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_to_disk(path)
     if target.exists():
@@ -127,7 +131,8 @@ def choose_checkpoint(value: str | os.PathLike | bool, output_dir: Path) -> Path
     """The absolute path of the checkpoint that a run goes on from.
 
     Args:
-        value: of `resume_from_checkpoint`: a path, or True for the newest whole checkpoint of `output_dir`.
+        value: of `resume_from_checkpoint`: a path, or True for the newest whole checkpoint of the newest run in
+            `output_dir`.
         output_dir: of the run.
 
     Raises:
@@ -189,7 +194,7 @@ def _find_problems(folder: Path) -> Iterator[str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What `finish` wrote: "files" and "run"; None if the checkpoint has no manifest."""
+    """The manifest that `finish` wrote: "files" and "run"; None if the checkpoint has no manifest."""
     path = folder / MANIFEST
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -206,19 +211,63 @@ def _numbered(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def _newest_whole(output_dir: Path) -> tuple[Path | None, list[str]]:
-    """The whole checkpoint of the highest step, and why those of higher steps were passed over."""
-    passed_over: list[str] = []
-    for _, folder in reversed(_numbered(output_dir)):
+    """The whole checkpoint of the highest step of the newest run that has one, and why others were passed over.
+
+    The newest run is the one that has saved last. Checkpoints without a run's id, which TRL and older versions write,
+    count as those of one run.
+    """
+    whole: list[tuple[int, Path]] = []
+    problems: dict[int, str] = {}
+    for step, folder in _numbered(output_dir):
         problem = problem_of(folder)
         if problem is None:
-            return folder, passed_over
-        passed_over.append(f"{folder.name}: {problem}")
-    return None, passed_over
+            whole.append((step, folder))
+        else:
+            problems[step] = f"{folder.name}: {problem}"
+    if not whole:
+        return None, [problems[step] for step in sorted(problems, reverse=True)]
+    newest_run = run_id_of(max(whole, key=lambda pair: _saved_at(pair[1]))[1])
+    step, folder = max(pair for pair in whole if run_id_of(pair[1]) == newest_run)
+    others = {number: f"{path.name}: it is of an earlier run" for number, path in whole if number > step}
+    above = {number: text for number, text in (problems | others).items() if number > step}
+    return folder, [above[number] for number in sorted(above, reverse=True)]
 
 
-def last_checkpoint(folder: Path, step: int) -> Path | None:
-    """The newest checkpoint of a run that was written after at most `step` optimizer steps."""
-    return next((path for number, path in reversed(_numbered(folder)) if number <= step), None)
+def run_id_of(folder: Path) -> str | None:
+    """The id of the run that wrote a checkpoint; None where it says nothing of one."""
+    try:
+        manifest = read_manifest(folder)
+    except ValueError:  # damaged
+        return None
+    return None if manifest is None else manifest["run"].get("run_id")
+
+
+def goes_on(folder: Path) -> str | None:
+    """The id that a run has which goes on from a checkpoint; None if it needs a new one.
+
+    From an earlier checkpoint than the run's last one, it is a run of its own: else the later ones, which it has left
+    behind, would be taken for its newest.
+    """
+    run_id = run_id_of(folder)
+    later = [path for _, path in _numbered(folder.parent) if run_id_of(path) == run_id]
+    return run_id if later and later[-1] == folder else None
+
+
+def _saved_at(folder: Path) -> float:
+    """Seconds since 1970; where no manifest says so, when the state was written."""
+    manifest = read_manifest(folder) or {}
+    return manifest.get("saved_at") or (folder / STATE).stat().st_mtime
+
+
+def last_checkpoint(folder: Path, step: int, run_id: str | None = None) -> Path | None:
+    """The newest checkpoint that was written after at most `step` optimizer steps, by the run of this id if given.
+
+    The checkpoint that a run was resumed from counts where it has no id.
+    """
+    for number, path in reversed(_numbered(folder)):
+        if number <= step and (run_id is None or run_id_of(path) in (run_id, None)):
+            return path
+    return None
 
 
 def rotate_around(run_dir: Path, limit: int | None, kept: Collection[Path | str | None]) -> None:
@@ -275,11 +324,11 @@ def output_lock(output_dir: Path, name: str = LOCK_FILE) -> Iterator[None]:
 
 
 RUN_FILES = ("trainer_state.json", "checkpoint-*", "trajectories/step_*", "*.safetensors", "training_args.bin")
-"""What a run leaves in its `output_dir`, and an evaluation does not."""
+"""Files that a run leaves in its `output_dir`, and an evaluation does not."""
 
 
 def find_run(output_dir: Path) -> str | None:
-    """What shows that the folder holds a run, such as "trainer_state.json"; None if nothing does."""
+    """The sign that the folder holds a run, such as "trainer_state.json"; None if nothing does."""
     found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
     return next((str(path.relative_to(output_dir)) for path in found), None)
 
@@ -300,7 +349,7 @@ def set_aside(output_dir: Path) -> Path | None:
     return target
 
 
-def _write(file: Any, text: str) -> None:
+def _write(file: IO[bytes], text: str) -> None:
     with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
         file.truncate(0)
         file.write(text.encode())
@@ -332,7 +381,7 @@ def fingerprint(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return _digest([name for name, _ in trained], _bit_sums([parameter for _, parameter in trained]))
 
 
-def base_fingerprint(model: nn.Module, accelerator: Any) -> str | None:
+def base_fingerprint(model: nn.Module, accelerator: Accelerator) -> str | None:
     """A digest of the frozen weights below an adapter, the same on any number of processes. All ranks must call it.
 
     Returns:

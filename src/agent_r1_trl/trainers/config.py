@@ -10,6 +10,7 @@ import copy
 import inspect
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -27,6 +28,7 @@ from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.safe_text import SECRETS_HELP, SecretMapping
 from agent_r1_trl.settings import (
+    Clash,
     Count,
     CountOrZero,
     Flag,
@@ -37,19 +39,21 @@ from agent_r1_trl.settings import (
     SomeOf,
     Whole,
     check_settings,
+    check_value,
+    default_of,
+    find_clashes,
     plain,
-    plain_value,
     refuse,
     setting,
 )
 from agent_r1_trl.trainers.config_checks import (
-    ROLLOUT_FIELDS,
     RolloutShape,
     check_config,
     check_fields,
     find_rollout_problems,
     resolve_shape,
 )
+from agent_r1_trl.trainers.inherited_settings import ROLLOUT_FIELDS
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 
@@ -89,9 +93,50 @@ def _readers(option: str) -> str:
     return ", ".join(row.name for row in ESTIMATORS.values() if option in row.options)
 
 
+def trl_default(name: str) -> Any:
+    """TRL's default of one of its fields."""
+    return GRPOConfig.__dataclass_fields__[name].default
+
+
+class _UnsetText(str):
+    """A default that can be told from the same value where a user wrote it; arguments hold plain values."""
+
+    def __str__(self) -> str:
+        return self  # argparse calls `str` of a default
+
+
+class _UnsetNumber(float):
+    """As `_UnsetText`, for a number."""
+
+
+RATIO_SETTINGS = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+TRL_RATIO_MODE, TRL_RATIO_LIMIT = map(trl_default, RATIO_SETTINGS)
+"""How TRL takes the importance ratio of trainer to sampler, unless it is told otherwise."""
+OLDER_WEIGHTS_RATIO_MODE = "token_truncate"
+OLDER_WEIGHTS_RATIO_LIMIT = 2.0
+"""The default where the sampler's weights may be older than the update's.
+
+Small differences of many tokens add up: at .005 a token, 300 tokens have the ratio 4.5, and TRL's default, which drops
+whole sequences above 3, drops long trajectories for what is no more than the last update.
+"""
+
+
+def resolve_importance_ratio(args: MultiTurnConfig) -> None:
+    """Choose mode and limit of the ratio where the user did not, before TRL reads them; what the user wrote stands."""
+    has_mode = not isinstance(args.vllm_importance_sampling_mode, _UnsetText)
+    has_limit = not isinstance(args.vllm_importance_sampling_clip_max, _UnsetNumber)
+    mode, limit = TRL_RATIO_MODE, TRL_RATIO_LIMIT
+    if args.overlap_rollout and not has_mode:  # a mode that was chosen keeps TRL's limit
+        mode, limit = OLDER_WEIGHTS_RATIO_MODE, OLDER_WEIGHTS_RATIO_LIMIT
+    if not has_mode:
+        args.vllm_importance_sampling_mode = mode
+    if not has_limit:
+        args.vllm_importance_sampling_clip_max = limit
+
+
 @dataclass
 class MultiTurnConfig(RolloutSettings, GRPOConfig):
-    """What both multi-turn trainers share. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
+    """Settings of both multi-turn trainers. A plain `GRPOConfig` is accepted too: see `from_grpo_config`."""
 
     # ---- rollout (and the limits of `RolloutSettings`)
     max_completion_length: Count | None = setting(  # the default is TRL's
@@ -204,6 +249,17 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
 
     # ---- sampler and trainer (with vLLM)
+    vllm_importance_sampling_mode: str = setting(
+        _UnsetText(TRL_RATIO_MODE),
+        "How the importance ratio of trainer to sampler is taken: of each 'token' or of the whole 'sequence', and "
+        "ratios out of bounds are truncated or, as 'mask', set to 0: 'token_truncate', 'token_mask', "
+        "'sequence_truncate' or 'sequence_mask'. The default with overlap_rollout is 'token_truncate'.",
+    )
+    vllm_importance_sampling_clip_max: float | None = setting(
+        _UnsetNumber(TRL_RATIO_LIMIT),
+        "Largest importance ratio of trainer to sampler. None: no bound. The default with overlap_rollout is 2.0, "
+        "unless vllm_importance_sampling_mode is set.",
+    )
     importance_sampling_unit: Annotated[str, OneOf(*UNITS)] | None = setting(
         None,
         "The unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. None: as in "
@@ -221,6 +277,16 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         None,
         "Deal the rows of an optimizer step out to micro-batches of at most so many tokens, evenly over all ranks. "
         "For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows each.",
+    )
+    disable_dropout: Flag = setting(
+        True,
+        "Switch off dropout of every kind (modules, numbers in attention functions, LoRA's) and router jitter in the "
+        "update: a sampler has none, so with it the update scores another policy than the one that sampled.",
+    )
+    score_check: Annotated[str, OneOf("error", "warn", "off")] = setting(
+        "error",
+        "What happens if rows of the first rollout, scored as in the update, have other log-probs than by the model's "
+        "own forward pass: 'error' ends the run before its first update, 'warn' goes on, 'off' does not look.",
     )
 
     # ---- features (one mapping each; `features/NAME/settings.py` declares the keys; None: the defaults of the keys)
@@ -273,7 +339,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     secrets: SecretMapping = setting(None, SECRETS_HELP)
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *args: object, **options: object) -> Self:
         """Refuse what is no setting, by the name of the one that is meant.
 
         Raises:
@@ -316,6 +382,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
             values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
         check_fields(self)  # before anything follows from them
         resolve_shape(self)
+        resolve_importance_ratio(self)
         is_single = values["num_generations"] == 1
         if is_single:
             values["num_generations"] = _Single(1)  # TRL asks for groups, which some estimators do without
@@ -323,28 +390,6 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         if is_single:
             values["num_generations"] = 1
         check_config(self)
-
-    def asked_features(self) -> list[str]:
-        """Names of our own fields, not TRL's, that have another value than their default.
-
-        What follows from other arguments was not asked for: the `gamma_turn` of the estimator, and the
-        `truncated_trajectories` that `mask_truncated_completions` means. Nor is `record_trajectories="none"`: TRL's
-        rollout records none.
-        """
-        trl_names = {item.name for item in fields(GRPOConfig)}
-        defaults = {item.name: item.default for item in fields(self) if item.name not in trl_names}
-        if self.gamma_turn == self.estimator.default_gamma_turn:
-            del defaults["gamma_turn"]
-        if self.mask_truncated_completions:
-            del defaults["truncated_trajectories"]
-        for name in ("record_trajectories", "resume_without", "prompts_per_rollout", "updates_per_rollout"):
-            del defaults[name]  # serve TRL's rollout as well
-        if all(getattr(self, name) == self.max_completion_length for name in UNKNOWN_TO_TRL):
-            for name in UNKNOWN_TO_TRL:  # they end nothing
-                del defaults[name]
-            if self.rollout_timeout is None:
-                del defaults["rollout_timeout"]
-        return [name for name, default in defaults.items() if plain_value(self, name) != default]
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments as transformers writes them, mappings as mappings."""
@@ -410,7 +455,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         return cls.__dataclass_fields__[name].default
 
     def check_supported(self, *, has_generator: bool = False) -> None:
-        """Check what only matters where our rollout runs; a trainer without environment and tools is TRL's."""
+        """Check what the rollout cannot do, once it is known whether there is a generator."""
         check_settings(self, ROLLOUT_FIELDS)
         refuse(find_rollout_problems(self, has_generator))
 
@@ -497,17 +542,67 @@ class MultiTurnPPOConfig(MultiTurnConfig):
 # -------------------------------------------------------------------- TRL's arguments of a training script
 
 
+ADAPTER_SETTINGS = (
+    *(item.name for item in fields(trl.ModelConfig) if item.name.startswith("lora_")),
+    "use_rslora",
+    "use_dora",
+)
+"""Settings of `ModelConfig` that describe an adapter. TRL reads them with `use_peft` alone."""
+ADAPTER_RULES: dict[str, Any] = {
+    "lora_r": Count,
+    "lora_alpha": Count,  # 0 would multiply the adapter by 0
+    "lora_dropout": Annotated[float, Number(minimum=0, below=1)],
+    "lora_task_type": Annotated[str, OneOf("CAUSAL_LM")],
+}
+"""The rules of some of them, as annotations."""
+
+
+QUANTISED = Clash(
+    "load_in_4bit load_in_8bit use_peft",
+    lambda c: c.load_in_4bit or c.load_in_8bit,
+    "a quantised base is frozen, so nothing would be trained. Set use_peft=True as well.",
+)
+
+
+def adapter_problem(settings: Mapping[str, Any]) -> str:
+    """The message about settings of an adapter, with their values, where none is trained; "" without such settings."""
+    if not settings:
+        return ""
+    said = " ".join(f"{name}={value!r:.200}" for name, value in settings.items())
+    names = ", ".join(settings)
+    return (
+        f"{said}: only an adapter (LoRA) reads this, and use_peft is not true, so all weights of the model would be "
+        f"trained. Set use_peft: true to train an adapter, or remove {names}."
+    )
+
+
 @dataclass
 class ModelConfig(trl.ModelConfig):
-    """TRL's, with adapters that compute in the update what they compute in the rollout."""
+    """TRL's, with adapters that compute in the update what they compute in the rollout.
+
+    Raises:
+        ValueError: a setting of an adapter differs from its default and `use_peft` is False, or the weights are
+            quantised without an adapter.
+    """
 
     lora_dropout: float = field(
         default=0.0,
         metadata={
-            "help": "LoRA dropout. It is on in the update and off in the rollout, so with more than 0 the log-probs "
-            "of a sampled token differ between them."
+            "help": "LoRA dropout. It is off unless disable_dropout is false; then it is on in the update alone, so "
+            "that the log-probs of a sampled token differ between rollout and update."
         },
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.use_peft:
+            for name, rule in ADAPTER_RULES.items():
+                check_value(name, getattr(self, name), rule)
+            return
+        values = {name: getattr(self, name) for name in ADAPTER_SETTINGS}
+        changed = {name: value for name, value in values.items() if value != default_of(self, name)}
+        refuse(filter(None, [adapter_problem(changed)]))
+        refuse(find_clashes(self, (QUANTISED,)))
 
 
 def get_peft_config(model_args: ModelConfig) -> Any:

@@ -1,10 +1,10 @@
-"""What the training arguments say together: what follows from them, and what they cannot mean.
+"""Checks across the training arguments: consequences, and combinations that cannot work.
 
 The values of single settings are checked by their fields (`agent_r1_trl.settings`). Here `check_config` sets the
 arguments that follow from others, then refuses what nothing would read (`NEEDS`) and what contradicts itself
-(`CLASHES`). `find_rollout_problems` says what only matters where our rollout runs: nothing is dropped in silence, but
-TRL accepts all of it, so a trainer without environment and tools does not ask. Refusals are ValueErrors, evaluated
-in the order in which they stand here; each names the flag, its value, the rule and the fix.
+(`CLASHES`). `find_rollout_problems` says what TRL accepts and the rollout cannot do: nothing is dropped in silence.
+Refusals are ValueErrors, evaluated in the order in which they stand here; each names the flag, its value, the rule and
+the fix.
 """
 
 from __future__ import annotations
@@ -16,27 +16,21 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils.environment import get_int_from_env
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, find_estimator
 from agent_r1_trl.features import FEATURES, feature, has_feature, mappings_of
 from agent_r1_trl.generation.vllm.server_routes import check_urls
-from agent_r1_trl.objects import OwnObject, own_object
+from agent_r1_trl.objects import OwnObject, did_you_mean, own_object
 from agent_r1_trl.rollout.limits import find_limit_problems
 from agent_r1_trl.settings import (
     Clash,
-    Count,
-    CountOrZero,
     Need,
-    OneOf,
-    Positive,
-    PositiveShare,
-    Share,
-    Whole,
     check_settings,
     default_of,
     find_clashes,
@@ -45,30 +39,12 @@ from agent_r1_trl.settings import (
     refuse,
     shown,
 )
+from agent_r1_trl.trainers.inherited_settings import TRL_FIELDS, find_inherited_problems
+from agent_r1_trl.trainers.launcher import find_launch_problem
 from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
-
-LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
-"""Those of TRL, which itself finds an unknown one after the first rollout."""
-TRL_FIELDS = {
-    "num_generations": Count,
-    "loss_type": Annotated[str, OneOf(*LOSS_TYPES)],
-    "vllm_mode": Annotated[str, OneOf("colocate", "server")],
-}
-"""The rules of TRL's fields, as annotations."""
-ROLLOUT_FIELDS = {
-    "max_completion_length": Count,
-    "max_tool_calling_iterations": CountOrZero | None,
-    "temperature": Positive,
-    "top_p": PositiveShare,
-    "top_k": Annotated[int, Whole(-1)] | None,
-    "min_p": Share | None,
-    "repetition_penalty": Positive,
-}
-"""The rules of TRL's fields where our rollout runs."""
-
 
 # -------------------------------------------------------------------- what has no effect
 
@@ -113,26 +89,26 @@ TRL_NEEDS = (
 # -------------------------------------------------------------------- what contradicts itself
 
 
-def optimizer_in_backward(c: Any) -> bool:
+def optimizer_in_backward(c: MultiTurnConfig) -> bool:
     """Whether the optimizer updates weights inside the backward pass, as LOMO and the layer-wise ones do."""
     name = str(getattr(c.optim, "value", c.optim))
     return name in ("lomo", "adalomo") or name.endswith("_layerwise")
 
 
-def _mode_of(c: Any) -> str:
+def _mode_of(c: MultiTurnConfig) -> str:
     return str(c.vllm_importance_sampling_mode.partition("_")[0])
 
 
-def _deepspeed_file(c: Any) -> Any:
+def _deepspeed_file(c: MultiTurnConfig) -> Any:
     return getattr(c, "hf_deepspeed_config", None) if c.deepspeed else None
 
 
-def _lacks_batch_size(c: Any) -> bool:
+def _lacks_batch_size(c: MultiTurnConfig) -> bool:
     read, names = _deepspeed_file(c), ("train_micro_batch_size_per_gpu", "train_batch_size")
     return read is not None and all(read.get_value(name) is None for name in names)
 
 
-def _splits_a_rollout(c: Any) -> bool:
+def _splits_a_rollout(c: MultiTurnConfig) -> bool:
     small, large = sorted((c.steps_per_generation, c.gradient_accumulation_steps))
     return bool(large % small)
 
@@ -300,7 +276,7 @@ ROLLOUT_CLASHES = (
         lambda c: c.deepspeed and c.device and not torch.distributed.is_initialized(),
     ),
 )
-"""What contradicts itself where our rollout runs."""
+"""Contradictions with our rollout."""
 
 WHOLE_ROWS = {
     "importance_sampling_level": "token",
@@ -326,7 +302,22 @@ ROW_CLASHES = (
     *(_of_a_row(name, None, f"{name}={default!r}") for name, default in WHOLE_ROWS.items()),
     _of_a_row("loss_type", ("vespo",), "another loss_type"),
 )
-"""What contradicts trajectories of several rows."""
+"""Contradictions with trajectories of several rows."""
+
+
+_TRACKER_PACKAGES = {
+    "clearml": "clearml",
+    "codecarbon": "codecarbon",
+    "comet_ml": "comet-ml",
+    "dagshub": "dagshub",
+    "dvclive": "dvclive",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""Value of `report_to` -> the package that it needs and nothing else."""
 
 
 # -------------------------------------------------------------------- the checks
@@ -342,6 +333,15 @@ def check_fields(config: MultiTurnConfig) -> None:
     check_settings(config, TRL_FIELDS)
 
 
+FLOAT16_ON_A_CPU = Clash.of(
+    {"fp16": (True,)},
+    "a CPU does not train in float16. Set fp16=False, and bf16=True where the CPU computes in bfloat16 (with both off "
+    "it trains in float32); or train on a GPU.",
+    lambda c: c.device.type == "cpu",
+)
+"""Looked at behind all others: what does not go with fp16 at all is the better message."""
+
+
 def check_config(config: MultiTurnConfig) -> None:
     """Check the arguments of a trainer, and set those that follow from others."""
     check_fields(config)
@@ -350,6 +350,8 @@ def check_config(config: MultiTurnConfig) -> None:
         if hasattr(checks, "resolve"):
             checks.resolve(config)
     refuse(_find_problems(config))
+    refuse(find_clashes(config, (FLOAT16_ON_A_CPU,)))
+    refuse(filter(None, [find_launch_problem(os.environ, config.world_size)]))
     if (urls := plain_value(config, "servers.urls")) is not None:
         check_urls(urls)
 
@@ -401,6 +403,23 @@ def _find_problems(config: MultiTurnConfig) -> Iterator[str]:
         if hasattr(item, "find_problems"):
             yield from item.find_problems(config)
     yield from find_clashes(config, ROW_CLASHES)
+    yield from _find_tracker_problems(config.report_to or ())
+    yield from find_inherited_problems(config)
+
+
+def _find_tracker_problems(names: Iterable[str]) -> Iterator[str]:
+    """A tracker that does not exist or is not installed; transformers finds it once the model is loaded."""
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(map(repr, sorted(INTEGRATION_TO_CALLBACK)))
+            suggestion = did_you_mean(name, INTEGRATION_TO_CALLBACK)
+            yield f"report_to={name!r}: no such tracker.{suggestion} Set report_to to some of {known}, or to 'none'."
+        elif name in _TRACKER_PACKAGES and name not in get_available_reporting_integrations():
+            package = _TRACKER_PACKAGES[name]
+            yield (
+                f"report_to={name!r}: its package is not installed. Install it (pip install {package}), or set "
+                "report_to to 'none'."
+            )
 
 
 # ---- the estimator
@@ -493,7 +512,7 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
 
 
 def find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Iterator[str]:
-    """What the rollout cannot honour, and what would have no effect."""
+    """Settings that the rollout cannot honour, and settings without effect."""
 
     def is_waiting(name: str) -> bool:
         """A recipe may hold the options of vLLM for the day that it is switched on."""
@@ -536,7 +555,7 @@ def find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Itera
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutShape:
-    """What one rollout consists of, over all processes, and what is made of it."""
+    """The size of one rollout, over all processes, and of its update."""
 
     prompts_per_rollout: int
     responses_per_prompt: int
@@ -546,7 +565,7 @@ class RolloutShape:
     trajectories_per_update: int
 
     @classmethod
-    def of(cls, args: Any) -> RolloutShape:
+    def of(cls, args: MultiTurnConfig) -> RolloutShape:
         """The shape that a configuration has, once it is constructed."""
         rows = args.per_device_train_batch_size * args.world_size
         return cls(
@@ -571,7 +590,7 @@ def num_processes() -> int:
     return get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1)
 
 
-def resolve_shape(args: Any) -> None:
+def resolve_shape(args: MultiTurnConfig) -> None:
     """Derive TRL's settings from `prompts_per_rollout` and `updates_per_rollout`, before TRL reads them."""
     prompts, updates, iterations = args.prompts_per_rollout, args.updates_per_rollout, args.num_iterations
     size, responses = args.per_device_train_batch_size, args.num_generations
@@ -612,7 +631,7 @@ def resolve_shape(args: Any) -> None:
         args.steps_per_generation = steps
 
 
-def find_other_shape(args: Any) -> Iterator[str]:
+def find_other_shape(args: MultiTurnConfig) -> Iterator[str]:
     """Where the shape is not the one that was asked for, once TRL has read its settings."""
     for name in ("prompts_per_rollout", "updates_per_rollout"):
         asked = getattr(args, name)
@@ -624,7 +643,7 @@ def find_other_shape(args: Any) -> Iterator[str]:
             )
 
 
-def _refuse_another(args: Any, name: str, derived: int, *, because: str) -> None:
+def _refuse_another(args: MultiTurnConfig, name: str, derived: int, *, because: str) -> None:
     given = getattr(args, name)
     if given is not None and given != derived:
         raise ValueError(

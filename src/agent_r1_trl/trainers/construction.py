@@ -10,71 +10,49 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
-from agent_r1_trl.environments.factory import EnvFactory
-from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
+from agent_r1_trl.critic.attach import base_causal_lm
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.pool import prepare_threads_with
-from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
+from agent_r1_trl.trainers.callbacks import is_main_process
 from agent_r1_trl.trainers.config import MultiTurnConfig
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 logger = logging.getLogger(__name__)
 
+TrainRows: TypeAlias = Dataset | IterableDataset | Sequence[dict[str, Any]] | None
+"""A user's `train_dataset`; None where the environment makes its own prompts."""
+EvalRows: TypeAlias = TrainRows | dict[str, Dataset | IterableDataset]
+"""A user's `eval_dataset`: one set, or several by name."""
 
-def as_list(functions: Any) -> list[Any]:
+
+def as_list(functions: object) -> list[Any]:
     """A list of what the user gave: nothing, one function or several."""
     if functions is None:
         return []
     return list(functions) if isinstance(functions, list | tuple) else [functions]
 
 
-def default_output_dir(model: Any, trainer_name: str) -> str:
+def default_output_dir(model: str | PreTrainedModel, trainer_name: str) -> str:
     """TRL's: the name of the model and that of the trainer."""
     name = model if isinstance(model, str) else model.config._name_or_path
     return f"{name.split('/')[-1]}-{trainer_name}"
 
 
-_HOOKS = ("extra_columns", "extra_tokens")
-"""Methods for subclasses to override, which TRL's own rollout does not call."""
-
-
-def single_turn_factory(
-    trainer: Any,
-    config: MultiTurnConfig,
-    train_dataset: Any,
-    generator: Any,
-    turn_reward_funcs: Any,
-    callbacks: Sequence[Any],
-) -> EnvFactory | None:
-    """`SingleTurnEnv` if an argument asks for what TRL's own rollout cannot do; None leaves everything to TRL.
-
-    Raises:
-        ValueError: something was asked for, and the prompts are plain text, which a chat cannot stand for.
-    """
-    asked = config.asked_features()
-    asked += ["generator"] if generator is not None else []
-    asked += ["turn_reward_funcs"] if as_list(turn_reward_funcs) else []
-    asked += [name for name in _HOOKS if not _is_ours(getattr(type(trainer), name))]
-    asked += [f"callbacks={type(item).__name__}" for item in callbacks if isinstance(item, RolloutCallback)]
-    if not asked:
-        return None
-    row: Any = next(iter(train_dataset), {}) if train_dataset is not None else {}
-    if isinstance(row.get("prompt"), str):
-        raise ValueError(
-            f"{asked[0]} was set without env= and tools=, so the prompts are answered by our rollout, which acts in "
-            "chats; the prompts of this data set are plain text, which TRL continues without a chat template. Make "
-            "each prompt a list of messages, [{'role': 'user', 'content': text}], or remove "
-            f"{' and '.join(asked)}."
-        )
-    return SingleTurnEnv
-
-
-def check_callbacks(callbacks: Any) -> None:
+def check_callbacks(callbacks: list[TrainerCallback] | None) -> None:
     """Refuse what the Trainer could not call, with a ValueError."""
     is_list = callbacks is None or isinstance(callbacks, list)
     wrong = [item for item in callbacks or () if not hasattr(item, "on_init_end")] if is_list else [callbacks]
@@ -102,7 +80,7 @@ def as_trl_sees(config: MultiTurnConfig, num_columns: int) -> Iterator[None]:
 
 
 def trl_rewards(
-    reward_funcs: list[Any], columns: Sequence[Callable], config: MultiTurnConfig, processing_classes: Any
+    reward_funcs: list[Any], columns: Sequence[Callable], config: MultiTurnConfig, processing_classes: object
 ) -> dict[str, Any]:
     """The user's `reward_funcs` and `reward_processing_classes` as TRL's constructor sees them, with the environment's
     `columns` behind them, which hand over what the trajectories have earned already.
@@ -131,7 +109,7 @@ def trl_rewards(
     }
 
 
-def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any = None) -> Any:
+def trl_dataset(train_dataset: TrainRows, config: MultiTurnConfig, eval_dataset: EvalRows = None) -> Any:
     """The data set that TRL sees: the user's, or empty rows that drive the loop when the environment owns the data.
 
     Raises:
@@ -163,7 +141,7 @@ def trl_dataset(train_dataset: Any, config: MultiTurnConfig, eval_dataset: Any =
     return train_dataset
 
 
-def check_best_metric(config: MultiTurnConfig, eval_dataset: Any) -> None:
+def check_best_metric(config: MultiTurnConfig, eval_dataset: EvalRows) -> None:
     """Look at what the best checkpoint is chosen by, which else shows at the first evaluation, or never.
 
     Raises:
@@ -192,10 +170,22 @@ def check_best_metric(config: MultiTurnConfig, eval_dataset: Any) -> None:
 _NO_PROMPT = [{"role": "user", "content": ""}]
 
 
-def is_placeholder(dataset: Any) -> bool:
+def is_placeholder(dataset: TrainRows) -> bool:
     """Whether the rows are those of `trl_dataset`, where the environment owns the data."""
-    is_one = isinstance(dataset, Dataset) and dataset.column_names == ["prompt"]
-    return is_one and dataset.with_format(None)[0]["prompt"] == _NO_PROMPT
+    if not isinstance(dataset, Dataset) or dataset.column_names != ["prompt"]:
+        return False
+    return bool(dataset.with_format(None)[0]["prompt"] == _NO_PROMPT)
+
+
+def find_backbone(model: nn.Module) -> None:
+    """Let `base_model` of a causal LM be its backbone, where its class names an attribute that it does not have.
+
+    Llama 4's text model says `language_model` and has `model`. TRL's output head, and the packed layouts, would take
+    the whole model for the backbone.
+    """
+    base = base_causal_lm(model)
+    if base.base_model is base and isinstance(getattr(base, "model", None), PreTrainedModel):
+        base.base_model_prefix = "model"
 
 
 NEVER_CALLED = {
@@ -209,12 +199,12 @@ NEVER_CALLED = {
 """TRL's methods that our rollout replaces, and what to use instead of overriding each."""
 
 
-def check_overrides(trainer: Any, rollout_func: Any = None) -> None:
+def check_overrides(trainer: MultiTurnTrainer, rollout_func: object = None) -> None:
     """Refuse what replaces a method of TRL's that our rollout never calls: it would be ignored in silence."""
     if rollout_func is not None:
         raise ValueError(
-            "rollout_func= replaces generation, and so does the rollout that env=, tools= or an argument of ours asks "
-            "for. Remove rollout_func, or all of the others."
+            "rollout_func= replaces generation, which this trainer does itself. Pass generator= or env= instead, or "
+            "take trl.GRPOTrainer, which calls rollout_func."
         )
     trls_file = sys.modules[GRPOTrainer.__module__].__file__
     for name, fix in NEVER_CALLED.items():
@@ -236,11 +226,11 @@ def _is_ours_or_trls(kind: type) -> bool:
     return kind is GRPOTrainer or _is_ours(kind)
 
 
-def _is_ours(kind: Any) -> bool:
+def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith(__name__.partition(".")[0] + ".")
 
 
-def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:
+def use_gpu_in_threads(device: torch.device, reward_loop: asyncio.AbstractEventLoop | None) -> None:
     """Make this rank's GPU the current one of every thread that runs a user's tools, environments and rewards.
 
     `reward_loop` is TRL's event loop for async reward functions, on a thread of its own; None without any.
@@ -255,12 +245,13 @@ def use_gpu_in_threads(device: torch.device, reward_loop: Any) -> None:
         reward_loop.call_soon_threadsafe(set_device)
 
 
-def check_tokenizer(processing_class: Any, *, is_vlm: bool) -> None:
+def check_tokenizer(processing_class: PreTrainedTokenizerBase, *, is_vlm: bool) -> None:
     """Refuse processors of images, with a ValueError."""
     if is_vlm:
         raise ValueError(
-            f"processing_class={type(processing_class).__name__}: images together with tools are not "
-            "supported. Pass a text-only tokenizer as processing_class, or train without env= and tools=."
+            f"processing_class={type(processing_class).__name__}: a processor of images, and rollouts are of text. "
+            "Pass a text-only tokenizer as processing_class, or take trl.GRPOTrainer, which trains models of images "
+            "without an environment."
         )
 
 

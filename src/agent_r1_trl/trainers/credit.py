@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -19,9 +19,13 @@ from agent_r1_trl.advantages.estimators import Credit, CreditInputs, CreditSetti
 from agent_r1_trl.advantages.gae import turn_starts
 from agent_r1_trl.advantages.group import ZERO_VARIANCE
 from agent_r1_trl.advantages.masked import whiten_by, whitening
+from agent_r1_trl.advantages.seats import SeatRows
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import read_credit_inputs, weighted_turn_rewards
+from agent_r1_trl.update.credit_inputs import read_credit_inputs, weighted_turn_rewards
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 READ = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight")
 """Settings of estimators whose values are recorded where they are read."""
@@ -30,10 +34,77 @@ READ = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight")
 class CreditEstimator:
     """Estimates advantages with the estimator and the weights that the training arguments name."""
 
-    def __init__(self, args: MultiTurnConfig, accelerator: Any):
+    def __init__(self, args: MultiTurnConfig, accelerator: Accelerator):
         self.args, self.accelerator, self.estimator = args, accelerator, args.estimator
         self.facts: dict[str, Any] = {}
-        """What the last result was worked out with, besides the trajectories; for the record."""
+        """The facts behind the last result, besides the trajectories; for the record."""
+
+    # ---------------------------------------------------------------- returns as they are trained on
+
+    def weights(self, progress: float) -> dict[str, float]:
+        """The weights of process and outcome rewards, at a share of the run."""
+        process = self.args.process_reward_weight * schedule_factor(self.args.process_reward_schedule, progress)
+        return {"process": process, "outcome": self.args.outcome_reward_weight}
+
+    @property
+    def weighs_parts(self) -> bool:
+        """Whether advantages of process and outcome rewards are estimated apart."""
+        return self.args.separate_process_advantages or self.estimator.weighs_parts
+
+    def compared_returns(
+        self, trajectories: Sequence[Trajectory], progress: float, *, with_penalty: bool
+    ) -> list[list[float]]:
+        """Per trajectory, the returns by which the estimator compares it with the others; C of them.
+
+        They are weighted as they are trained on, before any normalisation. Most estimators compare one return. Where
+        the parts are estimated apart, process and outcome are two (that of `turn_grpo` discounted per turn). `gigpo`
+        compares the whole return, and what follows the state that all members of a group begin in.
+
+        Where any rank has seats, each of them is compared by its own, in the order of their names. All ranks must call
+        it.
+
+        Args:
+            trajectories: B of them.
+            progress: share of the run that is over.
+            with_penalty: whether `truncation_penalty` counts, which is no signal to a filter.
+        """
+        weights = self.weights(progress)
+        named = sorted(
+            {seat for seats in gather_object([list(t.seat_rewards) for t in trajectories]) for seat in seats}
+        )
+        compared = []
+        for item in trajectories:
+            penalty = 0.0 if with_penalty else item.reward_parts.get("truncation_penalty", 0.0)
+            row: list[float] = []
+            for seat in named or [None]:
+                own = [turn for turn in item.turns if not item.seat_rewards or turn.seat == seat]
+                turns = [weights["process"] * turn.reward for turn in own]
+                row += self._compared(turns, weights["outcome"] * (item.outcome_of(seat) - penalty))
+            compared.append(row)
+        return compared
+
+    def _compared(self, turns: list[float], outcome: float) -> list[float]:
+        """The returns that a row of the estimator is compared by; weighted rewards of its turns, and its outcome."""
+        gamma, process = credit_settings(self.args).gamma_turn, math.fsum(turns)
+        if self.estimator.name == "turn_grpo":
+            return [_discounted(turns, gamma), outcome]
+        if self.weighs_parts:
+            return [process, outcome]
+        if self.estimator.name == "gigpo":
+            rewards = turns or [0.0]
+            return [process + outcome, _discounted([*rewards[:-1], rewards[-1] + outcome], gamma)]
+        return [process + outcome]
+
+    def trained_returns(self, trajectories: Sequence[Trajectory], progress: float) -> list[float]:
+        """Per trajectory, its return with the weights of process and outcome, without `truncation_penalty`."""
+        weights, returns = self.weights(progress), []
+        for item in trajectories:
+            paid = weights["outcome"] * item.reward_parts.get("truncation_penalty", 0.0)
+            total = weights["process"] * item.process_reward + weights["outcome"] * item.outcome_reward
+            returns.append(total - paid)
+        return returns
+
+    # ---------------------------------------------------------------- advantages
 
     def estimate(
         self,
@@ -43,7 +114,7 @@ class CreditEstimator:
         in_baseline: torch.Tensor,
         group_size: int,
         progress: float,
-        **given: Any,
+        **given: object,
     ) -> tuple[Credit, dict[str, float]]:
         """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
 
@@ -57,10 +128,8 @@ class CreditEstimator:
             progress: share of the run that is over.
             **given: `kl_rewards` and `values`, (B, T), `bootstrap_values` and `is_kept`, (B,), `columns`.
         """
-        process_weight = self.args.process_reward_weight
-        process_weight *= schedule_factor(self.args.process_reward_schedule, progress)
-        weights = {"process": process_weight, "outcome": self.args.outcome_reward_weight}
-        weighs_parts = self.args.separate_process_advantages or self.estimator.weighs_parts
+        weights = self.weights(progress)
+        weighs_parts = self.weighs_parts
         factors = dict.fromkeys(weights, 1.0) if weighs_parts else weights
         scales: dict[str, float] = {}
         if self.args.normalize_process_rewards:
@@ -77,8 +146,9 @@ class CreditEstimator:
             settings=credit_settings(self.args),
             **given,
         )
-        inputs = gather_credit_inputs(local, self.accelerator)
-        metrics = {"credit/process_weight": process_weight}
+        seats = SeatRows(gather_credit_inputs(local, self.accelerator))
+        inputs = seats.inputs
+        metrics = {"credit/process_weight": weights["process"]}
         if weighs_parts:
             credits = {name: self.estimator.estimate(inputs.only(name)) for name in weights}
             parts = {name: weights[name] * item.advantages for name, item in credits.items()}
@@ -97,6 +167,7 @@ class CreditEstimator:
             "source_scales": scales,
             "whitening": {name: item.whitening for name, item in credits.items() if item.whitening is not None},
         }
+        credit = seats.joined(credit)
         own, length = slice(first, first + len(trajectories)), mask.shape[1]
         returns = None if credit.returns is None else credit.returns[own, :length].float()
         return Credit(advantages=credit.advantages[own, :length].float(), returns=returns), metrics
@@ -119,6 +190,14 @@ def credit_settings(args: MultiTurnConfig) -> CreditSettings:
 
 
 # -------------------------------------------------------------------- reading trajectories
+
+
+def _discounted(rewards: Sequence[float], gamma: float) -> float:
+    """The discounted sum of the rewards of a trajectory's turns."""
+    total = 0.0
+    for reward in reversed(rewards):
+        total = reward + gamma * total
+    return total
 
 
 def source_values(trajectories: Sequence[Trajectory]) -> list[dict[str, float]]:
@@ -158,11 +237,11 @@ def mean_step_group_size(inputs: CreditInputs) -> float:
     return len(states) / max(1, len(torch.unique(states, dim=0)))
 
 
-def gather_credit_inputs(inputs: CreditInputs, accelerator: Any) -> CreditInputs:
+def gather_credit_inputs(inputs: CreditInputs, accelerator: Accelerator) -> CreditInputs:
     """The rows of all ranks in data order, ragged T and K padded to the longest."""
     if accelerator.num_processes == 1:
         return inputs
-    padding = {"turn_ids": -1, "anchor_ids": -1}
+    padding = {"turn_ids": -1, "anchor_ids": -1, "turn_seats": -1}
 
     def gathered(name: str, tensor: torch.Tensor) -> torch.Tensor:
         dtype = tensor.dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -19,14 +19,19 @@ from trl.trainer.utils import RepeatSampler
 
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, failure_of
 from agent_r1_trl.trainers.callbacks import is_main_process
+from agent_r1_trl.trainers.log_means import SeenMetrics, complete, has_own_mean, logged_mean
 from agent_r1_trl.trainers.metrics import length_metrics, rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch.utils.data import DataLoader
 
 logger = logging.getLogger(__name__)
 
 
 class EvaluationRows:
-    """What became of the rows of one evaluation, on all ranks.
+    """The outcome of the rows of one evaluation, on all ranks.
 
     Args:
         num_rows: of the data set, each as often as it is sampled; None if it does not say.
@@ -59,12 +64,17 @@ class EvaluationRows:
             trajectory.is_scored = False
         self._rewards.append(values[:num_new].detach().clone())
 
-    def take(self, trajectories: Sequence[Trajectory], *, rank: int) -> list[Trajectory]:
+    def take(
+        self, trajectories: Sequence[Trajectory], *, rank: int, compared: Sequence[Sequence[float]] | None = None
+    ) -> list[Trajectory]:
         """Take in this rank's trajectories of a batch, which ends it; returns those that are no repetition.
 
-        All ranks must call it.
+        `compared` has the returns that each is compared by. All ranks must call it.
         """
-        rows = gather_object([(trajectory_record(t), failure_of(t)) for t in trajectories])
+        returns = [None] * len(trajectories) if compared is None else compared
+        records = [trajectory_record(item, found) for item, found in zip(trajectories, returns, strict=True)]
+        failures = [failure_of(item) for item in trajectories]
+        rows = gather_object([*zip(records, failures, strict=True)])
         num_new = self._num_new(len(rows))
         self._records += [record for record, _ in rows[:num_new]]
         self._failures += [failure for _, failure in rows[:num_new]]
@@ -101,7 +111,9 @@ class EvaluationRows:
         return metrics | {name: [value] for name, value in exact.items()}
 
     def _mean_over_batches(self, values: list[float]) -> float:
-        """The mean over batches, weighted by their rows; NaN says that a batch has no value."""
+        """The mean over batches, weighted by their rows or tokens; NaN says that a batch has no value."""
+        if has_own_mean(values):
+            return logged_mean(values)
         sizes = self._batch_sizes if len(values) == len(self._batch_sizes) else [1] * len(values)
         pairs = [(value, size) for value, size in zip(values, sizes, strict=True) if not math.isnan(value)]
         total = sum(size for _, size in pairs)
@@ -122,29 +134,28 @@ class EvaluationRows:
 
 
 class EvaluatingTrainer(GRPOTrainer):
-    """TRL's trainer, whose evaluation counts every row of the data set once; without an environment, TRL's own."""
+    """TRL's trainer, whose evaluation counts every row of the data set once."""
 
     env_factory: Any
     features: Any
     last_trajectories: list[Trajectory]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.evaluation = EvaluationRows()
         """The evaluation in flight, or the last one."""
         self._eval_prefix = "eval"
-        """What the metrics of the last evaluation begin with; of several data sets, `eval_NAME`."""
+        """The prefix of the last evaluation's metrics, `metric_key_prefix`; of several sets, `eval_NAME`."""
+        self._seen_metrics = SeenMetrics()
         super().__init__(*args, **kwargs)
 
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        if self.env_factory is None:
-            return super()._get_eval_sampler(eval_dataset)
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> Any:
         return RepeatSampler(eval_dataset, mini_repeat_count=self.num_generations_eval, shuffle=False)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """TRL's evaluation; if everything failed, it is worse than any other one (`metric_for_best_model`)."""
         metrics = super().evaluate(*args, **kwargs)
         best = self.args.metric_for_best_model
-        if self.env_factory is None or best is None:
+        if best is None:
             return metrics
         name = f"eval_{best.removeprefix('eval_')}"
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else ()
@@ -155,12 +166,9 @@ class EvaluatingTrainer(GRPOTrainer):
                 metrics[name] = math.nan  # transformers compares it with the best so far
         return metrics
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader, *args: object, **kwargs: Any) -> Any:
         """The Trainer's loop, which leaves the random numbers of the training as they were."""
-        if self.env_factory is None:
-            return super().evaluation_loop(dataloader, *args, **kwargs)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        self._eval_prefix = prefix if prefix.startswith("eval_") else "eval"
+        self._eval_prefix = kwargs.get("metric_key_prefix", "eval")
         dataset = dataloader.dataset
         num_rows = len(dataset) * self.num_generations_eval if hasattr(dataset, "__len__") else None
         self.evaluation = EvaluationRows(num_rows)
@@ -175,10 +183,27 @@ class EvaluatingTrainer(GRPOTrainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's log; of several evaluation sets, the metrics of each have its name, as its loss has."""
-        name = self._eval_prefix.partition("_")[2]
-        if name and not self.model.training:
-            metrics = self._metrics["eval"]
-            for metric in list(metrics):
-                metrics[f"{name}_{metric}"] = metrics.pop(metric)
+        """TRL's log, of means over all tokens and rollouts since the last one (`log_means.py`).
+
+        Of several evaluation sets, the metrics of each have its name, as its loss has.
+        """
+        mode, prefix = ("train", "") if self.model.training else ("eval", f"{self._eval_prefix}_")
+        complete(self._metrics[mode], self._seen_metrics.read(self.state.log_history, prefix))
+        if not self.model.training:  # TRL would call all of them eval_
+            logs.update(self._take_metrics())
         super().log(logs, start_time)
+
+    def _take_metrics(self) -> dict[str, Any]:
+        """Pending metrics of the last evaluation, under its prefix; None for a metric without values."""
+        taken: dict[str, Any] = {}
+        for name, values in self._metrics["eval"].items():
+            mean = logged_mean(values)
+            taken[f"{self._eval_prefix}_{name}"] = None if math.isnan(mean) else mean
+        self._metrics["eval"].clear()
+        return taken
+
+    def predict(self, *args: object, **kwargs: object) -> Any:
+        """The Trainer's, whose metrics hold those of the rollout as well; they are not logged."""
+        output = super().predict(*args, **kwargs)
+        output.metrics.update(self._take_metrics())
+        return output

@@ -1,4 +1,4 @@
-"""What a batch of trajectories logs. `docs/metrics.md` defines each metric.
+"""The metrics of a batch of trajectories. `docs/metrics.md` defines each.
 
 Averages are per trajectory, never per row or token, unless the name says otherwise.
 """
@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -19,23 +19,51 @@ from transformers import TrainerCallback
 from trl import GRPOConfig
 from trl.trainer.utils import nanstd
 
+from agent_r1_trl.rewards.function import RunningTotal
 from agent_r1_trl.safe_text import shown_all
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind, Trajectory
-from agent_r1_trl.update.batching import row_means
+from agent_r1_trl.trajectory import Author, StopReason, Trajectory
+from agent_r1_trl.update.batches import row_means
+from agent_r1_trl.update.entries import Inputs
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 logger = logging.getLogger(__name__)
 
 
-def gather_metrics(trajectories: Sequence[Trajectory], *, group_size: int) -> tuple[dict[str, float], int]:
-    """Metrics of the trajectories of all ranks, in data order, and the number of prompt and sampled tokens in them."""
-    records = gather_object([trajectory_record(trajectory) for trajectory in trajectories])
+def has_advantage(batch: RolloutBatch, output: Inputs) -> torch.Tensor:
+    """(B,) bool, which of this rank's trajectories have a token in the loss with an advantage other than 0."""
+    mask = (output["completion_mask"] * output["tool_mask"]).bool()  # (R, T)
+    rows = ((output["advantages"] != 0) & mask).any(dim=1)  # (R,)
+    return batch.training_rows.total(rows.float()) > 0
+
+
+def gather_metrics(
+    batch: RolloutBatch, compared: Sequence[Sequence[float]], *, group_size: int
+) -> tuple[dict[str, float], int]:
+    """Metrics of the trajectories of all ranks, in data order, and the number of prompt and sampled tokens in them.
+
+    `compared`: for each of this rank's, the returns that it is compared by.
+    """
+    taught = batch.has_advantage
+    if taught is not None and batch.is_kept is not None:
+        taught = taught & batch.is_kept
+    own = [trajectory_record(item, returns) for item, returns in zip(batch.trajectories, compared, strict=True)]
+    for record, is_taught in zip(own, [None] * len(own) if taught is None else taught.tolist(), strict=True):
+        record["taught"] = is_taught
+    records = gather_object(own)
     metrics = length_metrics(records) | rollout_metrics(records, num_generations=group_size)
     return metrics, sum(record["prompt_length"] + record["length"] for record in records)
 
 
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """The few numbers that metrics need from one trajectory: small enough to gather over ranks."""
+def trajectory_record(trajectory: Trajectory, compared: Sequence[float] | None = None) -> dict[str, Any]:
+    """The few numbers that metrics need from one trajectory: small enough to gather over ranks.
+
+    `compared`: the returns that it is compared by; None: its whole return.
+    """
     parts: dict[str, float] = defaultdict(float)
     for source in (trajectory.reward_parts, *(turn.reward_parts for turn in trajectory.turns)):
         for name, value in source.items():
@@ -61,6 +89,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "means": means,
         "reward": trajectory.total_reward,
+        "compared": [trajectory.total_reward] if compared is None else list(compared),
         "in_baseline": trajectory.in_baseline,
         "reward_means": {
             "reward/process": trajectory.process_reward,
@@ -70,16 +99,14 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "too_small": trajectory.is_group_too_small,
         "summaries": [turn.is_truncated for turn in turns if turn.is_summary],
         "calls": [(result.call.name, result.latency_s, result.queue_s, result.is_truncated) for result in results],
-        "known_tools": [result.call.name for result in results if result.error not in _CALLS_OF_NO_TOOL],
+        "known_tools": [result.call.name for result in results if result.has_known_name],
         "errors": [result.error.value for result in results if result.error],
+        "uncharged": sum(result.is_error and not result.is_charged for result in results),
         "duration_s": trajectory.duration_s,
         "prompt_length": len(trajectory.prompt_ids),
         "length": trajectory.num_action_tokens,  # as TRL counts it
         "is_clipped": stop.is_truncated or not trajectory.completion_ids,
     }
-
-
-_CALLS_OF_NO_TOOL = (ToolErrorKind.UNKNOWN_TOOL, ToolErrorKind.MALFORMED)
 
 
 def rollout_metrics(records: Sequence[dict[str, Any]], *, num_generations: int) -> dict[str, float]:
@@ -120,20 +147,41 @@ def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> 
     metrics = {name: _mean([means.get(name, 0.0) for means in counted]) for name in names}
     groups = [records[start : start + num_generations] for start in range(0, len(records), num_generations)]
     metrics["group/too_small_share"] = _mean([any(record["too_small"] for record in group) for group in groups])
-    earned = [[record["reward"] for record in group if record["in_baseline"]] for group in groups]
-    spreads = [(statistics.stdev(rewards), max(map(abs, rewards))) for rewards in earned if len(rewards) > 1]
-    if spreads:
+    members = [[record for record in group if record["in_baseline"]] for group in groups]
+    members = [group for group in members if len(group) > 1]
+    if members:
+        spreads = [spread([record["compared"] for record in group]) for group in members]
         metrics["group/reward_std"] = _mean([std for std, _ in spreads])
-        metrics["group/zero_variance_share"] = _mean([std <= 1e-6 * largest for std, largest in spreads])
+        metrics["group/zero_variance_share"] = _mean([not differs for _, differs in spreads])
+    if members and all(record.get("taught") is not None for record in records):
+        metrics["group/taught_share"] = _mean([any(record["taught"] for record in group) for group in members])
     return metrics
+
+
+def spread(group: Sequence[Sequence[float]]) -> tuple[float, bool]:
+    """The standard deviation of the returns of a group's n members, and whether it is more than rounding.
+
+    Each member has C returns; their variances are added up.
+
+    >>> spread([[0.0, 1.0], [2.0, 1.0]])
+    (1.4142135623730951, True)
+    """
+    stds, differs = [], False
+    for column in zip(*group, strict=True):
+        std = statistics.stdev(column)
+        differs = differs or std > 1e-6 * max(abs(value) for value in column)
+        stds.append(std)
+    return math.hypot(*stds), differs
 
 
 def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     calls = [call for record in records for call in record["calls"]]
     errors = Counter(error for record in records for error in record["errors"])
     num_read = len(calls) - errors["malformed"]  # to TRL, what cannot be read is no call
+    num_uncharged = sum(record["uncharged"] for record in records)
     metrics = {
         "tools/failure_share": sum(errors.values()) / len(calls) if calls else 0.0,
+        "tools/uncharged_share": num_uncharged / len(calls) if calls else 0.0,
         "tools/call_frequency": num_read / len(records),
         "tools/failure_frequency": (sum(errors.values()) - errors["malformed"]) / num_read if num_read else 0.0,
     }
@@ -152,7 +200,7 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else float("nan")
 
 
-def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> None:
+def log_rewards(trainer: MultiTurnTrainer, batch: RolloutBatch, output: Inputs) -> None:
     """TRL's reward metrics and its table of completions, of all ranks, with what is trained on. All must call it.
 
     The table's texts cannot control a terminal and hold no secrets.
@@ -178,11 +226,14 @@ def log_rewards(trainer: Any, batch: RolloutBatch, output: dict[str, Any]) -> No
         column = batch.extra_columns.get(name, [None] * len(batch.rows))
         logs["extra"][name].extend(shown_all(gather_object(column)))
         logs["extra"][name].extendleft([None] * (len(logs["prompt"]) - len(logs["extra"][name])))
-    for name in sorted(set(gather_object(list(trainer._pending_metrics)))):  # what functions gave to `log_metric`
-        given = trainer._pending_metrics.get(name, [])
+    pending = trainer._pending_metrics  # what functions gave to `log_metric`
+    are_totals = {name: any(isinstance(value, RunningTotal) for value in given) for name, given in pending.items()}
+    kinds = dict(sorted(gather_object([*are_totals.items()])))  # the same order on all ranks; a total on any is one
+    for name, is_total in kinds.items():
+        given = pending.get(name, [])
         stats = torch.tensor([sum(given), len(given)], dtype=torch.float32, device=accelerator.device)
         total, count = accelerator.gather(stats).view(-1, 2).sum(dim=0).tolist()
-        metrics[name].append(total / count)
+        metrics[name].append(RunningTotal(total / count) if is_total else total / count)
     trainer._pending_metrics.clear()
 
 
@@ -206,20 +257,6 @@ def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str
     }
 
 
-TOKEN_MEANS = ("entropy", "kl", "clip_ratio/", "cispo_clip_ratio", "vespo/")
-"""Beginnings of the names of TRL's means over the tokens of a micro-batch."""
-
-
-def drop_token_means(metrics: dict[str, list[float]], *, in_rewards: bool) -> None:
-    """Make NaN, which logs leave out, of TRL's means over a micro-batch without tokens in the loss: it wrote 0.
-
-    With the KL term in the rewards (`in_rewards`), `kl` is none of them.
-    """
-    for name, values in metrics.items():
-        if values and name.startswith(TOKEN_MEANS) and name != "entropy_coef" and not (in_rewards and name == "kl"):
-            values[-1] = float("nan")
-
-
 def write_as_text(column: deque[Any]) -> None:
     """Make a column of `log_completions` one that every tracker and a Parquet file can hold.
 
@@ -234,7 +271,7 @@ def write_as_text(column: deque[Any]) -> None:
             column[index] = _json(value)
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -260,7 +297,7 @@ REMEDY = (
 )
 
 
-def rounding_problem(dtype: Any, learning_rate: float) -> str:
+def rounding_problem(dtype: torch.dtype | str, learning_rate: float) -> str:
     """Why weights of a dtype are hardly trained at a learning rate; empty if they are.
 
     >>> rounding_problem("bfloat16", 1e-3), rounding_problem("float32", 1e-6)
@@ -289,9 +326,16 @@ def problem_of_recipe(recipe: Mapping[str, Any]) -> str:
 class RoundingWarning(TrainerCallback):
     """Says once, when training begins, if rounding will undo most of it."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: torch.optim.Optimizer | None = None,
+        **kwargs: object,
+    ) -> None:
         """The optimizer has been made; its groups may be anywhere in their schedule."""
-        if args.deepspeed_plugin is not None or not state.is_world_process_zero:
+        if optimizer is None or args.deepspeed_plugin is not None or not state.is_world_process_zero:
             return
         found = (
             rounding_problem(parameter.dtype, group.get("initial_lr", group["lr"]))

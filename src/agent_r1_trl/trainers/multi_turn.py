@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
-from torch.nn import functional
 from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from agent_r1_trl.advantages.estimators import Credit
 from agent_r1_trl.advantages.masked import carry_forward
+from agent_r1_trl.chat.plain_text import PlainText
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.generation.weights import check_adapters, warn_of_dropout
+from agent_r1_trl.generation.adapter_folders import check_whole_model
+from agent_r1_trl.generation.weights import check_adapters
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig
@@ -37,29 +38,28 @@ from agent_r1_trl.trainers.construction import (
     check_overrides,
     check_tokenizer,
     default_output_dir,
-    single_turn_factory,
+    find_backbone,
     trajectory_store,
     trl_dataset,
     trl_rewards,
     use_gpu_in_threads,
 )
 from agent_r1_trl.trainers.credit import CreditEstimator
+from agent_r1_trl.trainers.dropout import report_noise
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.metrics import (
-    RoundingWarning,
-    drop_token_means,
-    gather_metrics,
-    log_rewards,
-)
+from agent_r1_trl.trainers.log_means import TokenMean, weigh_token_means
+from agent_r1_trl.trainers.metrics import RoundingWarning, gather_metrics, has_advantage, log_rewards
 from agent_r1_trl.trainers.policy_loss import (
     KeptRows,
     LossPass,
     add_columns,
+    add_terms,
     advantages_of,
     for_own_loss,
     is_own_loss,
     loss_terms,
-    policy_weights,
+    num_loss_tokens,
+    trls_loss,
 )
 from agent_r1_trl.trainers.recorder import Recorder
 from agent_r1_trl.trainers.rewards import (
@@ -72,25 +72,29 @@ from agent_r1_trl.trainers.rewards import (
 )
 from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
+from agent_r1_trl.trainers.score_check import check_scores
+from agent_r1_trl.trainers.scoring import score_rows, with_positions
+from agent_r1_trl.trainers.trainable import check_gradient, check_policy
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import (
-    KEPT_IDS,
-    TRAINING_ROW,
-    TRAJECTORY_ROW,
-    TrainingRows,
-    add_masks,
-    loss_masks,
-    neutral_outside,
-    pad_tokens,
-    row_of,
-    row_tensors,
-    whole_rows,
-)
+from agent_r1_trl.update.batches import loss_masks, neutral_outside, whole_rows
+from agent_r1_trl.update.dealing import deal
+from agent_r1_trl.update.entries import IS_KEPT, KEPT_IDS, MICRO_BATCHES, TRAINING_ROW, TRAJECTORY_ROW, Entries, Inputs
 from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.kept_head import with_kept_ids
-from agent_r1_trl.update.layout import IS_KEPT, Plan, UpdateLayout, deal
+from agent_r1_trl.update.layout import UpdateLayout
+from agent_r1_trl.update.loss_weights import add_masks
 from agent_r1_trl.update.losses import kl_in_reward
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES, run_micro_batches
+from agent_r1_trl.update.micro_batches import run_micro_batches
+from agent_r1_trl.update.rows import TrainingRows, pad_tokens, row_tensors
+from agent_r1_trl.update.sampling_masks import SamplingMasks
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from agent_r1_trl.trainers.construction import EvalRows, TrainRows
 
 
 class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
@@ -107,53 +111,47 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         turn_reward_funcs: functions of TRL's shape that return, per trajectory, one number (or None) for each turn.
         model: as for `trl.GRPOTrainer`, like every argument not named here.
 
-    With none of `env`, `tools` and `environment_factory` the trainer is `trl.GRPOTrainer`, bit for bit; unless an
-    argument asks for more (`MultiTurnConfig.asked_features`): then our rollout answers each prompt in one turn.
+    With none of `env`, `tools` and `environment_factory` each prompt is answered in one turn.
     """
 
     config_class: type[MultiTurnConfig] = MultiTurnGRPOConfig
-    default_env: Any = None  # the environment without env=, tools= and environment_factory=
     _tag_names: ClassVar[list[str]] = ["trl", "agent-r1-trl", "multi-turn"]
 
-    env_factory: EnvFactory | None = None
-    """Makes the environment of each trajectory; None leaves everything to TRL."""
+    env_factory: EnvFactory
+    """Makes the environment of each trajectory."""
     _scored: RolloutBatch | None = None
     """The batch whose reward functions are running."""
     last_batch: Any = None
     """A `RolloutBatch` of this rank: the rollout that is trained on, or the last batch of an evaluation."""
     features: Callbacks
-    """What takes part in the rollout besides the step itself."""
+    """The features that take part in the rollout besides the step itself."""
     last_norms: tuple[Any, ...] = ()
     """Gradient norms of the last optimizer step, as in `OptimizerStep`."""
     _loss_pass: LossPass | None = None
     """Set while `_compute_loss` runs."""
-    # TRL's own, declared because they are set here for a while.
-    beta: float
-    entropy_coef: float
-    _last_world_entropy: float
+    _is_gradient_checked = False  # after the first backward pass
+    is_trl_checked = False  # by `trl_canary.py`, at the first training step
 
     def __init__(
         self,
-        model: Any,
-        reward_funcs: Any = None,
+        model: str | PreTrainedModel | PeftModel,
+        reward_funcs: Callable | Sequence[Callable | str | PreTrainedModel] | str | PreTrainedModel | None = None,
         args: GRPOConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
+        train_dataset: TrainRows = None,
+        eval_dataset: EvalRows = None,
         *,
-        env: Any = None,
+        env: Callable[[], Any] | None = None,
         tools: Sequence[Callable] | None = None,
-        environment_factory: Any = None,
-        generator: Any = None,
-        turn_reward_funcs: Any = None,
+        environment_factory: Callable[..., Any] | dict[str, Callable[..., Any]] | None = None,
+        generator: object = None,
+        turn_reward_funcs: Callable | Sequence[Callable | str | PreTrainedModel] | str | PreTrainedModel | None = None,
         **kwargs: Any,
     ):
         args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
         check_callbacks(kwargs.get("callbacks"))
-        self.env_factory = resolve_env_factory(env, tools, environment_factory) or self.default_env
-        if self.env_factory is None:
-            asked = (generator, turn_reward_funcs, kwargs.get("callbacks") or ())
-            self.env_factory = single_turn_factory(self, config, train_dataset, *asked)
+        check_whole_model(model, flag="model")
+        self.env_factory = resolve_env_factory(env, tools, environment_factory) or SingleTurnEnv
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
         """This rank's trajectories of the last rollout, or of the last evaluation, for callbacks."""
@@ -161,11 +159,9 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """Seconds that the current training step has spent on its rollout."""
         self.seconds = {"rollout": 0.0, "update": 0.0}
         """Seconds of all training steps in this process, by phase."""
-        self.layout = UpdateLayout(None if self.env_factory is None else config)
-        if self.env_factory is None:
-            super().__init__(model, reward_funcs, config, train_dataset, eval_dataset, **kwargs)
-            self.add_callback(RoundingWarning())
-            return
+        self._is_score_checked = config.score_check == "off"
+        """Whether the policy is known to be scored as it is sampled."""
+        self.layout = UpdateLayout(config)
         config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
         check_overrides(self, kwargs.get("rollout_func"))
@@ -182,41 +178,49 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.tools = form.tools
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
         check_adapters(self.model, is_merged=config.use_vllm)
-        warn_of_dropout(self.model)
+        report_noise(self.model, is_disabled=config.disable_dropout)
         self.add_callback(RoundingWarning())
+        check_policy(self)
         self.use_vllm = config.use_vllm
         self._make_collaborators(generator)
 
-    def _make_collaborators(self, generator: Any) -> None:
+    def _make_collaborators(self, generator: object) -> None:
         """Once model and tokenizer are loaded."""
         use_gpu_in_threads(self.accelerator.device, getattr(self, "async_loop", None))
         policy, rank = self.accelerator.unwrap_model(self.model), self.accelerator.process_index
         parts: Any = (self.args, self.accelerator, policy, self._tokenizer, self.env_factory)
-        self.rollouts = Rollouts(*parts, generator=generator, eos_token_ids=self.eos_token_ids)
+        self.rollouts = Rollouts(
+            *parts, generator=generator, eos_token_ids=self.eos_token_ids, is_plain_text=self._has_text_prompts()
+        )
         self.chat = self.rollouts.chat
         self.chat.write_to(self._tokenizer)  # what is trained with is saved
         self.credit = CreditEstimator(self.args, self.accelerator)
         self.store = trajectory_store(self.args, rank)
         self.recorder = None if self.store is None else Recorder(self.store)
-        self.kept_rows = KeptRows(self.accelerator)
+        spans_rollouts = self.args.steps_per_generation % self.args.gradient_accumulation_steps != 0
+        self.kept_rows = KeptRows(self.accelerator, spans_rollouts=spans_rollouts)
         if self.recorder is not None:
             self.add_callback(self.recorder)
         self.rollouts.features = self.features
         self.features.attach(self)
         reference = [] if self.ref_model is None else [self.accelerator.unwrap_model(self.ref_model)]
+        for model in (policy, *reference):
+            find_backbone(model)
+        self.rollouts.fix_rotary_embeddings_of(policy, *reference)
         self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
+
+    def _has_text_prompts(self) -> bool:
+        """Whether prompts are texts that the policy continues, not conversations; as in TRL the first row decides."""
+        row: dict[str, Any] = next(iter(self.train_dataset), {})
+        return self.env_factory is SingleTurnEnv and isinstance(row.get("prompt"), str)
 
     # ---------------------------------------------------------------- the run begins
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        sampler = super()._get_train_sampler(dataset)
-        is_trls = self.env_factory is None
-        return sampler if is_trls else EpochOrder(sampler, lambda: int(self.state.epoch or 0))
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
-    def _run(self, train: Any) -> Any:
+    def _run(self, train: Callable[[], Any]) -> Any:
         """The Trainer's loop, inside what the features put around it."""
-        if self.env_factory is None:
-            return super()._run(train)
         check_overrides(self)  # attributes may have been set since the construction
         self.kept_rows.begin_run()
         self.features.call("begin_run")
@@ -230,20 +234,24 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
 
     # ---------------------------------------------------------------- a micro-batch
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int, device: torch.device
+    ) -> tuple:
         """The Trainer's next batches; `overlap_rollout` looks further ahead in them."""
-        if self.env_factory is not None:
-            epoch_iterator = self.rollouts.look_ahead(epoch_iterator, self._step)
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = self.rollouts.look_ahead(epoch_iterator, self._step)
+        return super().get_batch_samples(batches, num_batches, device)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """TRL's step; its time without the rollout is logged as `time/update_s`."""
-        if self.env_factory is None:
-            return super().training_step(model, inputs, num_items_in_batch)
         self._rollout_s = 0.0
         start = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
+            if not self._is_gradient_checked and self.kept_rows.has_computed:
+                check_gradient(self)
+                self._is_gradient_checked = True
             self.kept_rows.rescale(model)
         update_s = time.perf_counter() - start - self._rollout_s
         self._metrics["train"]["time/update_s"].append(update_s)
@@ -251,10 +259,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.seconds["rollout"] += self._rollout_s
         return loss
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
+    def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> Any:
         """The next micro-batch, in this run's layout; from a new rollout where the last one is used up."""
-        if self.env_factory is None:
-            return super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return self._generate_and_score_completions(generation_batch)
         args = self.args
@@ -275,18 +281,19 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
 
     # ---------------------------------------------------------------- rollout, rewards, advantages
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Inputs:
         """TRL's batch, an entry for each training row, from a rollout that is sampled, scored and compared here."""
-        if self.env_factory is None:
-            return super()._generate_and_score_completions(inputs)
         self.max_completion_length = self.args.max_completion_length  # of Dr. GRPO's loss
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
         batch = self.last_batch = self._generate_and_score(inputs)
         output = self._tensors(batch)
+        if self.model.training and not self._is_score_checked:
+            self._is_score_checked = check_scores(self, batch)
         self._add_log_probs(output, batch)
         batch.columns = add_columns(output, batch.trajectories, batch.training_rows, (self, *self.features))
         output |= self._advantages(output, batch)
+        batch.has_advantage = has_advantage(batch, output)
         for term in loss_terms(self):
             term.mark(output, self.accelerator)
         self._rollout_s += time.perf_counter() - start
@@ -311,6 +318,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         if samples_more:
             self.rollouts.finish(position)
         batch.training_rows = TrainingRows.of(batch.trajectories, self.args)
+        batch.compared = self.compared_returns(batch.trajectories)
+        batch.replaced_compared = self.compared_returns(batch.replaced)
         self.last_trajectories, self.environments = batch.trajectories, batch.environments
         self.add_metrics(batch.metrics)
         return batch
@@ -324,7 +333,11 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         # Rows of a stream may have different columns: functions get None where a row lacks what another row has.
         columns = dict.fromkeys(sorted(set().union(*gather_object([{*chain(*batch.rows)}]))))
         self.rewards.place_on_turns(batch.trajectories, [columns | row for row in batch.rows])
-        parts: Any = {"tokenizer": self._tokenizer, "is_single_turn": self.env_factory is SingleTurnEnv}
+        parts: Any = {
+            "tokenizer": self._tokenizer,
+            "is_single_turn": self.env_factory is SingleTurnEnv,
+            "is_plain_text": isinstance(self.chat, PlainText),
+        }
         calls = batch.reward_arguments(**parts)
         num, num_missing = len(calls), 0
         if filler is not None:
@@ -361,7 +374,11 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             self.evaluation.take_rewards(values, batch.trajectories, rank=self.accelerator.process_index)
 
     def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
+        self,
+        inputs: list[dict[str, Any]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         """TRL's (N, F) values of all ranks, from functions whose values are checked."""
         if self._scored is None:
@@ -372,7 +389,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         with rows_not_logged(), waiting, calls.checked(self):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
-    def _tensors(self, batch: RolloutBatch) -> dict[str, Any]:
+    def _tensors(self, batch: RolloutBatch) -> Inputs:
         """TRL's batch of R rows: ids, and which of them count where."""
         args, accelerator, rows = self.args, self.accelerator, batch.training_rows
         widths = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
@@ -393,7 +410,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             output[TRAJECTORY_ROW] = rows.expand(places + accelerator.process_index * len(places))
         return output
 
-    def _add_log_probs(self, output: dict[str, Any], batch: RolloutBatch) -> None:
+    def _add_log_probs(self, output: Inputs, batch: RolloutBatch) -> None:
         """Put into TRL's batch what its loss compares the policy with: (R, T) each.
 
         - `old_per_token_logps`, the policy's own before the update, unless the first pass of the loss gives them,
@@ -418,14 +435,14 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             with used:
                 output["ref_per_token_logps"] = self._log_probs(model, output)
 
-    def _log_probs(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
+    def _log_probs(self, model: Callable[..., Any], output: Inputs) -> torch.Tensor:
         """(R, T) a model's log-probs of the completions."""
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         length = output["completion_ids"].shape[1]
         rows, kept = whole_rows(output), output.get(KEPT_IDS)
         return self._get_per_token_logps_and_entropies(model, *rows, length, batch_size=size, kept_ids=kept)[0]
 
-    def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    def _advantages(self, output: Inputs, batch: RolloutBatch) -> Entries:
         """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask."""
         credit, mask = self._estimate(output, batch)
         advantages, mask = (batch.training_rows.to_rows(x, output["tool_mask"]) for x in (credit.advantages, mask))
@@ -434,7 +451,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         return {"advantages": advantages}
 
     def _estimate(
-        self, output: dict[str, Any], batch: RolloutBatch, **critic: torch.Tensor | None
+        self, output: Inputs, batch: RolloutBatch, **critic: torch.Tensor | None
     ) -> tuple[Credit, torch.Tensor]:
         """This rank's part of the estimator's result, over time (`TrainingRows`), and the (B, T) mask that it saw.
 
@@ -449,7 +466,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             mask=mask,
             in_baseline=batch.in_baseline,
             group_size=self._group_size,
-            progress=self.state.global_step / max(1, self.state.max_steps),
+            progress=self._progress,
             kl_rewards=self._kl_rewards(output, mask, batch.training_rows),
             is_kept=batch.is_kept,
             columns={name: batch.training_rows.to_time(column) for name, column in batch.columns.items()},
@@ -458,45 +475,47 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.add_metrics(metrics)
         return credit, mask
 
-    def _kl_rewards(self, output: dict[str, Any], mask: torch.Tensor, rows: TrainingRows) -> torch.Tensor | None:
+    def _kl_rewards(self, output: Inputs, mask: torch.Tensor, rows: TrainingRows) -> torch.Tensor | None:
         """(B, T) -beta * k1 on the estimator's positions; None with the KL term in the loss."""
         if self.args.kl_placement == "loss" or self.beta == 0.0:
             return None
-        old, reference = (rows.to_time(output[f"{name}_per_token_logps"]) for name in ("old", "ref"))
+        old = rows.to_time(output["old_per_token_logps"])
+        reference = rows.to_time(output["ref_per_token_logps"])
         penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=self.beta)
         sums = self.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
-        self.add_metrics({"kl": (-sums[0] / self.beta / sums[1].clamp(min=1)).item()})
+        total, num_tokens = sums.tolist()
+        self.add_metrics({"kl": TokenMean(-total / self.beta / max(1.0, num_tokens), num_tokens)})
         return penalties
 
     # ---------------------------------------------------------------- metrics, records
 
-    def _log_rollout(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    def _log_rollout(self, batch: RolloutBatch, output: Inputs) -> None:
         log_rewards(self, batch, output)
         if self.model.training:
-            metrics, num_tokens = gather_metrics(batch.trajectories, group_size=self._group_size)
+            compared = self.compared_returns(batch.trajectories, with_penalty=True)
+            metrics, num_tokens = gather_metrics(batch, compared, group_size=self._group_size)
             self.state.num_input_tokens_seen += num_tokens
             self.add_metrics(metrics)
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
-    def _record(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    def _record(self, batch: RolloutBatch, output: Inputs) -> None:
         trajectories = batch.trajectories
         if not self.model.training:
-            trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index)
+            compared = self.compared_returns(trajectories, with_penalty=True)
+            trajectories = self.evaluation.take(trajectories, rank=self.accelerator.process_index, compared=compared)
         if self.recorder is not None:
             self.recorder.write(batch, trajectories, output)
 
     # ---------------------------------------------------------------- the loss
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute_loss(self, model: nn.Module, inputs: Inputs, *args: object, **kwargs: object) -> torch.Tensor:
         """TRL's, over all micro-batches of a micro-step; in training NaN with all gradients if anything is not finite.
 
         Of several micro-batches (`max_tokens_per_micro_batch`) all but the last are backpropagated when this returns.
         """
         compute_loss = super().compute_loss
-        if self.env_factory is None:
-            return compute_loss(model, inputs, *args, **kwargs)
 
-        def loss_of(one: dict[str, Any]) -> torch.Tensor:
+        def loss_of(one: Inputs) -> torch.Tensor:
             given = for_own_loss(one, self) if is_own_loss(self._compute_loss) else one
             loss = compute_loss(model, given, *args, **kwargs)
             return (
@@ -508,55 +527,33 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self._metrics["train"]["update/micro_batches"].append(float(len(inputs[MICRO_BATCHES])))
         return run_micro_batches(loss_of, model, inputs[MICRO_BATCHES], self.accelerator)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Callable[..., Any], inputs: Inputs) -> torch.Tensor:
         """TRL's loss, plus the user's terms; a KL term that stands in the rewards does not enter it a second time."""
-        mask, scored = loss_masks(inputs)  # (B, T)
-        if self.env_factory is not None:  # a loss around this one may have been given other advantages, or given them
-            whole = {**inputs, "advantages": advantages_of(inputs)}
-            inputs = neutral_outside(whole, mask)
-        scale, weighted_beta = policy_weights(inputs, self)
-        plan, entropy_scale = self.layout.plan_of(inputs), float(inputs.get("micro_batch_scale", 1.0))
-        beta, self._loss_pass = self.beta, LossPass(mask, scored, entropy_scale, plan, inputs.get(KEPT_IDS))
-        entropy_control = self.entropy_coef, self._last_world_entropy
-        in_rewards = self.env_factory is not None and self.args.kl_placement == "reward"
-        self.beta = 0.0 if in_rewards else weighted_beta  # TRL reads it here, and elsewhere for the reference
+        # A loss around this one may have been given other advantages, or given them.
+        whole = {**inputs, "advantages": advantages_of(inputs)}
+        given = neutral_outside(whole, loss_masks(inputs)[0])
+        self._loss_pass = loss_pass = LossPass.of(given, self)
         try:
-            weighted = {**inputs, "advantages": inputs["advantages"] * scale}
-            if self.env_factory is not None and is_own_loss(super()._compute_loss):
-                weighted = for_own_loss(weighted, self)
-            loss = super()._compute_loss(model, weighted)
-            if self.env_factory is not None and not self._last_world_entropy > 0:
-                # A step that is skipped: to TRL its entropy is 0 or NaN, which its adaptive bonus must not answer.
-                self.entropy_coef, self._last_world_entropy = entropy_control
-                if values := self._metrics["train"].get("entropy_coef"):
-                    values[-1] = self.entropy_coef
-            if self.env_factory is not None and not self._has_loss(plan, mask):
-                drop_token_means(self._metrics[self._mode], in_rewards=in_rewards)
-            for term in loss_terms(self):
-                read = inputs
-                if term.entry in inputs:  # of its tokens, too
-                    read = neutral_outside(whole, mask.bool() | inputs[term.entry])
-                value, metrics = self._loss_pass.extra_term(term, read, self.accelerator)
-                self.add_metrics(metrics)
-                loss = loss + value / self._normaliser(inputs.get(f"num_{term.entry}", inputs["num_items_in_batch"]))
-            must_skip = self.env_factory is not None and self.kept_rows.must_skip(inputs)
-            return self._loss_pass.reaching(loss) if must_skip else loss
+            with loss_pass.read_by(self), trls_loss(self):
+                weighted = {**given, "advantages": given["advantages"] * loss_pass.scale}
+                is_own = is_own_loss(super()._compute_loss)
+                loss = super()._compute_loss(model, for_own_loss(weighted, self) if is_own else weighted)
+            num_tokens = num_loss_tokens(self, loss_pass.plan_given, loss_pass.mask)
+            in_rewards = self.args.kl_placement == "reward"
+            weigh_token_means(self._metrics[self._mode], num_tokens, in_rewards=in_rewards)
+            loss = add_terms(self, loss, given, whole, loss_pass)
+            return loss_pass.reaching(loss) if self.kept_rows.must_skip(given) else loss
         finally:
-            self.beta, self._loss_pass = beta, None
-
-    def _has_loss(self, plan: Plan | None, mask: torch.Tensor) -> bool:
-        """Whether a token in the loss, (B, T), is in the micro-batch, on any rank as far as all of them can ask.
-
-        `plan` is None in an evaluation, and where a subclass has put other masks into a micro-batch of this rank.
-        """
-        if plan is not None:
-            return plan.has_loss
-        if self.model.training:  # the other ranks may have plans: nobody would answer a collective call
-            return bool(mask.any())
-        return bool(self.accelerator.reduce(mask.sum(), reduction="sum"))
+            self._loss_pass = None
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+        self,
+        model: Callable[..., Any],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple:
         """TRL's log-probs and entropies, (B, T) each; in the loss, 0 outside its mask."""
         loss_pass = self._loss_pass
@@ -575,13 +572,13 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             )
             result: tuple = (*both, None)
         else:
-            compute = functools.partial(super()._get_per_token_logps_and_entropies, model)
+            positioned = with_positions(model, self)
+            compute = functools.partial(super()._get_per_token_logps_and_entropies, positioned)
             if kept_ids is not None:
                 compute = functools.partial(with_kept_ids, compute, kept_ids)
             result = compute(input_ids, attention_mask, logits_to_keep, *args, **kwargs)
         if loss_pass is not None:
-            if self.env_factory is not None:
-                result = (*loss_pass.masked(*result[:2]), *result[2:])
+            result = (*loss_pass.masked(*result[:2]), *result[2:])
             loss_pass.take(*result[:2])
             for name, values in zip(("log_probs", "entropies"), result, strict=False):
                 self._watch_values(name, values, loss_pass.mask)
@@ -591,7 +588,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self,
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
-        kept_ids: torch.Tensor | None = None,
+        kept_ids: SamplingMasks | torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The policy's log-probs, without gradients, of completions after prompts of your own.
 
@@ -601,33 +598,16 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         Args:
             prompts: token ids, one list for each of n rows.
             completions: theirs.
-            kept_ids: (n, at least T, K) what their tokens were drawn from (`KEPT_IDS` of TRL's batch); None: anything.
+            kept_ids: (n, T) what their tokens were drawn from (rows of `KEPT_IDS` of TRL's batch), or a tensor
+                (n, T, K) of ids, filled up with -1; None: anything.
 
         Returns:
             (n, T) as long as the longest completion, 0 behind the others' ends.
         """
-        lengths = torch.tensor([len(ids) for ids in completions], device=self.accelerator.device).view(-1, 1)
-        most = max(gather_object([len(prompts)]))
-        rows = [row_of(*ids) for ids in zip(prompts, completions, strict=True)]
-        rows += [row_of([], [])] * (most - len(rows))
-        if not rows:
-            return torch.zeros(0, 1, device=lengths.device)
-        given: Any = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
-        output = row_tensors(rows, **given, has_logprobs=False, device=lengths.device)
-        if kept_ids is not None:
-            kept_ids = kept_ids[:, : output["completion_ids"].shape[1]]
-            output[KEPT_IDS] = functional.pad(kept_ids, (0, 0, 0, 0, 0, len(rows) - len(kept_ids)), value=-1)
-        loss_pass, self._loss_pass = self._loss_pass, None  # a term may ask while the loss is computed
-        try:
-            with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-                log_probs = self._log_probs(self.model, output)[: len(prompts)]
-        finally:
-            self._loss_pass = loss_pass
-        is_given = torch.arange(log_probs.shape[1], device=lengths.device) < lengths
-        return torch.where(is_given, log_probs, 0.0)[:, : max([1, *map(len, completions)])]
+        return score_rows(self, prompts, completions, kept_ids)
 
     def _normaliser(self, num_tokens: torch.Tensor) -> torch.Tensor:
-        """What a micro-batch's sum over tokens is divided by, so that an optimizer step is a mean over its tokens.
+        """The divisor of a micro-batch's sum over tokens, so that an optimizer step is a mean over its tokens.
 
         `num_tokens` are those of the generation batch, on all ranks.
         """
@@ -638,24 +618,23 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
 
     def _watch_values(self, name: str, values: torch.Tensor | None, mask: torch.Tensor) -> None:
         """Show the features what a forward pass gave, (B, T) like its mask; None if it gave no such thing."""
-        if self.env_factory is not None and self.model.training and values is not None:
+        if self.model.training and values is not None:
             self.features.call("on_values", name, values, mask)
 
     # ---------------------------------------------------------------- the optimizer step
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | float | None = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
         return None if self._lacks_gradient(model, norm) else norm
 
-    def _lacks_gradient(self, model: Any, *norms: Any) -> bool:
+    def _lacks_gradient(self, model: nn.Module, *norms: torch.Tensor | float | None) -> bool:
         """Whether the optimizer step has nothing to train on, so that no norm means anything."""
         self.last_norms = norms
-        return self.env_factory is not None and self.kept_rows.end_step(self, model, norms)
+        return self.kept_rows.end_step(self, model, norms)
 
     def _get_learning_rate(self) -> float:
         """That of the optimizer step just made."""
-        rate = super()._get_learning_rate()
-        return rate if self.env_factory is None else rate * self.features.learning_rate_factor
+        return super()._get_learning_rate() * self.features.learning_rate_factor
 
     # ---------------------------------------------------------------- where the run stands
 
@@ -668,6 +647,15 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """Rows of one prompt."""
         return self.num_generations if self.model.training else self.num_generations_eval
 
+    @property
+    def _progress(self) -> float:
+        """Share of the run that is over."""
+        return self.state.global_step / max(1, self.state.max_steps)
+
+    def compared_returns(self, trajectories: Sequence[Trajectory], *, with_penalty: bool = False) -> list[list[float]]:
+        """Per trajectory the returns, as they are trained on, by which it is compared (`CreditEstimator`)."""
+        return self.credit.compared_returns(trajectories, self._progress, with_penalty=with_penalty)
+
     def _position(self) -> Position:
         return Position(
             micro_step=self._step,
@@ -679,7 +667,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         )
 
     def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Log the mean of each metric over the rollouts until the next log."""
+        """Log the mean of each metric over what is added until the next log; that of `TokenMean`s is over tokens."""
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
 

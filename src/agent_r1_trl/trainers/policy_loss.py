@@ -1,4 +1,4 @@
-"""What TRL's loss is given, and what becomes of the optimizer step that it leads to.
+"""The inputs of TRL's loss, and the fate of the optimizer step that it leads to.
 
 `KeptRows`: rows that are not trained on, because a callback's `keep` said so, and optimizer steps in which none is,
 which move neither weights, optimizer nor schedule. `LossPass`: one computation of the loss. `for_own_loss`: what a
@@ -7,74 +7,184 @@ which move neither weights, optimizer nor schedule. `LossPass`: one computation 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object
 from trl import GRPOTrainer
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.trainers.callbacks import OptimizerStep, UpdateHooks, is_main_process, raised_everywhere
-from agent_r1_trl.update.batching import EXTRA_TOKENS, KEPT_IDS, TURN_SHARES, Inputs, loss_masks, loss_weights
-from agent_r1_trl.update.layout import HAS_SIGNAL, IS_KEPT
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES, STANDS_FOR
+from agent_r1_trl.trainers.log_means import TokenMean
+from agent_r1_trl.update.batches import loss_masks, neutral_outside
+from agent_r1_trl.update.entries import (
+    COUNT_OF,
+    EXTRA_TOKENS,
+    HAS_SIGNAL,
+    HAS_TERM,
+    KEPT_IDS,
+    KEPT_SHARE,
+    RESERVED,
+    STANDS_FOR,
+    TOKEN_ADVANTAGES,
+    Inputs,
+)
+from agent_r1_trl.update.layout import Plan
+from agent_r1_trl.update.loss_weights import loss_weights
+from agent_r1_trl.update.sampling_masks import SamplingMasks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+    from agent_r1_trl.update.rows import TrainingRows
 
 logger = logging.getLogger(__name__)
 
 
-class KeptRows:
-    """Skips the optimizer steps that are left without any row, and makes the others a mean over rollouts with rows."""
+@dataclass
+class Trained:
+    """The part of the pending optimizer step that one micro-batch trains on."""
 
-    def __init__(self, accelerator: Any) -> None:
+    policy: bool
+    """Whether there are rows that are kept."""
+    terms: dict[str, bool]
+    """For each loss term with tokens of its own, under their entry, whether there are any."""
+    stands_for: float
+    """How many of the Trainer's micro-steps it stands for."""
+
+
+@dataclass
+class TermGradients:
+    """Gradients of loss terms that are kept apart from those of the policy until an optimizer step ends.
+
+    A step over several rollouts is a mean over those with kept rows, for the policy, and over those with tokens of the
+    term, for a term. How many these are is known at the end of the step only, so that the two need a sum of their own.
+    """
+
+    sums: dict[str, dict[torch.nn.Parameter, torch.Tensor]] = field(default_factory=dict)
+    """Entry of a term's tokens -> gradients by parameter, on this rank."""
+
+    def add(self, entry: str, part: torch.Tensor, model: torch.nn.Module) -> None:
+        """Add the gradients of a term's part in the loss of a micro-batch, whose graph stays."""
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(part, parameters, retain_graph=True, allow_unused=True)
+        sums = self.sums.setdefault(entry, {})
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+
+    def move_to(self, model: torch.nn.Module, entry: str, scale: float, accelerator: Accelerator) -> None:
+        """Add a term's gradients times `scale`, a mean over ranks, to those of the model. All ranks must call it."""
+        sums = self.sums.pop(entry, {})
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                continue
+            gradient = sums.get(parameter, torch.zeros_like(parameter))
+            gradient = scale * accelerator.reduce(gradient, reduction="mean")
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class KeptRows:
+    """Skips the optimizer steps in which nothing would move, and makes the others a mean over rollouts with rows.
+
+    Args:
+        accelerator: of the trainer.
+        spans_rollouts: whether an optimizer step may train on several rollouts.
+    """
+
+    def __init__(self, accelerator: Accelerator, *, spans_rollouts: bool = False) -> None:
         self._accelerator = accelerator
         self._is_engine = accelerator.distributed_type == DistributedType.DEEPSPEED
+        self._keeps_apart = spans_rollouts and not self._is_engine
         self.begin_run()
 
     def begin_run(self) -> None:
         """Forget the steps of an earlier run."""
         self.num_skipped = 0
         """Optimizer steps skipped because nothing was kept, of this run, or since it was resumed."""
-        self._signals: list[tuple[bool, float]] = []
-        """For each micro-batch of the pending optimizer step, whether its rollout has any row that is kept, and how
-        many micro-batches it stands for."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._trained: list[Trained] = []
+        """The part of each micro-batch of the pending optimizer step."""
+        self._term_moves = False
+        """Whether a loss term has a gradient other than 0 in a micro-batch without rows that are kept, on any rank."""
+        self._apart = TermGradients()
 
     # ---------------------------------------------------------------- an optimizer step
 
     def weigh(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """The loss of a micro-batch, taken note of; NaN keeps DeepSpeed from a step without rows (`must_skip`)."""
         is_poisoned = self.must_skip(inputs)
-        self._signals.append((bool(inputs.get(HAS_SIGNAL, True)), inputs.get(STANDS_FOR, 1.0)))
+        terms = {
+            name.removeprefix(HAS_TERM): bool(has_any)
+            for name, has_any in inputs.items()
+            if name.startswith(HAS_TERM + EXTRA_TOKENS)
+        }
+        policy, stands_for = bool(inputs.get(HAS_SIGNAL, True)), inputs.get(STANDS_FOR, 1.0)
+        self._trained.append(Trained(policy, terms, stands_for))
         return loss * math.nan if is_poisoned else loss
 
+    def note_term(self, *, moves: bool) -> None:
+        """A loss term has a gradient other than 0, or none, in a micro-batch without rows that are kept."""
+        self._term_moves = self._term_moves or moves
+
+    def keep_apart(self, part: torch.Tensor, entry: str, inputs: Inputs, model: torch.nn.Module) -> torch.Tensor:
+        """A loss term's part in the loss of a micro-batch, without gradient where that is kept for `rescale`.
+
+        `entry` is that of the term's own tokens. It costs a second backward pass, and memory for the gradients.
+        """
+        if not self._keeps_apart or HAS_SIGNAL not in inputs or not part.requires_grad:
+            return part
+        self._apart.add(entry, part, model)
+        return part.detach()
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether the step in flight has had a micro-batch; with a limit of tokens, a micro-step may have none."""
+        return bool(self._trained)
+
     def must_skip(self, inputs: Inputs) -> bool:
-        """Whether this micro-batch is the last of a step without rows, which DeepSpeed makes in the backward pass."""
-        has_signal = self._has_signal or bool(inputs.get(HAS_SIGNAL, True))
-        return self._is_engine and self._accelerator.sync_gradients and not has_signal
+        """Whether this is the last micro-batch of a step that moves nothing; DeepSpeed steps in the backward pass."""
+        moves = self._moves or bool(inputs.get(HAS_SIGNAL, True))
+        return self._is_engine and self._accelerator.sync_gradients and not moves
 
     def rescale(self, model: torch.nn.Module) -> None:
         """Make the gradients of an optimizer step over several rollouts a mean over those that have rows.
 
-        The others have put zeros into that mean. Not with DeepSpeed, which has made its step already.
+        The others have put zeros into that mean. A loss term over tokens of its own is a mean over the rollouts that
+        have such tokens. Not with DeepSpeed, which has made its step already. All ranks must call it.
         """
-        num_live = sum(number for has_signal, number in self._signals if has_signal)
-        num = sum(number for _, number in self._signals)
-        if self._is_engine or num_live in (0, num):
+        num = sum(one.stands_for for one in self._trained)
+        num_kept = sum(one.stands_for for one in self._trained if one.policy)
+        if self._is_engine:
             return
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(num / num_live)
+        if num_kept not in (0, num):
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(num / num_kept)
+        if not self._keeps_apart:
+            return
+        for entry in sorted({entry for one in self._trained for entry in one.terms}):
+            num_with_tokens = sum(one.stands_for for one in self._trained if one.terms.get(entry))
+            if num_with_tokens:
+                self._apart.move_to(model, entry, num / num_with_tokens, self._accelerator)
 
     @property
-    def _has_signal(self) -> bool:
-        """Whether any rollout of the optimizer step in flight has rows, as far as it was trained on."""
-        return any(has_signal for has_signal, _ in self._signals)
+    def _moves(self) -> bool:
+        """Whether the optimizer step in flight trains on any row or moves by a term, as far as it went."""
+        return self._term_moves or any(one.policy for one in self._trained)
 
-    def end_step(self, trainer: Any, model: Any, norms: Sequence[Any]) -> bool:
+    def end_step(self, trainer: MultiTurnTrainer, model: nn.Module, norms: Sequence[Any]) -> bool:
         """Ask the callbacks about an optimizer step, and skip it if one says so or it has nothing to train on.
 
         Returns:
@@ -89,9 +199,9 @@ class KeptRows:
             norms=tuple(norms),
             is_finite=not has_skipped and all(norm is None or math.isfinite(norm) for norm in norms),
             is_scaled=self._accelerator.mixed_precision == "fp16",
-            lacks_tokens=not self._has_signal,
+            lacks_tokens=not self._moves,
         )
-        self._signals = []
+        self._begin_step()
         if step.lacks_tokens:
             step.is_skipped = True
             self.num_skipped += 1
@@ -122,12 +232,6 @@ class KeptRows:
 # -------------------------------------------------------------------- weights in the loss
 
 
-def policy_weights(inputs: Inputs, trainer: Any) -> tuple[Any, Any]:
-    """What the advantages of a micro-batch are multiplied by, and the weight of its KL term."""
-    weights = loss_weights(inputs, trainer)
-    return weights, trainer.beta * weights if isinstance(weights, float) else WeightedBeta(trainer.beta, weights)
-
-
 class WeightedBeta:
     """The weight of the KL term, times one of each row or token, as TRL's loss reads it."""
 
@@ -148,17 +252,13 @@ class WeightedBeta:
     __rmul__ = __mul__
 
 
-TOKEN_ADVANTAGES = "token_advantages"
-"""Entry of a micro-batch that such a loss gets where `advantages` cannot be (B,): they are (B, T)."""
-
-
-def is_own_loss(compute_loss: Any) -> bool:
+def is_own_loss(compute_loss: Callable[..., torch.Tensor]) -> bool:
     """Whether a `_compute_loss` is neither ours nor TRL's."""
     module = getattr(compute_loss, "__module__", None) or ""
     return module != GRPOTrainer.__module__ and not module.startswith(__name__.partition(".")[0] + ".")
 
 
-def for_own_loss(inputs: Inputs, trainer: Any) -> Inputs:
+def for_own_loss(inputs: Inputs, trainer: MultiTurnTrainer) -> Inputs:
     """A micro-batch whose advantages are (B,), or that says why they cannot be as soon as they are read.
 
     Those of (B, T) would broadcast to (B, B, T). A loss that leaves them to `super()._compute_loss` takes any.
@@ -201,11 +301,11 @@ class _TokenAdvantages(dict):
             "to super()._compute_loss(model, inputs) and add a term, or override extra_loss."
         )
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         return self[name] if name in self or name == "advantages" else default
 
 
-def _why_not(inputs: Inputs, trainer: Any) -> str | None:
+def _why_not(inputs: Inputs, trainer: MultiTurnTrainer) -> str | None:
     """Why a loss over rows would be another one here, whatever the advantages are."""
     args, limit = trainer.args, trainer.args.max_tokens_per_micro_batch
     settings = f"context.policy={args.context.policy!r}, loss_unit={args.loss_unit!r}"
@@ -236,18 +336,55 @@ class LossPass:
     scored: torch.Tensor
     """(B, T) tokens that a packed forward pass reads: with a critic, those of its loss as well."""
     entropy_scale: float = 1.0
-    """What the gradient of the entropy bonus is multiplied by."""
-    plan: Any = None
+    """The factor of the entropy bonus's gradient."""
+    plan: Plan | None = None
     """The layout's plan of the micro-batch (`layout.py`), for the forward pass of its rows; None where it has none."""
-    kept_ids: torch.Tensor | None = None
-    """(B, T, K) what the tokens were drawn from, for the same pass; None: the whole vocabulary."""
+    kept_ids: SamplingMasks | None = None
+    """(B, T) what the tokens were drawn from, for the same pass; None: the whole vocabulary."""
     log_probs: torch.Tensor | None = None
     """(B, T) the policy's, once the forward pass has run."""
     unmasked: torch.Tensor | None = None
     """(B, T) the same before the mask."""
+    scale: float | torch.Tensor = 1.0
+    """The factor of the advantages: a number, (B, 1) or (B, T)."""
+    plan_given: Plan | None = None
+    """`plan`, which the first forward pass uses up."""
+
+    @classmethod
+    def of(cls, inputs: Inputs, trainer: MultiTurnTrainer) -> LossPass:
+        """The pass of one micro-batch."""
+        mask, scored = loss_masks(inputs)
+        plan = trainer.layout.plan_of(inputs)
+        return cls(
+            mask=mask,
+            scored=scored,
+            entropy_scale=float(inputs.get("micro_batch_scale", 1.0)),
+            plan=plan,
+            kept_ids=inputs.get(KEPT_IDS),
+            scale=loss_weights(inputs, trainer),
+            plan_given=plan,
+        )
+
+    @contextlib.contextmanager
+    def read_by(self, trainer: MultiTurnTrainer) -> Iterator[None]:
+        """While TRL's loss runs, `beta` is the weight of this micro-batch's KL term: 0 where rewards hold it already.
+
+        To TRL the entropy of a step that is skipped is 0 or NaN, which its adaptive bonus must not answer.
+        """
+        beta, entropy_coef, entropy = trainer.beta, trainer.entropy_coef, trainer._last_world_entropy
+        weighted = beta * self.scale if isinstance(self.scale, float) else WeightedBeta(beta, self.scale)
+        trainer.beta = 0.0 if trainer.args.kl_placement == "reward" else weighted
+        try:
+            yield
+        finally:
+            trainer.beta = beta
+        if not trainer._last_world_entropy > 0:
+            trainer.entropy_coef, trainer._last_world_entropy = entropy_coef, entropy
+            if values := trainer._metrics["train"].get("entropy_coef"):
+                values[-1] = entropy_coef
 
     def masked(self, *parts: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """What a forward pass gave, (B, T) each, with 0 outside the mask (packed ones read some for the critic)."""
+        """Results of a forward pass, (B, T) each, with 0 outside the mask (packed ones read some for the critic)."""
         self.unmasked = parts[0]
         return [None if part is None else torch.where(self.mask.bool(), part, 0.0) for part in parts]
 
@@ -263,9 +400,13 @@ class LossPass:
             entropies.register_hook(lambda gradient: gradient * self.entropy_scale)
 
     def extra_term(
-        self, term: LossTerm, inputs: dict[str, Any], accelerator: Any
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """A loss term, summed over this micro-batch's tokens, and its mean per token over all ranks.
+        self, term: LossTerm, inputs: Inputs, accelerator: Accelerator
+    ) -> tuple[torch.Tensor, TokenMean, bool]:
+        """A loss term, summed over this micro-batch's tokens.
+
+        Returns:
+            The sum, its mean per token over all ranks, and, where no row of the step is kept, whether the term has a
+            gradient other than 0 on any rank.
 
         Raises:
             ValueError: if the term is no scalar tensor.
@@ -273,15 +414,50 @@ class LossPass:
         mask = inputs.get(term.entry, self.mask).bool()
         log_probs = self.log_probs if self.unmasked is None else self.unmasked
         assert log_probs is not None
-        value = term.loss(inputs, torch.where(mask, log_probs, 0.0), mask)
+        given = torch.where(mask, log_probs, 0.0)
+        value = term.loss(inputs, given, mask)
         if value is None:
             value = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise term.refusal(
                 term.loss, value, "a scalar tensor, the term summed over the tokens of `mask`, or None for no term"
             )
-        sums = accelerator.reduce(torch.stack([value.detach().double(), mask.sum().double()]), reduction="sum")
-        return value, {term.name: (sums[0] / sums[1]).item()}  # NaN, which logs leave out, without any token
+        moves = value.new_zeros((), dtype=torch.double)
+        if value.requires_grad and not inputs.get(HAS_SIGNAL, True):
+            (gradient,) = torch.autograd.grad(value, [given], retain_graph=True, allow_unused=True)
+            # A term that reads no log-probs moves the policy in a way of its own.
+            moves = moves + (1.0 if gradient is None else (gradient[mask] != 0).any().double())
+        sums = torch.stack([value.detach().double(), mask.sum().double(), moves])
+        total, num_tokens, num_moving = accelerator.reduce(sums, reduction="sum").tolist()
+        return value, TokenMean(total / max(1.0, num_tokens), num_tokens), num_moving > 0
+
+
+@contextlib.contextmanager
+def trls_loss(trainer: MultiTurnTrainer) -> Iterator[None]:
+    """Around a call of TRL's `_compute_loss`, which is checked before the first one in training (`trl_canary.py`).
+
+    Raises:
+        TRLChangedError: it computes something else than the tested one, or reads what our micro-batches do not hold.
+    """
+    if trainer.model.training and not trainer.is_trl_checked:
+        canary = importlib.import_module("agent_r1_trl.trainers.trl_canary")
+        canary.check_trls_loss(trainer)
+        trainer.is_trl_checked = True
+    try:
+        yield
+    except KeyError as error:
+        if _raised_in(error) != GRPOTrainer.__module__:
+            raise
+        canary = importlib.import_module("agent_r1_trl.trainers.trl_canary")
+        raise canary.missing_entry(error) from error
+
+
+def _raised_in(error: KeyError) -> str:
+    """The module whose code asked for the key."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return "" if place is None else place.tb_frame.f_globals.get("__name__", "")
 
 
 # -------------------------------------------------------------------- terms of the user's own
@@ -302,7 +478,7 @@ class LossTerm:
         """The entry of TRL's batch that holds its tokens; before it stands `num_` for their number on all ranks."""
         return EXTRA_TOKENS + self.name
 
-    def mark(self, output: Inputs, accelerator: Any) -> None:
+    def mark(self, output: Inputs, accelerator: Accelerator) -> None:
         """Put its tokens, and their number, into TRL's batch of R rows. All ranks must call it.
 
         Raises:
@@ -317,16 +493,56 @@ class LossTerm:
             if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != valid.shape:
                 raise self.refusal(self.tokens, mask, f"a bool tensor of shape {tuple(valid.shape)}, or None for none")
         output[self.entry] = mask & valid
-        output[f"num_{self.entry}"] = accelerator.gather(output[self.entry].sum()).sum()
+        output[COUNT_OF + self.entry] = accelerator.gather(output[self.entry].sum()).sum()
 
-    def refusal(self, function: Any, found: Any, wanted: str) -> OwnObjectError:
-        """What is wrong with something that one of its functions has returned."""
+    def refusal(self, function: object, found: object, wanted: str) -> OwnObjectError:
+        """The problem of something that one of its functions has returned."""
         text = f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         source = getattr(function, "__qualname__", f"{self.name}={function!r}")
         return OwnObjectError(f"{source} returned {text}. Return {wanted}.")
 
 
-def loss_terms(trainer: Any) -> list[LossTerm]:
+def num_loss_tokens(trainer: MultiTurnTrainer, plan: Plan | None, mask: torch.Tensor) -> int:
+    """Tokens in the loss, (B, T), of a micro-batch, on all ranks as far as all of them can ask.
+
+    `plan` is None in an evaluation, and where a subclass has put other masks into a micro-batch of this rank.
+    """
+    if plan is not None:
+        return plan.num_tokens
+    own = mask.sum()
+    if trainer.model.training:  # the other ranks may have plans: nobody would answer a collective call
+        return int(own)
+    return int(trainer.accelerator.reduce(own, reduction="sum"))
+
+
+def add_terms(
+    trainer: MultiTurnTrainer, loss: torch.Tensor, inputs: Inputs, whole: Inputs, loss_pass: LossPass
+) -> torch.Tensor:
+    """The loss of a micro-batch with the user's terms, each divided by the number of its tokens in the optimizer step.
+
+    `whole` are the inputs before they were made neutral outside the policy's mask.
+    """
+    for term in loss_terms(trainer):
+        has_own_tokens = term.entry in inputs
+        read = inputs
+        if has_own_tokens:
+            read = neutral_outside(whole, loss_pass.mask.bool() | inputs[term.entry])
+        value, mean, moves = loss_pass.extra_term(term, read, trainer.accelerator)
+        trainer.add_metrics({term.name: mean})
+        counted = COUNT_OF + term.entry
+        num_tokens = inputs[counted if counted in inputs else "num_items_in_batch"]
+        part = value / trainer._normaliser(num_tokens)
+        is_held = getattr(trainer, "is_warming_up", False)  # the policy's part of the loss gets weight 0
+        if has_own_tokens and trainer.model.training and not is_held:
+            trainer.kept_rows.note_term(moves=moves)
+            part = trainer.kept_rows.keep_apart(part, term.entry, inputs, trainer.model)
+        if has_own_tokens:  # the filter has left these rows in, and will multiply the whole loss
+            part = part / inputs.get(KEPT_SHARE, 1.0)
+        loss = loss + part
+    return loss
+
+
+def loss_terms(trainer: MultiTurnTrainer) -> list[LossTerm]:
     """The terms of the trainer's subclass, of `loss_term` and of callbacks.
 
     Raises:
@@ -351,15 +567,7 @@ def loss_terms(trainer: Any) -> list[LossTerm]:
     return terms
 
 
-_TAKEN = (
-    "advantages", "returns", "old_values", "value_mask", "num_value_items", "old_per_token_logps",
-    "ref_per_token_logps", "importance_sampling_ratio", "sampling_per_token_logps", KEPT_IDS, IS_KEPT, HAS_SIGNAL,
-    MICRO_BATCHES, STANDS_FOR, TOKEN_ADVANTAGES, TURN_SHARES, "pixel_values", "num_images",
-)  # fmt: skip
-"""Entries of TRL's batch that come after the columns, or that some runs do not have."""
-
-
-def add_columns(output: Inputs, trajectories: Sequence[Any], rows: Any, owners: Sequence[Any]) -> Inputs:
+def add_columns(output: Inputs, trajectories: Sequence[Any], rows: TrainingRows, owners: Sequence[Any]) -> Inputs:
     """Put what owners return in `extra_columns` into TRL's batch of R rows, and return what they have of each token.
 
     All ranks must call it.
@@ -388,13 +596,13 @@ def add_columns(output: Inputs, trajectories: Sequence[Any], rows: Any, owners: 
     return found
 
 
-def refuse_columns(columns: Any, output: Inputs, hook: str) -> None:
+def refuse_columns(columns: object, output: Inputs, hook: str) -> None:
     """Refuse (ValueError) what an `extra_columns` may not return."""
     if not isinstance(columns, Mapping | None):
         raise OwnObjectError(f"{hook} returned {columns!r:.100}. Return a dict of names and tensors, or None.")
     allowed = [tuple(output["completion_mask"].shape), tuple(output["completion_mask"].shape[:1])]
     for name, value in (columns or {}).items():
-        if name in output or name in _TAKEN or not isinstance(name, str) or name.startswith(EXTRA_TOKENS):
+        if name in output or name in RESERVED or not isinstance(name, str) or name.startswith(EXTRA_TOKENS):
             raise OwnObjectError(f"{hook}: {name!r} is an entry of TRL's batch already. Choose another name.")
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         if shape not in allowed:

@@ -10,14 +10,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import DistributedType, gather_object
 from peft import PeftModel
 from torch import nn
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import disable_dropout_in_model
 
 from agent_r1_trl.critic.attach import (
     attach_critic,
@@ -29,18 +28,24 @@ from agent_r1_trl.critic.attach import (
     save_critic,
     set_detached,
 )
-from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnPPOConfig
+from agent_r1_trl.trainers.dropout import disable_noise
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import TrainingRows, pad_lists, whole_rows, with_one_more
+from agent_r1_trl.update.batches import whole_rows, with_one_more
+from agent_r1_trl.update.entries import Entries, Inputs
 from agent_r1_trl.update.losses import explained_variance, value_loss
+from agent_r1_trl.update.rows import TrainingRows, pad_lists
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
 
 # -------------------------------------------------------------------- what cannot be combined
 
 
-def check_optimizer_setup(args: Any, accelerator: Any) -> None:
+def check_optimizer_setup(args: MultiTurnPPOConfig, accelerator: Accelerator) -> None:
     """Refuse what would train the critic otherwise than the arguments say.
 
     Raises:
@@ -64,7 +69,7 @@ def check_optimizer_setup(args: Any, accelerator: Any) -> None:
         )
 
 
-def check_deepspeed_config(config: dict[str, Any], args: Any) -> None:
+def check_deepspeed_config(config: dict[str, Any], args: MultiTurnPPOConfig) -> None:
     """Refuse a DeepSpeed file that makes an optimizer or schedule of its own, where the critic's would differ.
 
     Raises:
@@ -124,12 +129,14 @@ def parameters_by_role(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
     return [p for is_critic, p in named if not is_critic], [p for is_critic, p in named if is_critic]
 
 
-def clips_apart(accelerator: Any) -> bool:
+def clips_apart(accelerator: Accelerator) -> bool:
     """Whether gradients are ours to clip, and not DeepSpeed's."""
     return accelerator.distributed_type != DistributedType.DEEPSPEED
 
 
-def clip_by_role(model: nn.Module, args: Any, accelerator: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def clip_by_role(
+    model: nn.Module, args: MultiTurnPPOConfig, accelerator: Accelerator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Clip policy and critic, each by its own norm; returns both norms before clipping. A limit of 0 does not clip."""
     policy, critic = parameters_by_role(model)
     limit = args.max_grad_norm if args.critic_max_grad_norm is None else args.critic_max_grad_norm
@@ -139,7 +146,7 @@ def clip_by_role(model: nn.Module, args: Any, accelerator: Any) -> tuple[torch.T
 
 
 @contextlib.contextmanager
-def policy_rate_at_zero(optimizer: Any) -> Iterator[None]:
+def policy_rate_at_zero(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """For DeepSpeed, which makes the optimizer step inside the backward pass, from gradients of its own."""
     groups = [group for group in optimizer.param_groups if group.get("role") == "policy"]
     rates = [group["lr"] for group in groups]
@@ -156,7 +163,7 @@ class SyncPolicyCallback(SyncRefModelCallback):
     """TRL's `sync_ref_model`, for a model that also holds a critic: the reference follows the policy alone."""
 
     @staticmethod
-    def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
+    def sync_target_model(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
         """Move the reference towards the policy."""
         policy = [parameter for name, parameter in model.named_parameters() if not is_critic_name(name)]
         SyncRefModelCallback.sync_target_model(SimpleNamespace(parameters=lambda: policy), target_model, alpha)
@@ -185,11 +192,16 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
     """
 
     config_class = MultiTurnPPOConfig
-    default_env = SingleTurnEnv
     _name = "MultiTurnPPO"
     _paper: ClassVar[dict[str, str]] = AGENT_R1
 
-    def __init__(self, model: Any, *args: Any, critic_model: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: str | PreTrainedModel | PeftModel,
+        *args: Any,
+        critic_model: PreTrainedModel | None = None,
+        **kwargs: Any,
+    ):
         super().__init__(model, *args, **kwargs)
         check_optimizer_setup(self.args, self.accelerator)
         self._value_sums: dict[str, Any] = {}
@@ -197,9 +209,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         self.critic_kind = self.args.critic or ("adapter" if isinstance(self.model, PeftModel) else "model")
         attach_critic(self.model, self.critic_kind, critic_model=critic_model)
         if self.critic_kind == "model":
-            self.layout.prepare(base_causal_lm(self.model).critic_backbone, name="critic_model")
+            backbone = base_causal_lm(self.model).critic_backbone
+            self.rollouts.fix_rotary_embeddings_of(backbone)
+            self.layout.prepare(backbone, name="critic_model")
         if self.args.disable_dropout:  # TRL did so before there was a critic
-            disable_dropout_in_model(self.model)
+            disable_noise(self.model)
         if (callback := self.pop_callback(SyncRefModelCallback)) is not None:
             self.add_callback(SyncPolicyCallback(callback.ref_model, callback.accelerator))
         self._refresh_critic()
@@ -215,7 +229,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- values and advantages
 
-    def _advantages(self, output: dict[str, Any], batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    def _advantages(self, output: Inputs, batch: RolloutBatch) -> Entries:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
         rows, places = batch.training_rows, output["completion_mask"]
         values, bootstrap = self._old_values(output, batch.trajectories, rows)
@@ -233,10 +247,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         }
 
     def _old_values(
-        self, inputs: dict[str, Any], trajectories: list[Trajectory], rows: TrainingRows
+        self, inputs: Inputs, trajectories: list[Trajectory], rows: TrainingRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(R, T) values of completion tokens, and (B,) of what truncated trajectories would have gone on from."""
-        columns = {name: inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        columns: Inputs = {name: inputs[name] for name in names}
         is_truncated = torch.tensor([t.stop_reason.is_truncated for t in trajectories])
         has_more = torch.zeros(len(rows), dtype=torch.bool)
         has_more[rows.last] = is_truncated
@@ -248,7 +263,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         self._read_open_contexts(behind, trajectories)
         return values[:, :-1], torch.where(is_truncated.to(behind.device), behind, torch.zeros_like(behind))
 
-    def _score_values(self, columns: dict[str, torch.Tensor], has_more: torch.Tensor) -> torch.Tensor:
+    def _score_values(self, columns: Inputs, has_more: torch.Tensor) -> torch.Tensor:
         """(R, T + 1) values of completion tokens, and behind the last one of the rows that `has_more`, (R,)."""
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
         with torch.no_grad(), self.accelerator.autocast():  # as in the loss
@@ -277,11 +292,15 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
             return
         filled = [*contexts.values(), *[[self._tokenizer.pad_token_id]] * (num - len(contexts))]
         width = max(map(len, filled))
-        opened = {
-            f"prompt_{kind}": pad_lists(lists, 0, length=width, dtype=torch.long, side="left").to(behind.device)
-            for kind, lists in (("ids", filled), ("mask", [[1] * len(ids) for ids in filled]))
+        ids = pad_lists(filled, 0, length=width, dtype=torch.long, side="left").to(behind.device)
+        ones = [[1] * len(context) for context in filled]
+        mask = pad_lists(ones, 0, length=width, dtype=torch.long, side="left").to(behind.device)
+        opened: Inputs = {
+            "prompt_ids": ids,
+            "prompt_mask": mask,
+            "completion_ids": ids[:, :0],
+            "completion_mask": mask[:, :0],
         }
-        opened |= {f"completion_{kind}": opened[f"prompt_{kind}"][:, :0] for kind in ("ids", "mask")}
         values = self._score_values(opened, torch.ones(num, dtype=torch.bool))[:, 0]
         behind[list(contexts)] = values[: len(contexts)].to(behind)
 
@@ -304,7 +323,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- loss
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: Callable[..., Any], inputs: Inputs) -> torch.Tensor:
         collector = _ValueCollector(model, inputs["completion_ids"].shape[1])
         policy_loss = super()._compute_loss(collector, inputs)
         values, mask = collector.values, inputs["value_mask"]
@@ -341,7 +360,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- optimizer
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """HF's optimizer or the user's own, its groups split by role: the critic has its own learning rate."""
         optimizer = super().create_optimizer(model)
         critic = critic_parameters(self.model if model is None else model).values()
@@ -355,11 +374,11 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         with policy_rate_at_zero(self.optimizer) if is_held else contextlib.nullcontext():
             return super().training_step(*args, **kwargs)
 
-    def _clip_grad_norm(self, model: Any) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Left to `_get_grad_norm`, which the Trainer calls next, whatever `max_grad_norm` says."""
         return None if clips_apart(self.accelerator) else super()._clip_grad_norm(model)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | float | None = None) -> Any:
         """Clip policy and critic apart; the policy's norm is returned, the critic's logged beside it."""
         if not clips_apart(self.accelerator):
             return super()._get_grad_norm(model, grad_norm)
@@ -383,7 +402,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         super().save_model(output_dir, _internal_call)
         save_critic(self.model, output_dir or self.args.output_dir, is_main_process=self.args.should_save)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_critic(self.model if model is None else model, Path(resume_from_checkpoint))
         self._refresh_critic()

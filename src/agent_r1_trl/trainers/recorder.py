@@ -1,4 +1,4 @@
-"""What is recorded of a run while it trains: trajectories, the numbers of their tokens, and what was logged.
+"""The record of a run while it trains: trajectories, the numbers of their tokens, and what was logged.
 
 A rollout is written as soon as its advantages are known. What its update gives for each token
 (`recording.store.encode`) is taken from the first pass of the loss over it, lies on the device until all of the
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,7 +32,11 @@ from agent_r1_trl.safe_text import shown_all
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import TRAINING_ROW, TrainingRows
+from agent_r1_trl.update.entries import TRAINING_ROW, Inputs
+from agent_r1_trl.update.rows import TrainingRows
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +79,9 @@ class Recorder(RolloutCallback):
         """Forget the rollouts that the run goes back behind; the files of later steps will be put aside."""
         self.store.forget_after(step)
         self._rollouts: list[RolloutInUpdate] = []
-        """Those whose update has begun and not ended."""
+        """Trajectories whose update has begun and not ended."""
         self._pass: dict[str, torch.Tensor] = {}
-        """What the pass of the loss in flight gave, (M, T) each."""
+        """The results of the loss's pass in flight, (M, T) each."""
         self._groups_of_step = (-1, 0)
         """The last step, and how many group numbers its rollouts have used."""
         self._traces: list[dict[str, Any]] = []
@@ -85,7 +89,9 @@ class Recorder(RolloutCallback):
 
     # ---------------------------------------------------------------- the run begins
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Drop what the run will repeat, and save the tokenizer, with which ids can be read while it goes on."""
         if not state.is_world_process_zero:
             return
@@ -97,7 +103,14 @@ class Recorder(RolloutCallback):
             except Exception as error:  # a full disk; tokenizers raises a plain Exception
                 logger.warning("The tokenizer could not be saved to %s yet: %s.", args.output_dir, error)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Write what is logged."""
         if state.is_world_process_zero and logs:
             known = {name: _finite(value) for name, value in logs.items()}
@@ -111,7 +124,7 @@ class Recorder(RolloutCallback):
 
     # ---------------------------------------------------------------- a rollout
 
-    def write(self, batch: RolloutBatch, trajectories: Sequence[Trajectory], output: dict[str, Any]) -> None:
+    def write(self, batch: RolloutBatch, trajectories: Sequence[Trajectory], output: Inputs) -> None:
         """Write a rollout, or those of its trajectories that an evaluation counts; `output` is TRL's batch of rows."""
         trainer, is_training, rows = self.trainer, batch.position.is_training, batch.training_rows
         advantages = rows.to_time(output["advantages"]).tolist()
@@ -147,7 +160,7 @@ class Recorder(RolloutCallback):
             )
         )
 
-    def _fields(self, batch: RolloutBatch, output: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    def _fields(self, batch: RolloutBatch, output: Inputs, step: int) -> list[dict[str, Any]]:
         """`group`, `is_kept`, `in_loss` and perhaps `bootstrap_value` of each trajectory, replaced ones at the end."""
         size, num = batch.position.group_size, len(batch.trajectories)
         accelerator = self.trainer.accelerator
@@ -169,7 +182,7 @@ class Recorder(RolloutCallback):
         return fields + [{"group": group, "is_kept": True, "in_loss": False} for group in others]
 
     def _describe_step(self, step: int, batch: RolloutBatch, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the advantages of a rollout were worked out with and its lines do not hold."""
+        """The facts behind a rollout's advantages that its lines do not hold."""
         trainer, facts = self.trainer, dict(self.trainer.credit.facts)
         parts = {
             name: dict(zip(("mean", "std"), map(_number, both), strict=True))
@@ -194,7 +207,7 @@ class Recorder(RolloutCallback):
         if name in PART and name not in self._pass:
             self._pass |= {name: values.detach(), "mask": mask}
 
-    def check_loss(self, loss: torch.Tensor, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def check_loss(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """Put it to the rollout, if this is its first pass; the device is asked nothing."""
         found, self._pass = self._pass, {}
         if self._is_first_pass() and "log_probs" in found and TRAINING_ROW in inputs:
@@ -210,7 +223,9 @@ class Recorder(RolloutCallback):
         """Whether each of its micro-batches was trained on."""
         return self.trainer._step - rollout.micro_step >= self.trainer.args.steps_per_generation
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Write the columns of rollouts that were trained on once. All ranks must call it."""
         done = [rollout for rollout in self._rollouts if self._has_passed(rollout)]
         self._rollouts = [rollout for rollout in self._rollouts if rollout not in done]
@@ -285,7 +300,7 @@ def make_trace(item: Trajectory, step: int, group: int) -> dict[str, Any]:
             "output": result.content,
             "duration_ms": 1000 * result.latency_s,
             "status": "error" if result.is_error else "ok",
-            "error": result.error and result.error.value,
+            "error": result.error_label or None,
         }
         for number, result in enumerate(item.tool_results)
     ]
@@ -293,7 +308,7 @@ def make_trace(item: Trajectory, step: int, group: int) -> dict[str, Any]:
     return found
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

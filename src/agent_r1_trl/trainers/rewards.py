@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
@@ -37,19 +37,36 @@ from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
 
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.construction import EvalRows, TrainRows
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+
 logger = logging.getLogger(__name__)
 
 
-def environment_reward(trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
+def environment_reward(trajectory: list[Trajectory], **kwargs: object) -> list[float | None]:
     """Column of `env=`: the return that the trajectory holds already; None where it is not in the baseline."""
     return [item.total_reward if item.in_baseline else None for item in trajectory]
 
 
-def class_reward(environment_class: type) -> Callable[..., list[float | None]]:
-    """Column of one class of `environment_factory=`: what its `get_reward` returned; None for other classes."""
-    name = environment_class.__name__
+def class_reward(environment_class: type[Any]) -> Callable[..., list[float | None]]:
+    """Column of one class of `environment_factory=`: what its `get_reward` returned; None for other classes.
 
-    def column(environments: list[Any], trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
+    Called without trajectories, as TRL's own column may be, it asks the environments; where `get_reward` is async, the
+    result is to be awaited.
+    """
+    name = environment_class.__name__
+    is_async = inspect.iscoroutinefunction(getattr(environment_class, "get_reward", None))
+
+    def ask(environment: Any) -> Any:
+        return environment.get_reward() if type(environment) is environment_class else None
+
+    async def ask_async(environments: list[Any]) -> list[float | None]:
+        return [reward if reward is None else await reward for reward in map(ask, environments)]
+
+    def column(environments: list[Any], trajectory: list[Trajectory] | None = None, **kwargs: object) -> Any:
+        if trajectory is None:
+            return ask_async(environments) if is_async else [*map(ask, environments)]
         # A trajectory out of the journal has no environment; its parts name the class that scored it.
         return [
             item.reward_parts.get(name)
@@ -95,8 +112,13 @@ class Rewards:
         columns = [class_reward(item) for item in form.reward_classes or ()]
         return [*columns, self.turn_rewards] if self.turn_reward_funcs or form.pays_calls else columns
 
-    def turn_rewards(self, trajectory: list[Trajectory], **kwargs: Any) -> list[float | None]:
-        """Column of TRL's forms: the sum of the turns' rewards; None where nothing rewards turns."""
+    def turn_rewards(self, trajectory: Sequence[Trajectory] = (), **kwargs: Any) -> list[float | None]:
+        """Column of TRL's forms: the sum of the turns' rewards; None where nothing rewards turns.
+
+        Called without trajectories, it scores none of the `environments`: these have no turns.
+        """
+        if not trajectory:
+            return [None for _ in kwargs.get("environments") or ()]
         return [
             None if item.stop_reason.is_infrastructure_failure or not has_reward else item.process_reward
             for item, has_reward in zip(trajectory, self._has_turn_reward, strict=True)
@@ -258,7 +280,7 @@ class RewardCalls:
         """The first one."""
 
     @contextlib.contextmanager
-    def checked(self, trainer: Any) -> Iterator[None]:
+    def checked(self, trainer: MultiTurnTrainer) -> Iterator[None]:
         """While it lasts, the trainer's `reward_funcs` are checked ones. Reward models stay as they are."""
         functions = trainer.reward_funcs
         trainer.reward_funcs = [
@@ -280,11 +302,11 @@ class RewardCalls:
                 self._read(values[:, column].tolist(), f"reward_funcs: {name}")
         raise_everywhere(self._error)
 
-    def _check(self, function: Any, said: str) -> Any:
+    def _check(self, function: Callable[..., Any], said: str) -> Any:
         untaken = _untaken(function)
 
         def arguments(kwargs: dict[str, Any], rows: slice = slice(None)) -> dict[str, Any]:
-            """Those of some trajectories, never with the rows that fill up the call."""
+            """The columns of some trajectories, never with the rows that fill up the call."""
             return {
                 name: value[: len(self._trajectories)][rows]
                 if isinstance(value, list) and len(value) == self._num_rows
@@ -303,14 +325,14 @@ class RewardCalls:
                 found.__cause__ = error
                 self._error = self._error or found
 
-        def call(**kwargs: Any) -> list[float | None]:
+        def call(**kwargs: object) -> list[float | None]:
             returned: Any = []
             with explained(kwargs):
                 if self._trajectories or getattr(unwrap_partial(function), "gathers", False):
                     returned = _drawn(function(**arguments(kwargs)))
             return self._read(returned, said)
 
-        async def call_async(**kwargs: Any) -> list[float | None]:
+        async def call_async(**kwargs: object) -> list[float | None]:
             returned: Any = []
             with explained(kwargs):
                 if self._trajectories:
@@ -319,7 +341,7 @@ class RewardCalls:
 
         return call_async if is_async_callable(function) else call
 
-    def _read(self, returned: Any, said: str) -> list[float | None]:
+    def _read(self, returned: object, said: str) -> list[float | None]:
         """TRL's values, None for failures of the infrastructure, which earn nothing."""
         count = len(self._trajectories)
         values: list[float | None] = [None] * count
@@ -334,7 +356,7 @@ class RewardCalls:
         return values + [0.0] * (self._num_rows - count)
 
 
-def is_required(function: Any) -> bool:
+def is_required(function: Callable[..., Any]) -> bool:
     """Whether the trajectories that a reward function does not score count as failures (`rewards.required`)."""
     while isinstance(function, functools.partial) and not getattr(function, "required", False):
         function = function.func
@@ -346,7 +368,7 @@ def note_missing(trajectory: Trajectory, said: str) -> None:
     trajectory.error = trajectory.error or f"{said}, which is required, returned None"
 
 
-def _untaken(function: Any) -> set[str]:
+def _untaken(function: Callable[..., Any]) -> set[str]:
     """Our own arguments that a reward function of TRL's form does not take; it is called without them."""
     try:
         parameters = inspect.signature(function).parameters
@@ -356,13 +378,13 @@ def _untaken(function: Any) -> set[str]:
     return set() if takes_all else {"trajectory", "environments"} - {*parameters}
 
 
-def _drawn(returned: Any) -> Any:
-    """What a function returned; of a generator the values, since its code runs only now."""
+def _drawn(returned: object) -> Any:
+    """The result of a function; of a generator the values, since its code runs only now."""
     return list(returned) if isinstance(returned, Iterator) else returned
 
 
 def _one_each(returned: Any, count: int, said: str, things: str) -> list[Any]:
-    """What a function returned as a list of `count` values."""
+    """The result of a function as a list of `count` values."""
     try:
         values = [] if isinstance(returned, dict | set | str) else list(returned)  # a set has no order
     except TypeError:  # a single number, or None
@@ -373,7 +395,7 @@ def _one_each(returned: Any, count: int, said: str, things: str) -> list[Any]:
     return values
 
 
-def _number(value: Any, said: str, trajectory: Trajectory) -> float | None:
+def _number(value: object, said: str, trajectory: Trajectory) -> float | None:
     number = None if value is None else finite_number(value)
     if number is None and value is not None:
         raise RewardError(
@@ -415,7 +437,7 @@ def reward_failure(
     return RewardError(f"{said} Correct the function. {where}")
 
 
-def wait_for(value: Any) -> Any:
+def wait_for(value: object) -> Any:
     """The value, or the result of what is awaitable, also where this thread runs an event loop (a notebook)."""
     if not inspect.isawaitable(value):
         return value
@@ -427,7 +449,7 @@ def wait_for(value: Any) -> Any:
         return pool.submit(asyncio.run, result()).result()
 
 
-def check_reward_values(values: Any, calculate: Any, shape: tuple[int, int]) -> None:
+def check_reward_values(values: object, calculate: Callable[..., Any], shape: tuple[int, int]) -> None:
     """Refuse (ValueError) what a subclass's `_calculate_rewards` returned in place of TRL's (N, F) tensor."""
     found = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
     if found != f"shape {shape}":
@@ -437,7 +459,7 @@ def check_reward_values(values: Any, calculate: Any, shape: tuple[int, int]) -> 
         )
 
 
-def check_finite(values: torch.Tensor, calculate: Any) -> None:
+def check_finite(values: torch.Tensor, calculate: Callable[..., Any]) -> None:
     """Refuse infinite rewards that no reward function returned; they are those of all ranks, so all of them raise."""
     if values.isinf().any():
         raise ValueError(f"{calculate.__qualname__} returned infinite rewards. Return finite numbers, NaN for none.")
@@ -468,15 +490,15 @@ TAKEN_COLUMNS = (
 
 
 _IMAGES = (
-    "The data set has an 'image' or 'images' column with content: images together with tools are not supported. "
-    "Remove the column, or train without env= and tools=."
+    "The data set has an 'image' or 'images' column with content, and rollouts are of text. Remove the column, or "
+    "take trl.GRPOTrainer, which trains models of images without an environment."
 )
 
 
 class RowCheck:
     """Checks the data: columns and environments at construction, and every batch as it arrives."""
 
-    def __init__(self, form: EnvForm, train_dataset: Any, eval_dataset: Any) -> None:
+    def __init__(self, form: EnvForm, train_dataset: TrainRows, eval_dataset: EvalRows) -> None:
         self.names = form.names
         self.taken = {*TAKEN_COLUMNS, *(["environments"] if form.hands_over_environments else [])}
         if train_dataset is None and (self.names is not None or not form.hands_over_environments):

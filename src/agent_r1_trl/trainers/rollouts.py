@@ -14,13 +14,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.chat.plain_text import PlainText
 from agent_r1_trl.environments.factory import users_environments
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
+from agent_r1_trl.generation.rotary import (
+    check_engine_length,
+    fix_rotary_embeddings,
+    longrope_switch,
+    vllm_default_length,
+)
 from agent_r1_trl.generation.sync import sync_weights
 from agent_r1_trl.generation.vllm.build import build_vllm, check_vllm
 from agent_r1_trl.rollout import (
@@ -36,9 +44,13 @@ from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import TrainingRows
+from agent_r1_trl.update.rows import TrainingRows
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from agent_r1_trl.rollout.runner import Journal
     from agent_r1_trl.trainers.callbacks import Callbacks
 
 
@@ -71,7 +83,7 @@ class RolloutBatch:
     trajectories: list[Trajectory]
     environments: list[Any] | None
     requests: Sequence[Any] = ()
-    """What was asked for, one per trajectory."""
+    """The requests, one per trajectory."""
     position: Position = field(default_factory=Position)
     """Where in the run it belongs."""
     reward_values: torch.Tensor = field(init=False)
@@ -79,7 +91,7 @@ class RolloutBatch:
     extra_columns: dict[str, list[Any]] = field(default_factory=dict)
     """Columns of TRL's table of completions: B values each, what reward functions gave to `log_extra`."""
     completions: list[Any] = field(default_factory=list)
-    """What reward functions get as the completion of each trajectory: messages, or a text."""
+    """The completion of each trajectory for reward functions: messages, or a text."""
     reward_calls: Any = None
     """The `RewardCalls` of the batch; None if a subclass computed the values without calling the functions."""
     training_rows: TrainingRows = field(init=False)
@@ -90,8 +102,14 @@ class RolloutBatch:
     """(B,) bool: whose tokens get gradients; these rows are all in the baseline."""
     is_kept: torch.Tensor | None = None
     """(B,) bool: whether the trajectory stays in the update; None where all do."""
+    compared: list[list[float]] | None = None
+    """Per trajectory the returns, as they are trained on, by which the estimator compares it; once it is scored."""
+    replaced_compared: list[list[float]] | None = None
+    """The requests of `replaced`."""
+    has_advantage: torch.Tensor | None = None
+    """(B,) bool: whether a token in the loss has an advantage other than 0, whatever is kept; once they are known."""
     replaced: list[Trajectory] = field(default_factory=list)
-    """What was sampled for this batch and replaced: nothing is trained on it."""
+    """Trajectories that were sampled for this batch and replaced: nothing is trained on them."""
     replaced_groups: list[int] = field(default_factory=list)
     """Number of the group of each: of group g of G, which round r has replaced, r * G + g."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -103,19 +121,25 @@ class RolloutBatch:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the rollout; logged once it is scored."""
 
-    def reward_arguments(self, tokenizer: Any, *, is_single_turn: bool) -> list[tuple]:
+    def reward_arguments(
+        self, tokenizer: PreTrainedTokenizerBase, *, is_single_turn: bool = False, is_plain_text: bool = False
+    ) -> list[tuple]:
         """B tuples of what TRL's `_calculate_rewards` takes: example, prompt, completion, ids of the completion.
 
         The tokenizer's padding token stands for an empty completion, on which functions of TRL's users crash. With
         `is_single_turn` a prompt is answered without environment and tools: TRL then hands a reply to the functions
-        as one text, reasoning included, unless the tokenizer says how replies are parsed.
+        as one text, reasoning included, unless the tokenizer says how replies are parsed. With `is_plain_text` prompts
+        and replies are no messages, but text.
         """
         ids = [trajectory.completion_ids or [tokenizer.pad_token_id] for trajectory in self.trajectories]
         self.completions = [trajectory.answered_messages for trajectory in self.trajectories]
         if is_single_turn and not any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             self.completions = [[{"role": "assistant", "content": text}] for text in texts]
-        prompts = [trajectory.prompt_messages for trajectory in self.trajectories]
+        prompts: list[Any] = [trajectory.prompt_messages for trajectory in self.trajectories]
+        if is_plain_text:
+            prompts = [messages[0]["content"] for messages in prompts]
+            self.completions = [messages[0]["content"] for messages in self.completions]
         whole = zip(self.rows, prompts, self.trajectories, strict=True)
         examples = [{**row, "prompt": prompt, "trajectory": trajectory} for row, prompt, trajectory in whole]
         return [*zip(examples, prompts, self.completions, ids, strict=True)]
@@ -148,7 +172,8 @@ class Rollouts:
     """Samples one trajectory per row of a generation batch.
 
     `policy` is the unwrapped model, `generator` one that the user brought (None makes one from the arguments at the
-    first rollout), and `eos_token_ids` end a turn besides the chat template's own.
+    first rollout), and `eos_token_ids` end a turn besides the chat template's own. With `is_plain_text` there is no
+    template: prompts are continued.
 
     Raises:
         ImportError: vLLM is asked for and not installed.
@@ -161,13 +186,14 @@ class Rollouts:
     def __init__(
         self,
         args: MultiTurnConfig,
-        accelerator: Any,
-        policy: Any,
-        tokenizer: Any,
+        accelerator: Accelerator,
+        policy: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         env_factory: Callable[[], Any],
         *,
-        generator: Any = None,
+        generator: object = None,
         eos_token_ids: Sequence[int] = (),
+        is_plain_text: bool = False,
     ):
         self.args = args
         self.seed = args.seed
@@ -178,14 +204,19 @@ class Rollouts:
         self._is_on_gpu = accelerator.device.type == "cuda"
         if args.use_vllm and generator is None and plain_value(args, "journal.replay") is None:
             check_vllm(args, policy, is_on_gpu=self._is_on_gpu)
-        self.chat = ChatFormat(
-            tokenizer,
-            chat_template=args.chat_template,
-            response_template=args.response_template,
-            chat_template_kwargs=args.chat_template_kwargs,
-            strips_reasoning=args.context.policy == STRIP_POLICY,
-            extra_stop_token_ids=eos_token_ids,
+        self.chat = (
+            PlainText(tokenizer, extra_stop_token_ids=eos_token_ids)
+            if is_plain_text
+            else ChatFormat(
+                tokenizer,
+                chat_template=args.chat_template,
+                response_template=args.response_template,
+                chat_template_kwargs=args.chat_template_kwargs,
+                strips_reasoning=args.context.policy == STRIP_POLICY,
+                extra_stop_token_ids=eos_token_ids,
+            )
         )
+        self._policy_config = policy.config
         self._context_length = context_length(policy.config)
         length = args.max_completion_length
         if self._context_length is not None and length is not None and length >= self._context_length:
@@ -216,19 +247,54 @@ class Rollouts:
 
     @property
     def limits(self) -> RolloutLimits:
-        """What a trajectory may spend, as the arguments say now."""
+        """The budget of a trajectory, as the arguments say now."""
         limits = self.args.rollout_limits(self._context_length)
         if self.env_factory is SingleTurnEnv and self.args.rollout_timeout == self.args.default_of("rollout_timeout"):
             limits = replace(limits, rollout_timeout=None)  # as in TRL, tokens alone end a reply
         return limits
 
+    @property
+    def longest_row(self) -> int | None:
+        """The maximum number of tokens of prompt and completion, as the model and the engine have it; None: no limit.
+
+        Known before there is an engine: where nobody sets vLLM's length, this is its own default.
+        """
+        length = self.limits.max_model_length
+        if not self.args.use_vllm or self.args.vllm_max_model_length is not None:
+            return length
+        lengths = [length, vllm_default_length(self._policy_config)]
+        return min((item for item in lengths if item is not None), default=None)
+
+    def fix_rotary_embeddings_of(self, *models: nn.Module) -> None:
+        """Let every row of the run compute with the same frequencies, in each of these models.
+
+        Raises:
+            ValueError: the scaling of a model's RoPE is dynamic, and rows may be longer than it holds for.
+        """
+        for model in models:
+            choice = fix_rotary_embeddings(model, self.longest_row)
+            switch = longrope_switch(self._policy_config)
+            if switch is not None and self._accelerator.is_main_process:
+                logger.warning(
+                    "%s: all rows of this run compute with the %s factors of LongRoPE, because the maximum length is "
+                    "%s, and the long ones begin above %s. Serve what is trained with the same ones: vLLM's "
+                    "--max-model-len must be %s %s.",
+                    type(model).__name__,
+                    choice,
+                    self.longest_row,
+                    switch,
+                    "above" if choice == "long" else "at most",
+                    switch,
+                )
+
     # ---------------------------------------------------------------- rollouts
 
-    def generate(self, rows: Sequence[dict[str, Any]], model: Any, position: Position) -> RolloutBatch:
+    def generate(self, rows: Sequence[dict[str, Any]], model: nn.Module, position: Position) -> RolloutBatch:
         """Sample one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
 
-        The rows are this rank's; the model is the policy as accelerate wrapped it. A collective call where parameters
-        are sharded: ZeRO-3 gathers them once, around the whole rollout.
+        The rows are this rank's; the model is the policy as accelerate wrapped it. A collective call: before weights
+        are sent, all ranks wait for the last turn that any of them samples, and ZeRO-3 gathers parameters once, around
+        the whole rollout.
 
         Raises:
             NothingRolledOutError: a feature ends the run for what has failed; lists the causes.
@@ -237,6 +303,10 @@ class Rollouts:
         start = time.perf_counter()
         if self.upcoming is not None:
             self.upcoming.wait()  # its generator must not change weights on the way
+        if self._has_to_sync(position.optimizer_step):
+            # Ranks share servers, and the first one sends for all of them: none may still sample with the old weights.
+            # The broadcasts of the sync are no barrier for their sender.
+            self._accelerator.wait_for_everyone()
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
         metrics: dict[str, float] = {}
         while True:
@@ -343,9 +413,14 @@ class Rollouts:
         assert self._runner is not None
         return self._runner
 
+    @property
+    def generator(self) -> Generator | None:
+        """The generator; None before the first `sync`, and where batches come from elsewhere."""
+        return None if self._runner is None else self._runner.generator
+
     # ---------------------------------------------------------------- weights
 
-    def sync(self, policy: Any, step: int) -> dict[str, float]:
+    def sync(self, policy: PreTrainedModel, step: int) -> dict[str, float]:
         """Bring the weights of optimizer step `step` to the generator, unless it has them, and check them there.
 
         `policy` is the unwrapped model. A collective call where parameters are sharded. Returns metrics; empty if
@@ -353,16 +428,20 @@ class Rollouts:
 
         Raises:
             SyncError: generator and trainer give different log-probabilities.
+            ValueError: vLLM takes other factors of LongRoPE than the trainer.
         """
         if self.features.replaces_sampling:
             return {}
         if self._runner is None:
             generator = self._generator if self._generator is not None else self._build(policy)
             generator.is_cancelled = self.is_cancelled
+            if self.args.use_vllm:
+                engine_length = getattr(generator, "max_model_length", None)
+                check_engine_length(policy.config, run_length=self.longest_row, engine_length=engine_length)
             self._runner = RolloutRunner(
                 self.env_factory, generator, self.chat, self.limits, retry_failed=self.args.retry_failed
             )
-        if self.synced_step == step:
+        if not self._has_to_sync(step):
             return {}
         self.synced_step = step
         return sync_weights(
@@ -373,7 +452,11 @@ class Rollouts:
             is_autocast=self._accelerator.mixed_precision != "no",
         )
 
-    def _build(self, policy: Any) -> Generator:
+    def _has_to_sync(self, step: int) -> bool:
+        """Whether the generator has other weights than those of optimizer step `step`; the same on all ranks."""
+        return not self.features.replaces_sampling and self.synced_step != step
+
+    def _build(self, policy: PreTrainedModel) -> Generator:
         if self.args.use_vllm:
             return build_vllm(policy, self.args, stop_token_ids=self.chat.stop_token_ids, is_on_gpu=self._is_on_gpu)
         return TransformersGenerator(
@@ -408,7 +491,7 @@ class Rollout:
         params: SamplingParams,
         *,
         synced_step: int,
-        journal: Any = None,
+        journal: Journal | None = None,
     ):
         self.synced_step = synced_step
         self.requests = requests
@@ -422,10 +505,10 @@ class Rollout:
         # A future keeps its callbacks: one that held this would be a cycle, and environments would outlive their step.
         this = weakref.ref(self)
 
-        def finish(_: Any) -> None:
+        def finish(_: object) -> None:
             if (rollout := this()) is not None:
                 rollout.seconds = time.perf_counter() - start
-                rollout.environments = users_environments(runner.environments, runner.env_factory)
+                rollout.environments = users_environments(rollout._future.environments, runner.env_factory)
                 rollout._has_ended.set()
 
         self._has_ended = threading.Event()

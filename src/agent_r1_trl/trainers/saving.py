@@ -9,17 +9,18 @@ import contextlib
 import functools
 import itertools
 import logging
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from trl import GRPOTrainer
 
 from agent_r1_trl.critic.attach import gathered
@@ -35,6 +36,7 @@ from agent_r1_trl.trainers.checkpoints import (
     clear_unfinished,
     find_run,
     finish,
+    goes_on,
     has_part,
     output_lock,
     read_manifest,
@@ -42,9 +44,17 @@ from agent_r1_trl.trainers.checkpoints import (
     saving,
 )
 from agent_r1_trl.trainers.construction import is_placeholder
+from agent_r1_trl.trainers.data_workers import outlive_signals
 from agent_r1_trl.trainers.metrics import write_as_text
 from agent_r1_trl.trainers.policy_loss import loss_terms
-from agent_r1_trl.update.micro_batches import MICRO_BATCHES
+from agent_r1_trl.update.entries import KEPT_IDS, MICRO_BATCHES
+from agent_r1_trl.update.sampling_masks import SamplingMasks
+
+if TYPE_CHECKING:
+    from torch import nn
+    from trl.trainer.utils import RepeatSampler
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +81,7 @@ IN_FLIGHT = (
 # -------------------------------------------------------------------- the rollout in flight
 
 
-def save_rollout(folder: Path, trainer: Any) -> None:
+def save_rollout(folder: Path, trainer: MultiTurnTrainer) -> None:
     """Write this rank's place in the data, its rollout unless it is used up, and the states of the features."""
     state = {
         "step": trainer._step,
@@ -82,7 +92,7 @@ def save_rollout(folder: Path, trainer: Any) -> None:
     torch.save(state, folder / ROLLOUT_STATE.format(rank=trainer.accelerator.process_index))
 
 
-def load_rollout(folder: Path, trainer: Any) -> None:
+def load_rollout(folder: Path, trainer: MultiTurnTrainer) -> None:
     """Go on with what `save_rollout` wrote. All ranks must call it.
 
     Without any file, as in a checkpoint of TRL's, or with `resume_without: [rollout]`, the place follows from the
@@ -94,26 +104,31 @@ def load_rollout(folder: Path, trainer: Any) -> None:
         return
     state = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
     trainer._step, trainer._buffered_inputs = state["step"], state["buffered_inputs"]
+    for inputs in trainer._buffered_inputs or ():
+        for one in inputs.get(MICRO_BATCHES, [inputs]):
+            if one.get(KEPT_IDS) is not None:  # a checkpoint from before holds a padded tensor
+                one[KEPT_IDS] = SamplingMasks.of(one[KEPT_IDS])
     trainer.features.load_state_dict(state["features"])
 
 
-def _is_in_flight(trainer: Any) -> bool:
+def _is_in_flight(trainer: MultiTurnTrainer) -> bool:
     return bool(trainer._step % (trainer.args.steps_per_generation * trainer.args.num_iterations))
 
 
 # -------------------------------------------------------------------- data
 
 
-def describe_run(trainer: Any) -> dict[str, Any]:
-    """What a resumed run has to share with this one; a checkpoint's manifest holds it."""
+def describe_run(trainer: MultiTurnTrainer) -> dict[str, Any]:
+    """The facts that a resumed run has to share with this one; a checkpoint's manifest holds them."""
     config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
     return {
         "checkpoint_format": VERSION,
         "processes": trainer.accelerator.num_processes,
         "is_in_flight": _is_in_flight(trainer),
-        "train_dataset": _describe(trainer.train_dataset),
+        "train_dataset": describe_rows(trainer.train_dataset),
         "model": getattr(config, "_name_or_path", ""),
         "base": trainer.base,
+        "run_id": trainer.run_id,
         "extra_tokens": [term.name for term in loss_terms(trainer) if term.tokens],
         **{name: getattr(trainer.args, name) for name in ("seed", "shuffle_dataset", *PLACE, *IN_FLIGHT)},
     }
@@ -122,7 +137,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
 _NEW_ROLLOUT = "resume_without: [rollout]: the run then goes on from its weights and its optimizer with a new rollout."
 
 
-def check_same_run(folder: Path, saved: dict[str, Any], trainer: Any) -> None:
+def check_same_run(folder: Path, saved: dict[str, Any], trainer: MultiTurnTrainer) -> None:
     """Refuse to put an adapter on other frozen weights, or to go on where place or rollout would not fit.
 
     What `describe_run` has `saved` must be what it says now, where both are known.
@@ -176,7 +191,7 @@ def _check_data(lead: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def _describe(dataset: Any) -> dict[str, int] | None:
+def describe_rows(dataset: object) -> dict[str, int] | None:
     """Number of rows, and a checksum of up to 64 of them with their places; None where rows cannot be counted."""
     if not hasattr(dataset, "__len__") or is_placeholder(dataset):
         return None
@@ -195,7 +210,7 @@ def accept_numbered_cpus() -> None:
     transformers maps the optimizer to that device when such a run is resumed.
     """
 
-    def stay(storage: Any, location: str) -> Any:
+    def stay(storage: object, location: str) -> Any:
         return storage if location.startswith("cpu:") else None
 
     torch.serialization.register_package(5, lambda storage: None, stay)  # 5: asked before any other
@@ -208,7 +223,7 @@ class EpochOrder(Sampler[int]):
     on it would see other rows than the run that it continues.
     """
 
-    def __init__(self, sampler: Any, epoch: Callable[[], int]) -> None:
+    def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:
         self._sampler = sampler
         self._epoch = epoch
 
@@ -227,7 +242,7 @@ class EpochOrder(Sampler[int]):
 REFERENCE = "reference/model.safetensors"
 
 
-def save_reference(folder: Path, trainer: Any) -> None:
+def save_reference(folder: Path, trainer: MultiTurnTrainer) -> None:
     """Write the reference, if it moves. All ranks must call it."""
     if trainer.ref_model is None or not trainer.args.sync_ref_model:
         return
@@ -241,7 +256,7 @@ def save_reference(folder: Path, trainer: Any) -> None:
         save_file(tensors, folder / REFERENCE)
 
 
-def load_reference(folder: Path, trainer: Any) -> None:
+def load_reference(folder: Path, trainer: MultiTurnTrainer) -> None:
     """Put the reference back to where it was, in place. All ranks must call it."""
     path, moves = folder / REFERENCE, trainer.args.sync_ref_model
     if trainer.ref_model is None or not (moves or path.is_file()):
@@ -274,13 +289,15 @@ class SavingTrainer(GRPOTrainer):
     features: Any
     base: str | None = None
     """Fingerprint of the frozen weights; None where all are trained."""
+    run_id: str | None = None
+    """The id of this run, or of the last one, the same on all ranks; a resumed run keeps that of its checkpoint."""
     _is_saving = False
     """Whether the Trainer writes below `UNFINISHED`."""
     # TRL's own.
     _buffered_inputs: list[dict[str, Any]] | None
     _step: int
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
         """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).
 
         Raises:
@@ -289,16 +306,23 @@ class SavingTrainer(GRPOTrainer):
             SaveError: a checkpoint could not be written.
         """
         self.base = base_fingerprint(self.accelerator.unwrap_model(self.model), self.accelerator)
-        if self.env_factory is not None:  # an earlier run may have ended in the middle of a rollout
-            self._step, self._buffered_inputs = 0, None
-            self.forget_metrics()
+        self._step, self._buffered_inputs = 0, None  # an earlier run may have ended in the middle of a rollout
+        self.forget_metrics()
         with contextlib.ExitStack() as stack:
-            checkpoint = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
+            checkpoint, self.run_id = self._on_main_process(lambda: self._prepare_run(stack, resume_from_checkpoint))
             return self._run(functools.partial(super().train, checkpoint, *args, **kwargs))
 
     def _run(self, train: Callable[[], Any]) -> Any:
         """Call the Trainer's loop; inside the lock of `output_dir`, whatever else this saves."""
         return train()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """TRL's, with workers that outlive signals."""
+        return outlive_signals(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader[Any]:
+        """The Trainer's, with workers that outlive signals."""
+        return outlive_signals(super().get_eval_dataloader(eval_dataset))
 
     def forget_metrics(self) -> None:
         """Drop what would go into the next log, and what reward functions gave for it."""
@@ -307,7 +331,7 @@ class SavingTrainer(GRPOTrainer):
             values.clear()
 
     def _on_main_process(self, function: Callable[[], Any]) -> Any:
-        """What the function returns on the main process, on every rank; so is what it raises."""
+        """The function's result on the main process, on every rank; an exception is raised on every rank as well."""
         result, error = None, None
         if self.accelerator.is_main_process:
             try:
@@ -319,8 +343,8 @@ class SavingTrainer(GRPOTrainer):
             raise error
         return result
 
-    def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> str | None:
-        """Lock `output_dir`, tidy it up and choose the checkpoint; on the main process alone."""
+    def _prepare_run(self, stack: contextlib.ExitStack, value: Any) -> tuple[str | None, str]:
+        """Lock `output_dir`, tidy it up, choose the checkpoint and the run's id; on the main process alone."""
         output_dir = Path(self.args.output_dir)
         stack.enter_context(output_lock(output_dir))
         clear_unfinished(output_dir)
@@ -332,7 +356,7 @@ class SavingTrainer(GRPOTrainer):
                     str(output_dir),
                     found,
                 )
-            return None
+            return None, uuid.uuid4().hex
         folder = choose_checkpoint(value, output_dir)
         manifest = read_manifest(folder)
         if manifest is None:
@@ -345,7 +369,7 @@ class SavingTrainer(GRPOTrainer):
             )
         else:
             check_same_run(folder, manifest["run"], self)
-        return str(folder)
+        return str(folder), goes_on(folder) or uuid.uuid4().hex
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's log, whose table of `log_completions` holds nothing but text and numbers."""
@@ -357,7 +381,7 @@ class SavingTrainer(GRPOTrainer):
     # ---------------------------------------------------------------- resuming
 
     def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: Any
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, *args: object
     ) -> tuple[int, int]:
         """The Trainer's place in the data; behind the last epoch where the checkpoint is that of a finished run."""
         place = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args)
@@ -376,7 +400,7 @@ class SavingTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         accept_numbered_cpus()
-        if checkpoint is not None and self.env_factory is not None:
+        if checkpoint is not None:
             load_rollout(Path(checkpoint), self)
             self.features.call("load", Path(checkpoint))
             batches = [
@@ -389,23 +413,21 @@ class SavingTrainer(GRPOTrainer):
                     f"and this run has beta={self.beta}. Start it with the echo.actions that it had, or set "
                     "resume_without: [rollout]."
                 )
-        if checkpoint is not None:
             load_reference(Path(checkpoint), self)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     # ---------------------------------------------------------------- saving
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         folder = super()._get_output_dir(trial)
         return str(Path(folder) / UNFINISHED) if self._is_saving else folder
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's, unless a feature refuses it, as for weights that are not finite."""
-        if self.env_factory is not None:
-            self.features.call("before_save", output_dir or self.args.output_dir)
+        self.features.call("before_save", output_dir or self.args.output_dir)
         super().save_model(output_dir, _internal_call)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """The Trainer's checkpoint with the rollout in flight, whole or not at all.
 
         Raises:
@@ -421,21 +443,19 @@ class SavingTrainer(GRPOTrainer):
             finally:
                 self._is_saving = False
             save_reference(folder, self)
-            if self.env_factory is not None:
-                save_rollout(folder, self)
-                self.features.call("save", folder)
+            save_rollout(folder, self)
+            self.features.call("save", folder)
             if self.state.best_model_checkpoint == str(folder):
                 self.state.best_model_checkpoint = str(target)
             self.accelerator.wait_for_everyone()
             with self.accelerator.main_process_first():
                 self._finish(folder, target)
-        if self.env_factory is not None:
-            self.features.call("saved", self._step)
+        self.features.call("saved", self._step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(target))
         if self.args.should_save:
             best, limit = self.state.best_model_checkpoint, self.args.save_total_limit
-            kept = [] if self.env_factory is None else self.features.call("kept_checkpoints")
+            kept = self.features.call("kept_checkpoints")
             rotate_around(run_dir, limit, (best, *itertools.chain(*kept)))
 
     def _finish(self, folder: Path, target: Path) -> None:
@@ -455,7 +475,7 @@ class SavingTrainer(GRPOTrainer):
         if self.is_world_process_zero() and has_feature("hub"):
             feature("hub", "create_model_card").finish_card(self, Path(self.args.output_dir) / "README.md")
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(self, *args: object, **kwargs: object) -> Any:
         """The Trainer's upload, without recorded trajectories unless `push.trajectories` is set.
 
         Raises:

@@ -8,17 +8,24 @@ ratios is dominated by noise; here a turn can be the unit.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.batching import TrainingRows, pad_tokens
+from agent_r1_trl.update.entries import Inputs
+from agent_r1_trl.update.rows import TrainingRows, pad_tokens
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.config import MultiTurnConfig
 
 UNITS = ("token", "turn", "sequence")
 
 
-def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any, accelerator: Any) -> dict[str, float]:
+def weigh_mismatch(
+    output: Inputs, rows: TrainingRows, args: MultiTurnConfig, accelerator: Accelerator
+) -> dict[str, float]:
     """Put the importance ratios of trainer to sampler into TRL's batch, (R, T); returns `sampling/*` of all ranks."""
     difference = output["old_per_token_logps"] - output["sampling_per_token_logps"]  # (R, T)
     in_time = rows.to_time(difference)  # (B, T')
@@ -35,26 +42,42 @@ def weigh_mismatch(output: dict[str, Any], rows: TrainingRows, args: Any, accele
         bounds=(args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max),
         is_masked=constraint == "mask",
     )
-    ratio = output["importance_sampling_ratio"] = rows.to_rows(ratio, output["completion_mask"], fill=1.0)
-    by_turn = mismatch_metrics(in_time, mask, turn_ids)
+    ratio = rows.to_rows(ratio, output["completion_mask"], fill=1.0)
+    output["importance_sampling_ratio"] = ratio
 
     in_loss = (output["completion_mask"] * output["tool_mask"]).bool()
-    gap = difference.abs()[in_loss & ~difference.isnan()]  # NaN: the engine could not tell
-    # A ratio counts once a token, that of a `sequence` once a row in the loss.
-    first = in_loss.int().argmax(dim=1, keepdim=True)
-    ratio = ratio.gather(1, first)[in_loss.any(dim=1)].flatten() if unit == "sequence" else ratio[in_loss]
-    nothing = torch.full((1,), torch.nan, device=device)  # of a rank without tokens in the loss
-    gap, ratio = (x.to(nothing.dtype) if x.numel() else nothing for x in (gap, ratio))
-    own = torch.stack([gap.mean(), gap.max(), ratio.min(), ratio.mean(), ratio.max()])
+    metrics = mismatch_metrics(in_time, mask, turn_ids)
+    metrics |= weight_metrics(ratio, in_loss, accelerator)
+    gaps = difference.abs()[in_loss & ~difference.isnan()]  # NaN: the engine could not tell
+    if unit == "sequence":  # a ratio counts once a row in the loss, else once a token
+        first = in_loss.int().argmax(dim=1, keepdim=True)
+        ratios = ratio.gather(1, first)[in_loss.any(dim=1)].flatten()
+    else:
+        ratios = ratio[in_loss]
+    return metrics | _range_metrics(gaps, ratios, accelerator)
+
+
+def _range_metrics(gaps: torch.Tensor, ratios: torch.Tensor, accelerator: Accelerator) -> dict[str, float]:
+    """TRL's metrics of gaps and ratios, (n,) and (m,) on this rank. All ranks must call it."""
+    nothing = torch.full((1,), torch.nan, device=gaps.device)  # of a rank without tokens in the loss
+    gaps = gaps.to(nothing.dtype) if gaps.numel() else nothing
+    ratios = ratios.to(nothing.dtype) if ratios.numel() else nothing
+    own = torch.stack([gaps.mean(), gaps.max(), ratios.min(), ratios.mean(), ratios.max()])
     columns = accelerator.gather(own).view(-1, 5).unbind(dim=1)
-    mean, most, low, middle, high = (x if x.isnan().all() else x[~x.isnan()] for x in columns)
-    return by_turn | {
-        "sampling/sampling_logp_difference/mean": mean.mean().item(),
-        "sampling/sampling_logp_difference/max": most.max().item(),
-        "sampling/importance_sampling_ratio/min": low.min().item(),
-        "sampling/importance_sampling_ratio/mean": middle.mean().item(),
-        "sampling/importance_sampling_ratio/max": high.max().item(),
+    mean_gap, largest_gap, smallest, mean_ratio, largest = (_known(column) for column in columns)
+    return {
+        "sampling/sampling_logp_difference/mean": mean_gap.mean().item(),
+        "sampling/sampling_logp_difference/max": largest_gap.max().item(),
+        "sampling/importance_sampling_ratio/min": smallest.min().item(),
+        "sampling/importance_sampling_ratio/mean": mean_ratio.mean().item(),
+        "sampling/importance_sampling_ratio/max": largest.max().item(),
     }
+
+
+def _known(of_ranks: torch.Tensor) -> torch.Tensor:
+    """The numbers of the ranks that have any; all NaN where none has."""
+    is_known = ~of_ranks.isnan()
+    return of_ranks[is_known] if is_known.any() else of_ranks
 
 
 @torch.no_grad()
@@ -92,9 +115,60 @@ def sampling_ratio(
         sums = torch.zeros_like(logs).scatter_add(1, index, logs)  # (B, T): by unit, of which there are at most T
         logs = sums.gather(1, index)
     ratio = logs.exp()
-    low, high = (limit if bound is None else bound for bound, limit in zip(bounds, (0.0, math.inf), strict=True))
-    bounded = torch.where((ratio < low) | (ratio > high), 0.0, ratio) if is_masked else ratio.clamp(low, high)
+    low = 0.0 if bounds[0] is None else bounds[0]
+    high = math.inf if bounds[1] is None else bounds[1]
+    bounded = ratio.clamp(low, high)
+    if is_masked:
+        bounded = torch.where(ratio == bounded, ratio, 0.0)
     return torch.where(keep, bounded, 1.0).to(difference.dtype)
+
+
+@torch.no_grad()
+def weight_metrics(weights: torch.Tensor, in_loss: torch.Tensor, accelerator: Accelerator) -> dict[str, float]:
+    """How much of a batch is left once tokens are weighted, over the rows of all ranks. All ranks must call it.
+
+    The effective sample size of n weights is (sum w)^2 / sum w^2 (Kish 1965), here as a share of n: 1 where all weigh
+    the same, 1/n where a single one has all the weight, 0 where none has any. The weight of a row is the mean of its
+    tokens' weights.
+
+    Args:
+        weights: (R, T) >= 0.
+        in_loss: (R, T) bool, tokens in the loss; a row without any is not counted.
+        accelerator: of the trainer.
+
+    Returns:
+        Share of the rows whose tokens all have weight 0; effective sample size of rows and of tokens. NaN where no
+        token is in the loss.
+    """
+    of_tokens = weights.double() * in_loss  # (R, T)
+    num_tokens = in_loss.sum(dim=1)  # (R,)
+    is_counted = num_tokens > 0
+    of_rows = of_tokens.sum(dim=1)[is_counted] / num_tokens[is_counted]
+    own = [
+        is_counted.sum(),
+        (of_rows == 0).sum(),
+        of_rows.sum(),
+        of_rows.square().sum(),
+        num_tokens.sum(),
+        of_tokens.sum(),
+        of_tokens.square().sum(),
+    ]
+    sums = accelerator.reduce(torch.stack([value.double() for value in own]), reduction="sum")
+    num_rows, num_zero_rows, row_sum, row_squares, num_all_tokens, token_sum, token_squares = sums.tolist()
+    return {
+        "sampling/zero_weight_rows": num_zero_rows / num_rows if num_rows else math.nan,
+        "sampling/effective_rows": _effective_share(num_rows, row_sum, row_squares),
+        "sampling/effective_tokens": _effective_share(num_all_tokens, token_sum, token_squares),
+    }
+
+
+def _effective_share(num: float, total: float, total_of_squares: float) -> float:
+    """Kish's effective sample size as a share of the number of weights."""
+    if num == 0:
+        return math.nan
+    if total_of_squares == 0:
+        return 0.0
+    return total**2 / (num * total_of_squares)
 
 
 def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: torch.Tensor) -> dict[str, float]:
@@ -104,13 +178,14 @@ def mismatch_metrics(difference: torch.Tensor, mask: torch.Tensor, turn_ids: tor
     """
     keep = mask.bool() & ~difference.isnan()
     ratios = difference.double().exp()
-    own: dict[int, tuple[float, int]] = {}
-    metrics: dict[str, float] = {}
+    own: dict[int, tuple[float, int]] = {}  # of each turn, sum and number of ratios
     for turn in turn_ids[keep].unique().tolist():
         of_turn = ratios[keep & (turn_ids == turn)]
         own[turn] = of_turn.sum().item(), len(of_turn)
-    ranks = gather_object([own])
-    for turn in sorted({turn for one in ranks for turn in one}):
-        sums, counts = zip(*(one[turn] for one in ranks if turn in one), strict=True)
-        metrics[f"sampling/ratio_turn_{turn}"] = sum(sums) / sum(counts)
-    return metrics
+    sums: dict[int, float] = {}
+    counts: dict[int, int] = {}
+    for of_rank in gather_object([own]):
+        for turn, (total, count) in of_rank.items():
+            sums[turn] = sums.get(turn, 0.0) + total
+            counts[turn] = counts.get(turn, 0) + count
+    return {f"sampling/ratio_turn_{turn}": sums[turn] / counts[turn] for turn in sorted(sums)}

@@ -1,6 +1,6 @@
 """The value loss, the KL penalty, and how well a critic explains its returns.
 
-The policy's loss is TRL's own. As for the estimators, what stands at mask 0 (NaN and infinity included) changes no bit
+The policy's loss is TRL's own. As for the estimators, any value at mask 0 (NaN and infinity included) changes no bit
 of any result or gradient.
 """
 
@@ -42,11 +42,15 @@ def value_loss(
     (tensor(1.1250), tensor(1))
     """
     check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
-    new, old, target = (masked_values(x, mask) for x in (values, old_values.detach(), returns.detach()))  # float64
+    new = masked_values(values, mask)  # float64
+    old = masked_values(old_values.detach(), mask)
+    target = masked_values(returns.detach(), mask)
     clipped = new.clamp(old - cliprange_value, old + cliprange_value)
-    free_error, clipped_error = (new - target) ** 2, (clipped - target) ** 2
+    free_error = (new - target) ** 2
+    clipped_error = (clipped - target) ** 2
     loss = 0.5 * torch.maximum(free_error, clipped_error).sum()
-    return loss.to(torch.promote_types(values.dtype, torch.float32)), (clipped_error > free_error).sum()
+    num_clipped = (clipped_error > free_error).sum()
+    return loss.to(torch.promote_types(values.dtype, torch.float32)), num_clipped
 
 
 @torch.no_grad()
@@ -73,7 +77,8 @@ def kl_in_reward(
     """
     check_shapes(rewards=rewards, logps=logps, ref_logps=ref_logps, mask=mask)
     k1 = masked_values(logps, mask) - masked_values(ref_logps, mask)
-    return (masked_values(rewards, mask) - beta * k1).to(float_dtype(rewards, logps, ref_logps))
+    penalised = masked_values(rewards, mask) - beta * k1
+    return penalised.to(float_dtype(rewards, logps, ref_logps))
 
 
 @torch.no_grad()
@@ -85,8 +90,14 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     check_shapes(values=values, returns=returns, mask=mask)
     target = masked_values(returns, mask)
     error = target - masked_values(values, mask)
-    variance, unexplained = (masked_mean((x - masked_mean(x, mask)) ** 2, mask) for x in (target, error))
+    variance = _variance(target, mask)
+    unexplained = _variance(error, mask)
     # Returns that differ in their last float32 digits do not vary: their std is at most 1e-6 of their size.
     is_constant = variance <= 1e-12 * masked_mean(target**2, mask)
     explained = torch.where(is_constant, 0.0, 1 - unexplained / variance)
     return explained.to(float_dtype(values, returns))
+
+
+def _variance(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """() variance of (B, T) values over the mask."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)

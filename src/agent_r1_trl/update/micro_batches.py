@@ -17,28 +17,20 @@ import contextlib
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.batching import (
-    DUMMY,
-    Inputs,
-    exchange,
-    join_rows,
-    loss_masks,
-    take_rows,
-    trim_padding,
-    whole_rows,
-)
+from agent_r1_trl.update.batches import join_rows, loss_masks, take_rows, trim_padding, whole_rows
+from agent_r1_trl.update.entries import MICRO_BATCHES, STANDS_FOR, Inputs
+from agent_r1_trl.update.exchange import DUMMY, exchange
 from agent_r1_trl.update.packing import common_length, needed_columns
 
-MICRO_BATCHES = "micro_batches"
-"""The only entry of a micro-step's inputs: a list of micro-batches, each for a forward and backward pass."""
-STANDS_FOR = "stands_for"
-"""Entry of a micro-batch: how many of the Trainer's micro-steps it stands for."""
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
 
 
 def repack(
@@ -47,7 +39,7 @@ def repack(
     max_tokens: int,
     steps_per_update: int,
     share_prefixes: bool,
-    accelerator: Any,
+    accelerator: Accelerator,
     needs_every_step: bool = False,
 ) -> list[Inputs]:
     """The micro-steps of a rollout with their `MICRO_BATCHES`. All ranks must call it.
@@ -56,10 +48,11 @@ def repack(
     optimizer step divide it or are divided by it. A row of more than `max_tokens` stands alone. With
     `needs_every_step` no micro-step may be without a micro-batch.
     """
-    width, steps = min(steps_per_update, len(buffer)), []
+    width = min(steps_per_update, len(buffer))
+    least = width if needs_every_step else 1
+    steps: list[Inputs] = []
     for start in range(0, len(buffer), width):
         window = buffer[start : start + width]
-        least = width if needs_every_step else 1
         micro_batches = _micro_batches_of(
             window, max_tokens, share_prefixes=share_prefixes, accelerator=accelerator, least=least
         )
@@ -71,29 +64,35 @@ def repack(
 
 
 def _micro_batches_of(
-    window: list[Inputs], max_tokens: int, *, share_prefixes: bool, accelerator: Any, least: int
+    window: list[Inputs], max_tokens: int, *, share_prefixes: bool, accelerator: Accelerator, least: int
 ) -> list[Inputs]:
     """This rank's micro-batches of one optimizer step; on all ranks they are as many, of as many rows."""
     rows = join_rows(window)
     ids = valid_ids(rows)
     # Beyond this rank, only what is shared has to be known by its tokens.
-    everywhere = gather_object(ids if share_prefixes else [len(row) for row in ids])
+    own_rows = ids if share_prefixes else [len(row) for row in ids]
+    everywhere = gather_object(own_rows)
     plan = plan_micro_batches(everywhere, accelerator.num_processes, max_tokens, least=least)
-    for at_one_time in zip(*plan, strict=True):
+    for at_one_time in zip(*plan, strict=True):  # the micro-batches of all ranks
         most = max(1, *map(len, at_one_time))
         for chosen in at_one_time:
             chosen += [DUMMY] * (most - len(chosen))
     own, parts = exchange(rows, plan, accelerator)
-    scale = window[0]["row_scale"] / len(window[0]["in_baseline"])
-    micro_batches = [trim_padding(take_rows(own, places)) for places in parts]
-    for inputs, places in zip(micro_batches, parts, strict=True):
-        inputs |= {"row_scale": scale * len(places), "micro_batch_scale": torch.tensor(1.0)}
+    scale_of_row = window[0]["row_scale"] / len(window[0]["in_baseline"])
+    micro_batches = []
+    for places in parts:
+        inputs = trim_padding(take_rows(own, places))
+        inputs["row_scale"] = scale_of_row * len(places)
+        inputs["micro_batch_scale"] = torch.tensor(1.0)
+        micro_batches.append(inputs)
     return micro_batches
 
 
 def valid_ids(rows: Inputs) -> list[np.ndarray]:
     """The ids of each row of TRL's batch that a packed forward pass of its loss computes."""
-    return computed_ids(*whole_rows(rows), loss_masks(rows)[1])
+    ids, mask = whole_rows(rows)
+    _, scored = loss_masks(rows)
+    return computed_ids(ids, mask, scored)
 
 
 def computed_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: torch.Tensor) -> list[np.ndarray]:
@@ -101,11 +100,16 @@ def computed_ids(input_ids: torch.Tensor, attention_mask: torch.Tensor, scored: 
 
     None of a row where none of its completion tokens, (B, T), is scored.
     """
-    ids, is_token = input_ids.cpu().numpy(), attention_mask.cpu()
+    ids = input_ids.cpu().numpy()
+    is_token = attention_mask.cpu().bool()
     num_prompt = input_ids.shape[1] - scored.shape[1]
+    scored_tokens = scored.cpu().bool() & is_token[:, num_prompt:]
     starts = is_token.int().argmax(dim=1).tolist()
-    ends = needed_columns(scored.cpu().bool() & is_token[:, num_prompt:].bool(), num_prompt).tolist()
-    return [row[start:end] if end else row[:0] for row, start, end in zip(ids, starts, ends, strict=True)]
+    ends = needed_columns(scored_tokens, num_prompt).tolist()
+    computed = []
+    for row, start, end in zip(ids, starts, ends, strict=True):
+        computed.append(row[start:end] if end else row[:0])
+    return computed
 
 
 # -------------------------------------------------------------------- which row, which rank, which micro-batch
@@ -129,49 +133,75 @@ def plan_micro_batches(
     >>> plan_micro_batches([5, 3, 0, 4, 2], num_ranks=1, max_tokens=8)
     [[[0, 4], [3, 1]]]
     """
-    live = [row for row, ids in enumerate(rows) if (ids if isinstance(ids, int) else len(ids))]
-    if live and not isinstance(rows[0], int):
-        bins = _stretches(rows, live, num_ranks, max_tokens, least)
+    shares_prefixes = bool(rows) and not isinstance(rows[0], int)
+    valid = [row for row, ids in enumerate(rows) if (len(ids) if shares_prefixes else ids)]
+    if valid and shares_prefixes:
+        bins = _stretches(rows, valid, num_ranks, max_tokens, least)
     else:
-        bins = _bins(rows, live, num_ranks, max_tokens, least)
-    num_micro_batches = max(least, -(-len(bins) // num_ranks))
-    bins += [[] for _ in range(num_micro_batches * num_ranks - len(bins))]
+        bins = _bins(rows, valid, num_ranks, max_tokens, least)
+    num_micro_batches = max(least, _divided_up(len(bins), num_ranks))
+    num_missing = num_micro_batches * num_ranks - len(bins)
+    bins += [[] for _ in range(num_missing)]
     return [bins[rank::num_ranks] for rank in range(num_ranks)]
 
 
-def _bins(sizes: Sequence[int], live: list[int], num_ranks: int, max_tokens: int, least: int) -> list[list[int]]:
+def _divided_up(number: int, by: int) -> int:
+    """Number / by, rounded up."""
+    return -(-number // by)
+
+
+def _bins(sizes: Sequence[int], valid: list[int], num_ranks: int, max_tokens: int, least: int) -> list[list[int]]:
     """The longest row first, always into the emptiest bin; as few bins as stay below the limit."""
-    limit = max([max_tokens, *(sizes[row] for row in live)])
-    num_micro_batches = max(least, -(-sum(sizes[row] for row in live) // (limit * num_ranks)))
+    limit = max([max_tokens, *(sizes[row] for row in valid)])
+    total = sum(sizes[row] for row in valid)
+    num_micro_batches = max(least, _divided_up(total, limit * num_ranks))
+    largest_first = sorted(valid, key=lambda row: -sizes[row])
     while True:
-        heap: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(num_micro_batches * num_ranks)]
-        for row in sorted(live, key=lambda row: -sizes[row]):
-            size, index, chosen = heap[0]
+        num_bins = num_micro_batches * num_ranks
+        heap: list[tuple[int, int, list[int]]] = [(0, index, []) for index in range(num_bins)]
+        for row in largest_first:
+            size, index, chosen = heap[0]  # the emptiest
             heapq.heapreplace(heap, (size + sizes[row], index, [*chosen, row]))
         if max(size for size, _, _ in heap) <= limit:
-            return [chosen for _, _, chosen in sorted(heap, key=lambda item: (-item[0], item[1]))]
+            fullest_first = sorted(heap, key=lambda item: (-item[0], item[1]))
+            return [chosen for _, _, chosen in fullest_first]
         num_micro_batches += 1
 
 
 def _stretches(
-    rows: Sequence[np.ndarray], live: list[int], num_ranks: int, max_tokens: int, least: int
+    rows: Sequence[np.ndarray], valid: list[int], num_ranks: int, max_tokens: int, least: int
 ) -> list[list[int]]:
     """Rows in the order of their tokens, cut into stretches that share as much as they can.
 
     Where several micro-batches have to be of like size, they are few first, and the largest is as small as it can be.
     """
-    order = sorted(live, key=lambda row: sort_key(rows[row]))
+    order = sorted(valid, key=lambda row: sort_key(rows[row]))
     sizes = [len(rows[row]) for row in order]
-    new = sizes[:1] + [len(rows[b]) - common_length(rows[a], rows[b]) for a, b in pairwise(order)]
-    high, needs_balance = max([max_tokens, *sizes]), num_ranks * least > 1
+    new = sizes[:1]  # tokens of each row that the row before it does not begin with
+    for before, row in pairwise(order):
+        new.append(len(rows[row]) - common_length(rows[before], rows[row]))
+    limit = max([max_tokens, *sizes])
+    needs_balance = num_ranks * least > 1
     if needs_balance:
-        num_stretches = max(least, -(-len(_cut(sizes, new, high)) // num_ranks)) * num_ranks
-        low = max(sizes, default=0)
-        while low < high:  # the smallest limit that needs no more stretches
-            middle = (low + high) // 2
-            low, high = (low, middle) if len(_cut(sizes, new, middle)) <= num_stretches else (middle + 1, high)
-    stretches = sorted(_cut(sizes, new, high, few_first=needs_balance), key=lambda stretch: -stretch[0])
-    return [order[first:end] for _, first, end in stretches]
+        limit = _smallest_limit(sizes, new, limit, num_ranks, least)
+    stretches = _cut(sizes, new, limit, few_first=needs_balance)
+    largest_first = sorted(stretches, key=lambda stretch: -stretch[0])
+    return [order[first:end] for _, first, end in largest_first]
+
+
+def _smallest_limit(sizes: list[int], new: list[int], limit: int, num_ranks: int, least: int) -> int:
+    """The smallest limit of tokens that needs no more micro-batches than `limit` does."""
+    num_bins = len(_cut(sizes, new, limit))
+    num_micro_batches = max(least, _divided_up(num_bins, num_ranks))
+    num_stretches = num_micro_batches * num_ranks
+    low, high = max(sizes, default=0), limit
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(sizes, new, middle)) <= num_stretches:
+            high = middle
+        else:
+            low = middle + 1
+    return high
 
 
 def _cut(sizes: list[int], new: list[int], limit: int, *, few_first: bool = True) -> list[tuple[int, int, int]]:
@@ -182,20 +212,25 @@ def _cut(sizes: list[int], new: list[int], limit: int, *, few_first: bool = True
     """
     best = [((0, 0), 0, 0)]  # of the rows before each: the costs, the largest stretch, and where the last begins
     for end in range(1, len(sizes) + 1):
-        ways, beyond_first = [], 0
+        ways = []
+        num_new = 0  # tokens that the rows behind the first one add
         for first in range(end - 1, -1, -1):
-            size, (costs, largest, _) = sizes[first] + beyond_first, best[first]
+            size = sizes[first] + num_new
             if size <= limit:
+                costs, largest, _ = best[first]
                 added = (1, size) if few_first else (size, 1)
-                ways.append(((costs[0] + added[0], costs[1] + added[1]), max(largest, size), first))
-            beyond_first += new[first]
-            if beyond_first > limit:
+                total = (costs[0] + added[0], costs[1] + added[1])
+                ways.append((total, max(largest, size), first))
+            num_new += new[first]
+            if num_new > limit:
                 break
         best.append(min(ways))
-    stretches, end = [], len(sizes)
+    stretches = []
+    end = len(sizes)
     while end:
-        first = best[end][2]
-        stretches.append((sizes[first] + sum(new[first + 1 : end]), first, end))
+        _, _, first = best[end]
+        size = sizes[first] + sum(new[first + 1 : end])
+        stretches.append((size, first, end))
         end = first
     return stretches[::-1]
 
@@ -210,7 +245,8 @@ def plan_scoring(ids: Sequence[np.ndarray], max_tokens: int, *, share_prefixes: 
 
     All ranks must call it: they get equally many.
     """
-    (micro_batches,) = plan_micro_batches(ids if share_prefixes else [len(row) for row in ids], 1, max_tokens)
+    rows = ids if share_prefixes else [len(row) for row in ids]
+    (micro_batches,) = plan_micro_batches(rows, 1, max_tokens)
     most = max(gather_object([len(micro_batches)]))  # sharded weights are gathered by all ranks together
     return micro_batches + [[]] * (most - len(micro_batches))
 
@@ -219,7 +255,10 @@ def plan_scoring(ids: Sequence[np.ndarray], max_tokens: int, *, share_prefixes: 
 
 
 def run_micro_batches(
-    compute_loss: Callable[[Inputs], torch.Tensor], model: Any, micro_batches: list[Inputs], accelerator: Any
+    compute_loss: Callable[[Inputs], torch.Tensor],
+    model: nn.Module,
+    micro_batches: list[Inputs],
+    accelerator: Accelerator,
 ) -> torch.Tensor:
     """The loss of a micro-step, whose gradients so far are those of all micro-batches but the last.
 
@@ -240,7 +279,7 @@ def run_micro_batches(
 
 
 @contextlib.contextmanager
-def _held_back(accelerator: Any) -> Iterator[None]:
+def _held_back(accelerator: Accelerator) -> Iterator[None]:
     """For DeepSpeed, which makes its step in the backward pass, no micro-batch inside is the last of the step."""
     is_last = accelerator.sync_gradients
     accelerator.gradient_state._set_sync_gradients(False)

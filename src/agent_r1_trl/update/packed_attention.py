@@ -19,6 +19,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from agent_r1_trl.update.packing import Layout
 
 PACKED_ATTENTION = "agent_r1_packed_sdpa"
@@ -74,7 +76,8 @@ def packed_attention(
                 scale=scaling,
             )
         )
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    # Contiguous, as transformers' own functions return it: some models take a view of it.
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _check_layer(module: nn.Module, options: dict[str, Any]) -> None:
@@ -96,7 +99,7 @@ AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 AttentionMaskInterface.register(PACKED_ATTENTION, sdpa_mask)
 
 
-def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: bool = False) -> str:
+def use_packed_attention(base: PreTrainedModel, *, name: str = "the model", share_prefixes: bool = False) -> str:
     """Prepare a causal LM, or a backbone, for packed rows; nothing else about it changes.
 
     Returns:
@@ -117,7 +120,7 @@ def use_packed_attention(base: Any, *, name: str = "the model", share_prefixes: 
     return LENGTHS if _is_flash(used) else SEGMENTS
 
 
-def _flaw(base: Any, *, share_prefixes: bool) -> tuple[str, str]:
+def _flaw(base: PreTrainedModel, *, share_prefixes: bool) -> tuple[str, str]:
     """Why packed rows do not cover a model, and what would help; two empty texts for one that they cover."""
     used = base.config._attn_implementation
     what = f"the attention implementation {used!r}"
@@ -139,7 +142,7 @@ def _is_flash(name: str) -> bool:
 
 
 def attention_inputs(kind: str, layout: Layout, input_ids: torch.Tensor) -> dict[str, Any]:
-    """What a model with this kind of attention is told about a packed row, (1, N), besides its layout."""
+    """Arguments about a packed row, (1, N), besides its layout, for a model with this kind of attention."""
     if kind == SEGMENTS:
         return {"attention_mask": input_ids.new_ones(1, 1, 1, 1)}  # 4-D ones are passed through, so none is built
     ends = [0, *(segment.end for segment in layout.segments)]

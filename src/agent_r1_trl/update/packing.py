@@ -19,12 +19,12 @@ the scored positions alone, once where rows score the same token after the same 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ from torch import nn
 
 from agent_r1_trl.update.kept_head import kept_head
 from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
+from agent_r1_trl.update.sampling_masks import SamplingMasks
+
+if TYPE_CHECKING:
+    pass
 
 STEP, STEP_ON_CPU = 1024, 256
 """Tokens of a branch that one call of the attention computes; on a GPU calls cost more than what they compute."""
@@ -49,7 +53,7 @@ class PackedSegment:
 
 @dataclass
 class Layout:
-    """What stands where in a packed row; the model's attention and the critic read it."""
+    """The places in a packed row; the model's attention and the critic read it."""
 
     segments: list[PackedSegment]
     """In order and without gaps."""
@@ -75,10 +79,13 @@ class Layout:
             dtype = torch.get_autocast_dtype(device.type)
         name = (queries, keys, dtype, device, window)
         if name not in self._masks:
-            closed = torch.full((queries, -(-keys // 8) * 8), float("-inf"), dtype=dtype, device=device)
-            far = None if window is None else closed.tril(keys - queries - window)
-            mask = closed.triu_(keys - queries + 1)
-            self._masks[name] = (mask if far is None else mask.add_(far))[:, :keys]
+            columns = -(-keys // 8) * 8  # the next multiple of 8
+            mask = torch.full((queries, columns), float("-inf"), dtype=dtype, device=device)
+            too_far = None if window is None else mask.tril(keys - queries - window)
+            mask.triu_(keys - queries + 1)  # what follows a query
+            if too_far is not None:
+                mask.add_(too_far)
+            self._masks[name] = mask[:, :keys]
         return self._masks[name]
 
     @cached_property
@@ -90,19 +97,20 @@ class Layout:
     def seen(self) -> list[list[int]]:
         """For each segment, which others its prefix consists of; a stretch holds whole segments."""
         starts = [segment.start for segment in self.segments]
-        return [
-            [
-                number
-                for start, end in segment.prefix
-                for number in range(bisect_left(starts, start), bisect_left(starts, end))
-            ]
-            for segment in self.segments
-        ]
+        seen = []
+        for segment in self.segments:
+            numbers: list[int] = []
+            for start, end in segment.prefix:
+                numbers += range(bisect_left(starts, start), bisect_left(starts, end))
+            seen.append(numbers)
+        return seen
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(1, S) -> (B, T), 0 where nothing is scored."""
-        flat = values.new_zeros(self.scored.numel())  # by index: the gradient of a mask would make the host wait
-        return flat.index_copy(0, self.places, values[0, self.copies]).view(self.scored.shape)
+        flat = values.new_zeros(self.scored.numel())
+        # By index: the gradient of a mask would make the host wait.
+        flat = flat.index_copy(0, self.places, values[0, self.copies])
+        return flat.view(self.scored.shape)
 
 
 @dataclass(frozen=True)
@@ -117,13 +125,13 @@ class PackedBatch:
     """(1, S) the token that follows each of the layout's sources."""
     layout: Layout
     attention: dict[str, Any]
-    """What the model's kind of attention is told besides."""
-    kept_ids: torch.Tensor | None = None
-    """(S, K) what each of the labels was drawn from, filled up with -1; None: the whole vocabulary."""
+    """Further arguments for the model's kind of attention."""
+    kept_ids: SamplingMasks | None = None
+    """(S,) what each of the labels was drawn from; None: the whole vocabulary."""
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What a model prepared by `use_packed_attention` is called with."""
+        """The arguments for a model prepared by `use_packed_attention`."""
         inputs = {"input_ids": self.input_ids, "position_ids": self.position_ids, "packed_layout": self.layout}
         return inputs | self.attention
 
@@ -149,7 +157,7 @@ def pack(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     scored: torch.Tensor,
-    kept_ids: torch.Tensor | None = None,
+    kept_ids: SamplingMasks | torch.Tensor | None = None,
     *,
     share_prefixes: bool,
     attention: str = SEGMENTS,
@@ -160,48 +168,74 @@ def pack(
         input_ids: (B, L), completions in the last T columns.
         attention_mask: (B, L).
         scored: (B, T) bool; padding is left out of it here.
-        kept_ids: (B, T, K) what each token was drawn from, filled up with -1; None: the whole vocabulary.
+        kept_ids: (B, T) what each token was drawn from, or a tensor (B, T, K), filled up with -1; None: the whole
+            vocabulary.
         share_prefixes: keep one copy of what rows have in common at their beginning.
         attention: as `use_packed_attention` found it.
     """
-    device, (num_rows, length) = input_ids.device, input_ids.shape
-    ids, is_token, scored = input_ids.cpu(), attention_mask.cpu().bool(), scored.cpu().bool()
-    num_prompt = length - scored.shape[1]
-    scored = scored & is_token[:, num_prompt:]
+    device = input_ids.device
+    num_prompt = input_ids.shape[1] - scored.shape[1]
+    ids = input_ids.cpu()
+    is_token = attention_mask.cpu().bool()
+    scored = scored.cpu().bool() & is_token[:, num_prompt:]
+
     starts = is_token.int().argmax(dim=1).tolist()
     ends = needed_columns(scored, num_prompt).tolist()
     if not any(ends):  # a forward pass needs a token
         ends[0] = starts[0] + 1
-    rows = {row: ids[row, starts[row] : ends[row]] for row in range(num_rows) if ends[row]}
+    rows = {row: ids[row, start:end] for row, (start, end) in enumerate(zip(starts, ends, strict=True)) if end}
     pieces = _share(rows) if share_prefixes else _put_one_after_another(rows)
 
-    places = torch.zeros(num_rows, length, dtype=torch.long)  # index in the packed row
-    for piece in pieces:
-        here = torch.arange(piece.segment.start, piece.segment.end)
-        for row in piece.rows:
-            places[row, starts[row] + piece.first : starts[row] + piece.last] = here
-    sources, labels = places[:, num_prompt - 1 : -1][scored], ids[:, num_prompt:][scored]
-    copies, kept = torch.arange(len(sources)), None if kept_ids is None else kept_ids.cpu()[scored]
+    places = _places(pieces, starts, ids.shape)
+    sources = places[:, num_prompt - 1 : -1][scored]  # the token before a scored one predicts it
+    labels = ids[:, num_prompt:][scored]
+    copies = torch.arange(len(sources))
+    kept = None if kept_ids is None else SamplingMasks.of(kept_ids).to("cpu")[scored]
     if share_prefixes:
-        alike = [sources[:, None], labels[:, None], *([] if kept is None else [kept])]
-        alike, copies = torch.cat(alike, dim=1).unique(dim=0, return_inverse=True)
-        sources, labels, kept = alike[:, 0], alike[:, 1], None if kept is None else alike[:, 2:].int()
+        sources, labels, copies, kept = _one_of_each(sources, labels, kept)
     layout = Layout(
-        segments=[part for piece in pieces for part in _in_steps(piece.segment, device)],
+        segments=[step for piece in pieces for step in _in_steps(piece.segment, device)],
         scored=scored.to(device),
         sources=sources.to(device),
         copies=copies.to(device),
         places=scored.flatten().nonzero().squeeze(1).to(device),
     )
-    packed_ids = torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces])[None].to(device)
+    packed_ids = torch.cat([rows[piece.rows[0]][piece.first : piece.last] for piece in pieces]).to(device)
+    positions = torch.cat([torch.arange(piece.first, piece.last) for piece in pieces]).to(device)
     return PackedBatch(
-        input_ids=packed_ids,
-        position_ids=torch.cat([torch.arange(piece.first, piece.last) for piece in pieces])[None].to(device),
+        input_ids=packed_ids[None],
+        position_ids=positions[None],
         labels=labels[None].to(device),
         layout=layout,
-        attention=attention_inputs(attention, layout, packed_ids),
+        attention=attention_inputs(attention, layout, packed_ids[None]),
         kept_ids=None if kept is None else kept.to(device),
     )
+
+
+def _places(pieces: list[_Piece], starts: list[int], shape: torch.Size) -> torch.Tensor:
+    """(B, L) index in the packed row of each token that is computed; 0 elsewhere."""
+    places = torch.zeros(shape, dtype=torch.long)
+    for piece in pieces:
+        here = torch.arange(piece.segment.start, piece.segment.end)
+        for row in piece.rows:
+            first, last = starts[row] + piece.first, starts[row] + piece.last
+            places[row, first:last] = here
+    return places
+
+
+def _one_of_each(
+    sources: torch.Tensor, labels: torch.Tensor, kept: SamplingMasks | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingMasks | None]:
+    """One of the scored tokens that have the same source, label and sampling mask, and which of these each one is."""
+    alike = [sources, labels]
+    if kept is not None:
+        alike.append(kept.numbers())
+    different, copies = torch.stack(alike, dim=1).unique(dim=0, return_inverse=True)
+    if kept is not None:
+        numbers = torch.arange(len(copies))
+        one_of_each = torch.zeros(len(different), dtype=torch.long).scatter(0, copies, numbers)
+        kept = kept.select(one_of_each)
+    return different[:, 0], different[:, 1], copies, kept
 
 
 def needed_columns(scored: torch.Tensor, num_prompt: int) -> torch.Tensor:
@@ -211,10 +245,12 @@ def needed_columns(scored: torch.Tensor, num_prompt: int) -> torch.Tensor:
 
 
 def _put_one_after_another(rows: dict[int, torch.Tensor]) -> list[_Piece]:
-    pieces, size = [], 0
+    pieces = []
+    start = 0
     for row, ids in rows.items():
-        pieces.append(_Piece(PackedSegment(size, size + len(ids)), [row], 0, len(ids)))
-        size += len(ids)
+        segment = PackedSegment(start, start + len(ids))
+        pieces.append(_Piece(segment, [row], 0, len(ids)))
+        start = segment.end
     return pieces
 
 
@@ -228,7 +264,8 @@ def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
 
     def branch(row_numbers: list[int], depth: int, prefix: tuple[tuple[int, int], ...]) -> None:
         groups = [list(group) for _, group in groupby(row_numbers, key=lambda row: tokens[row][depth])]
-        waiting.extend((group, depth, prefix) for group in reversed(groups))
+        for group in reversed(groups):
+            waiting.append((group, depth, prefix))
 
     branch(sorted(rows, key=lambda row: tokens[row]), 0, ())
     while waiting:
@@ -237,11 +274,17 @@ def _share(rows: dict[int, torch.Tensor]) -> list[_Piece]:
         segment = PackedSegment(size, size + end - depth, prefix)
         pieces.append(_Piece(segment, group, depth, end))
         size = segment.end
-        is_adjacent = bool(prefix) and prefix[-1][1] == segment.start
-        joined = (prefix[-1][0], segment.end) if is_adjacent else (segment.start, segment.end)
         longer = [row for row in group if len(tokens[row]) > end]
-        branch(longer, end, (*(prefix[:-1] if is_adjacent else prefix), joined))
+        branch(longer, end, _with_stretch(prefix, segment))
     return pieces
+
+
+def _with_stretch(prefix: tuple[tuple[int, int], ...], segment: PackedSegment) -> tuple[tuple[int, int], ...]:
+    """The stretches of a prefix and of a segment behind it; two that meet are one."""
+    if prefix and prefix[-1][1] == segment.start:
+        *others, (start, _) = prefix
+        return (*others, (start, segment.end))
+    return (*prefix, (segment.start, segment.end))
 
 
 def _in_steps(segment: PackedSegment, device: torch.device) -> Iterator[PackedSegment]:
@@ -250,11 +293,15 @@ def _in_steps(segment: PackedSegment, device: torch.device) -> Iterator[PackedSe
     Attention under a mask computes what is masked, too: half of the square that a branch is by itself. A row without
     prefix needs no mask.
     """
-    whole = segment.end - segment.start
-    step = whole if not segment.prefix else STEP_ON_CPU if device.type == "cpu" else STEP
+    if not segment.prefix:
+        yield segment
+        return
+    step = STEP_ON_CPU if device.type == "cpu" else STEP
     for start in range(segment.start, segment.end, step):
-        before = ((segment.start, start),) if start > segment.start else ()
-        yield PackedSegment(start, min(start + step, segment.end), segment.prefix + before)
+        prefix = segment.prefix
+        if start > segment.start:
+            prefix = (*prefix, (segment.start, start))
+        yield PackedSegment(start, min(start + step, segment.end), prefix)
 
 
 def common_length(first: np.ndarray, second: np.ndarray) -> int:
@@ -267,7 +314,9 @@ def common_length(first: np.ndarray, second: np.ndarray) -> int:
 # -------------------------------------------------------------------- forward passes
 
 
-def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+def packed_log_probs(
+    model: Callable[..., Any], backbone: nn.Module, batch: PackedBatch
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies, (B, T), 0 where nothing is scored; no entropies from a head that has none.
 
     Args:
@@ -277,8 +326,12 @@ def packed_log_probs(model: Any, backbone: nn.Module, batch: PackedBatch) -> tup
     """
     is_scored = torch.ones_like(batch.labels, dtype=torch.bool)
     masked = nullcontext() if batch.kept_ids is None else kept_head(batch.kept_ids, is_scored)
+    # The router's loss is no part of this layout, and it would take the mask for that of the tokens.
+    config: Any = backbone.config
+    has_router_logits = getattr(config.get_text_config(), "output_router_logits", False)
+    options = {"output_router_logits": False} if has_router_logits else {}
     with _only(backbone, batch.layout.sources), masked:
-        output = model(**batch.inputs, shift_labels=batch.labels, fused_lm_head=True)
+        output = model(**batch.inputs, shift_labels=batch.labels, fused_lm_head=True, **options)
     entropies = None if output.entropy is None else batch.layout.spread(output.entropy)
     return batch.layout.spread(output.log_probs), entropies
 
@@ -290,7 +343,7 @@ def _only(backbone: nn.Module, sources: torch.Tensor) -> Iterator[None]:
     A critic that runs the same backbone after it, in the same forward of the model, picks its states by itself.
     """
 
-    def select(module: nn.Module, args: Any, output: Any) -> Any:
+    def select(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         handle.remove()
         output.last_hidden_state = output.last_hidden_state[:, sources]
         return output
