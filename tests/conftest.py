@@ -20,12 +20,14 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from agent_r1_trl.rollout.runner import _FrozenHeap
 from tests.effort import PLAIN_EXAMPLES, SUITE_EXAMPLES
-from tests.own_process import forbid_ends
+from tests.own_process import forbid_ends, look_packages_up_once
+from tests.without_vllm import search_path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores Ctrl-C for what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 forbid_ends()
+look_packages_up_once()
 
 # DeepSpeed builds its extension here: in this environment, since another torch cannot use it and builds it anew.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
@@ -75,6 +77,29 @@ def pytest_collection_finish():
     """
     gc.collect()
     _FrozenHeap.add(1)
+    IMPORT_PATH.extend(sys.path)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures
+def pytest_runtest_setup(item):
+    """Hide vLLM from the processes that a test starts, unless it has the marker `vllm`."""
+    os.environ["PYTHONPATH"] = search_path(is_hidden=item.get_closest_marker("vllm") is None)
+
+
+IMPORT_PATH = []
+"""`sys.path` before the first test."""
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file
+def pytest_runtest_teardown(item, nextitem):
+    """Take what a file leaves behind out of later collections and imports: modules, pytest's records, folders of runs.
+
+    Each command adds the folder of its recipe to `sys.path`, and each look for a package reads all of them.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+        sys.path[:] = IMPORT_PATH
 
 
 def pytest_runtest_logreport(report):

@@ -2,8 +2,9 @@
 
     @settings(max_examples=examples(200))                    # 80 in the suite, 2,000 in `make fuzz`
     for rng in random_rounds(100):                           # a loop by hand, in a test marked `fuzz`
-    @pytest.mark.parametrize("launch", short(KINDS, "ddp"))  # the suite runs what is named, `make nightly` the others
+    @pytest.mark.parametrize("launch", short(KINDS, "ddp", release=["zero3"]))  # the others in `make nightly`
     @pytest.mark.parametrize("kind", ["head", *nightly("adapter", "model")])      # the others in `make nightly`
+    @pytest.mark.parametrize("kind", ["head", *for_release("adapter", "model")])  # the others in `make test-release`
 
 `tests/test_fuzzing.py` holds that every property test asks here.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,13 +40,21 @@ def random_rounds(number: int) -> Iterator[random.Random]:
 
 def nightly(*values: Any) -> list[Any]:
     """Values of a parameter (tuples: of several) beyond the representative ones, for `make nightly` alone."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.matrix) for value in values
-    ]
+    return _marked(values, pytest.mark.matrix)
 
 
-def short(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """Those that are kept, and the other values for `make nightly` alone."""
+def for_release(*values: Any) -> list[Any]:
+    """Such values for `make test-release`, and so for .ci/run."""
+    return _marked(values, pytest.mark.release)
+
+
+def _marked(values: Iterable[Any], mark: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark) for value in values]
+
+
+def short(values: Iterable[Any], *kept: Any, release: Sequence[Any] = ()) -> list[Any]:
+    """Those that are kept; those of `release` for `make test-release`, and the others for `make nightly`."""
     values = [*values]
-    assert all(value in values for value in kept), kept
-    return [*kept, *nightly(*(value for value in values if value not in kept))]
+    assert all(value in values for value in (*kept, *release)), (kept, release)
+    others = [value for value in values if value not in kept and value not in release]
+    return [*kept, *for_release(*release), *nightly(*others)]

@@ -52,6 +52,7 @@ class FakeServer:
         self.refusal = None
         """Answer completions with status 400 and this message."""
         self.cache_is_held = False
+        self.keeps_cache = False  # whatever is asked of it
         """Whether a request uses the prefix cache, which then is emptied only together with it."""
         self.calls = []
         """Names of the routes that were called."""
@@ -195,7 +196,7 @@ class FakeServer:
 
     async def _reset(self, request):
         is_held = self.cache_is_held and "reset_running_requests" not in request.query
-        return web.json_response({"success": not is_held})
+        return web.json_response({"success": not (is_held or self.keeps_cache)})
 
     async def _load_adapter(self, request):
         body = await request.json()

@@ -1,9 +1,11 @@
-"""Signals that a test sends to the process it runs in, and nothing that ends that process without a word.
+"""Signals that a test sends to the process it runs in, nothing that ends that process without a word, and no waste.
 
 A process of `pytest -n 2` that ends takes all of its other tests with it, and pytest cannot say which test it was.
 """
 
 import faulthandler
+import functools
+import importlib.metadata
 import os
 import signal
 import sys
@@ -32,3 +34,11 @@ def forbid_ends():
         dump_later(timeout, repeat=repeat, file=file, exit=False)
 
     os._exit, faulthandler.dump_traceback_later = leave_unless_ours, dump_only
+
+
+def look_packages_up_once():
+    """accelerate asks fifty times in each training whether a package is installed, and reads its metadata each time.
+
+    That was a third of the suite's time. No package comes or goes while the tests run.
+    """
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)

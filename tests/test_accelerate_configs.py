@@ -19,6 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from agent_r1_trl.cli import train
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.train import check_num_processes
+from agent_r1_trl.trainers.launcher import asked_of_accelerate
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes" / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -83,7 +84,7 @@ def test_the_expected_number_of_processes_passes(running, expected):
 
 
 def test_another_number_than_the_recipe_expects_is_refused():
-    with pytest.raises(UsageError, match=r"num_processes_expected=8.*--num_processes 8"):
+    with pytest.raises(UsageError, match=r"num_processes_expected=8.*torchrun --nproc_per_node 8 "):
         check_num_processes({"WORLD_SIZE": "2"}, 2, 8)
 
 
@@ -95,7 +96,7 @@ def test_processes_that_do_not_train_together_are_refused():
 FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 1, "num_machines": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_fsdp_in_a_configuration_is_refused_with_its_source(tmp_path):
     """Without a GPU, too, where accelerate would leave it out without a word."""
     recipe = {
@@ -128,6 +129,66 @@ def accelerate_launch(*arguments):
     environment = {name: value for name, value in os.environ.items() if name not in names}
     command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+
+
+CPUS = {
+    "distributed_type": "MULTI_CPU",
+    "num_processes": 3,
+    "num_machines": 1,
+    "use_cpu": True,
+    "mixed_precision": "no",
+}
+ONE_GPU = CPUS | {"distributed_type": "NO", "use_cpu": False}
+
+
+@pytest.fixture
+def configuration(tmp_path):
+    """`configuration(values)` is the path of a file for `--config_file`."""
+
+    def write(values):
+        path = tmp_path / "launch.yaml"
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+@pytest.mark.release
+def test_train_stops_where_accelerate_starts_fewer_processes_than_asked(tmp_path, configuration):
+    """accelerate starts one process for several on a CPU, and tells it nothing of the others."""
+    settings = {"model_name_or_path": "none", "env": "frozen_lake", "output_dir": str(tmp_path / "out")}
+    settings |= {"use_cpu": True, "bf16": False, "max_steps": 1}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+    command = ["-m", "agent_r1_trl.cli.train", "--config", str(tmp_path / "recipe.yaml")]
+    done = accelerate_launch("--config_file", configuration(CPUS), *command)
+    assert done.returncode != 0
+    assert "num_processes=3 was asked of accelerate launch, and it has started 1" in done.stderr
+    assert "torchrun --nproc_per_node 3 -m agent_r1_trl.cli.train" in done.stderr
+
+
+@pytest.mark.release
+def test_the_number_is_found_wherever_the_launcher_was_given_it(tmp_path, configuration):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nfrom agent_r1_trl.trainers.launcher import find_launch_problem\n"
+        "print(find_launch_problem(os.environ, 1) or 'nothing')\n"
+    )
+    launches = [
+        (["--cpu", "--num_processes", "2"], "num_processes=2 was asked"),
+        (["--config_file", configuration(ONE_GPU)], "num_processes=3 was asked"),
+        (["--cpu", "--num_processes", "1"], "nothing"),
+    ]
+    for flags, said in launches:
+        done = accelerate_launch(*flags, str(script), "--num_processes", "9")
+        assert done.stdout.startswith(said), (flags, done.stdout, done.stderr)
+
+
+def test_the_numbers_asked_of_accelerate_are_read_as_it_reads_them(configuration):
+    file = configuration(CPUS | {"num_processes": 6, "num_machines": 2})
+    assert asked_of_accelerate(["--config_file", file, "train.py"]) == (6, 2)
+    assert asked_of_accelerate(["--config_file", file, "--num_processes=4", "train.py"]) == (4, 2)
+    assert asked_of_accelerate(["--cpu", "train.py", "--num_processes", "4"]) == (1, 1), "those are the script's"
+    assert asked_of_accelerate(["--no_such_option", "train.py"]) == (1, 1)
 
 
 def test_train_refuses_a_recipe_made_for_more_processes(tmp_path, monkeypatch):

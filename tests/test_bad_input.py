@@ -6,6 +6,7 @@ Covered: both configurations, environments and arguments of the trainers. Not co
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -41,6 +42,29 @@ CONFIG = [
     ({"servers.urls": ["a:1"], "use_vllm": True, "vllm_mode": "server"}, "http://"),
     ({"servers.urls": ["http://a:1", "http://a:1/"], "use_vllm": True, "vllm_mode": "server"}, "once"),
 ]
+INHERITED = [
+    ("learning_rate", -1e-3, math.inf), ("weight_decay", -1), ("adam_beta1", 1.5), ("adam_beta2", 1.0),
+    ("adam_epsilon", -1), ("max_grad_norm", -1), ("beta", -1), ("epsilon", -0.2), ("epsilon_high", -0.1),
+    ("per_device_train_batch_size", 0), ("per_device_eval_batch_size", 0), ("gradient_accumulation_steps", 0),
+    ("num_iterations", 0), ("save_steps", 0, -1), ("eval_steps", 0), ("logging_steps", 0), ("save_total_limit", 0),
+    ("scale_rewards", "grupo"), ("reward_weights", [math.nan], []), ("dataloader_num_workers", -1),
+    ("output_dir", "", " "), ("top_entropy_quantile", 1.5), ("ddp_timeout", 0), ("torch_compile_mode", "fastest"),
+]  # fmt: skip
+"""Settings of transformers and TRL with values of which nobody said a word, or only a traceback."""
+LATE = [
+    ({"optim": "adamw_8bit"}, "bitsandbytes"),
+    ({"optim": "galore_adamw"}, "galore_torch"),
+]
+LATE_OPTIONS = [
+    (
+        {"lr_scheduler_kwargs": {"num_cycle": 3}, "lr_scheduler_type": "cosine_with_restarts"},
+        "lr_scheduler_kwargs: 'num_cycle'", "mean 'num_cycles'",
+    ),
+    (
+        {"gradient_checkpointing_kwargs": {"use_reentrnt": False}},
+        "gradient_checkpointing_kwargs: 'use_reentrnt'", "mean 'use_reentrant'",
+    ),
+]  # fmt: skip
 GRPO = [
     ({"advantage_estimator": "gae"}, "MultiTurnPPOTrainer"),
     ({"loss_type": "ppo"}, "'bnpo', 'cispo'"),
@@ -61,6 +85,20 @@ def test_a_setting_that_cannot_hold_is_refused(case, tmp_path):
     name, value = next(iter(settings.items()))
     settings = unfold({"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **settings})
     assert_refused(lambda: config_class(**settings).check_supported(), f"{name}={value!r}", *names)
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, *values in INHERITED for value in values])
+def test_a_value_that_transformers_and_trl_do_not_look_at_is_refused(name, value, tmp_path):
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, name: value}
+    assert_refused(lambda: MultiTurnGRPOConfig(**settings), f"{name}={value!r} must be")
+
+
+@pytest.mark.parametrize(("settings", "names"), [(settings, names) for settings, *names in [*LATE, *LATE_OPTIONS]])
+def test_what_would_be_found_when_the_model_is_loaded_is_refused_before(settings, names, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    made = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, **settings}
+    named = [f"{name}={value!r}" for name, value in settings.items()] if (settings, *names) in LATE else []
+    assert_refused(lambda: MultiTurnGRPOConfig(**made), *named, *names)
 
 
 # ---------------------------------------------------------------- environments in code

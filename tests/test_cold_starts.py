@@ -12,6 +12,7 @@ import yaml
 from agent_r1_trl import check_env
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.resolve import resolve_env
+from tests import without_vllm
 from tests.effort import short
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +50,7 @@ def test_the_linter_of_environments_has_nothing_to_say(script):
 def test_a_recipe_trains_from_the_model_that_its_script_makes(script, tmp_path):
     start = str(tmp_path / "start")
     command = [sys.executable, f"recipes/{script}", "--steps", "2", "--batch-size", "2", "--out", start]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": "src"})
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(["src", without_vllm.FOLDER])})
     for algo in STARTS[script]:
         config = f"recipes/{script.partition('/')[0]}/{algo}/config_cpu.yaml"
         assert yaml.safe_load(Path(config).read_text())["model_name_or_path"].startswith("outputs/")

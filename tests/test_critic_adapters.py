@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.corda import preprocess_corda
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import MixtralConfig, Qwen2Config, Qwen2ForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from agent_r1_trl.critic.attach import (
@@ -20,6 +20,7 @@ from agent_r1_trl.critic.attach import (
     use_critic_adapter,
 )
 from tests.effort import nightly
+from tests.generation.helpers import tiny_model
 
 IDS = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)
@@ -302,6 +303,22 @@ def test_the_model_critic_begins_as_the_policy_with_its_adapters(case):
     torch.testing.assert_close(critic, policy, rtol=1e-4, atol=1e-4)
     reached = value_gradients(model)
     assert reached == set(critic_parameters(model)), "a parameter without a gradient stops DDP"
+
+
+def test_the_model_critic_of_adapted_experts_begins_as_the_policy():
+    """peft puts a wrapper around the experts for each parameter, and these around one another."""
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    config = LoraConfig(
+        r=4, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+    )
+    model = get_peft_model(tiny_model(MixtralConfig, **sizes), config)
+    disturb(model)
+    attach_critic(model, "model")
+    policy = base_causal_lm(model).base_model(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    critic = base_causal_lm(model).critic_backbone(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    torch.testing.assert_close(critic, policy, rtol=1e-4, atol=1e-4)
+    assert not [name for name in critic_parameters(model) if "lora_" in name]
+    model.train()  # no module is left inside itself
 
 
 def test_a_quantised_policy_is_not_copied_and_the_fix_works():

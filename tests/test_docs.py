@@ -188,6 +188,10 @@ def test_every_command_of_ours_that_a_page_names_has_these_flags(page, capsys):
             with contextlib.suppress(SystemExit):  # argparse ends so
                 main([command, *(word for word in arguments[:1] if word == "compare"), "--help"])
             known = capsys.readouterr().out
+            if "(agent-r1-trl train --help)" in known:  # it reads those as well
+                with contextlib.suppress(SystemExit):
+                    main(["train", "--help"])
+                known += capsys.readouterr().out
             assert all(flag in known for flag in flags), f"{page_id(page)}: agent-r1-trl {line}"
 
 

@@ -7,7 +7,7 @@
    are imported inside functions.
 4. No file is longer than 700 lines (files are split by collaborator, never by length), and no function longer than a
    screen.
-5. A package has a budget of lines and files, which only goes down; raising one says in its commit what left for it.
+5. Types say something: the number of parameters annotated as `Any` only goes down.
 6. One word per thing: no two classes have one name. Refusals are declared, so that few lines raise.
 """
 
@@ -21,7 +21,7 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
 # From the first step of the data flow to the last. A module may import from its own set and from those before it.
 ORDER = [
-    {"trajectory", "tool_results", "kept_ids", "objects", "settings", "safe_text", "errors", "features"},
+    {"trajectory", "tool_results", "kept_ids", "objects", "patterns", "settings", "safe_text", "errors", "features"},
     {"tools"},
     {"environments", "rewards"},
     {"chat"},
@@ -58,6 +58,7 @@ LIGHT = {
     "tool_results",
     "kept_ids",
     "objects",
+    "patterns",
     "safe_text",
     "features",
     "features.sandbox",
@@ -80,6 +81,7 @@ OPTIONAL = {
     "reasoning_gym",
     "openai",
     "mcp",
+    "verifiers",
 }
 
 MAX_FILE_LINES = 700
@@ -299,53 +301,32 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
     assert not wrong, "\n".join(["", *wrong])
 
 
-# -------------------------------------------------------------------- 5. budgets
+# -------------------------------------------------------------------- 5. types
 
-BUDGETS: dict[str, tuple[int, int]] = {  # package: lines, files
-    "(nouns)": (1611, 8),
-    "advantages": (1392, 6),
-    "chat": (2538, 11),
-    "cli": (3192, 15),
-    "critic": (561, 2),
-    "environments": (1356, 8),
-    "evaluation": (1194, 7),
-    "features/__init__.py": (132, 1),
-    "features/distillation": (224, 1),
-    "features/doctor": (2261, 9),
-    "features/doors": (2692, 12),
-    "features/echo_trap": (1887, 9),
-    "features/games": (1280, 8),
-    "features/hub": (970, 7),
-    "features/inspector": (819, 5),
-    "features/journal": (1310, 9),
-    "features/reliability": (1424, 9),
-    "features/sampling": (762, 7),
-    "features/sandbox": (1570, 8),
-    "features/search": (233, 2),
-    "features/serve": (1087, 7),
-    "generation": (4026, 21),
-    "recording": (1581, 8),
-    "rewards": (1230, 9),
-    "rollout": (2931, 15),
-    "tools": (2522, 12),
-    "trainers": (6478, 17),
-    "update": (2080, 9),
-}
+MAX_ANY_PARAMETERS = 145
+"""Parameters whose annotation is `Any`, which says nothing: lower this when there are fewer."""
 
 
-def test_no_package_is_larger_than_its_budget():
-    sizes: dict[str, list[int]] = {}
+def any_parameters(tree: ast.AST) -> list[str]:
+    """Names of the parameters in a file that are annotated as `Any`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == "Any":
+            found.append(node.arg)
+    return found
+
+
+def test_no_more_parameters_than_before_are_annotated_as_any():
+    counts = {}
     for path in FILES.values():
-        parts = path.relative_to(SRC).parts
-        package = "/".join(parts[: 2 if parts[0] == "features" else 1]) if len(parts) > 1 else "(nouns)"
-        sizes.setdefault(package, []).append(len(path.read_text(encoding="utf-8").splitlines()))
-    assert set(sizes) == set(BUDGETS)
-    wrong = [
-        f"{package}: {sum(lines)} lines in {len(lines)} files, {BUDGETS[package]} are allowed"
-        for package, lines in sorted(sizes.items())
-        if sum(lines) > BUDGETS[package][0] or len(lines) > BUDGETS[package][1]
-    ]
-    assert not wrong, "\n".join(["", *wrong])
+        counts[path.relative_to(SRC)] = len(any_parameters(ast.parse(path.read_text(encoding="utf-8"))))
+    most = sorted(counts.items(), key=lambda item: -item[1])[:10]
+    total = sum(counts.values())
+    assert total <= MAX_ANY_PARAMETERS, "\n".join([f"{total} parameters", *(f"{name}: {num}" for name, num in most)])
+
+
+def test_a_parameter_annotated_as_any_is_counted():
+    assert any_parameters(ast.parse("def f(a: Any, b: int, *c: Any, d: list[Any]) -> Any: ...")) == ["a", "c"]
 
 
 # -------------------------------------------------------------------- 6. words, refusals

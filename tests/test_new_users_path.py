@@ -99,6 +99,7 @@ def test_a_chat_says_what_the_evaluation_said(agent, rolled_out, monkeypatch, ca
 
 
 @pytest.mark.vllm
+@pytest.mark.release
 def test_an_evaluation_with_vllm_samples_the_same(agent, rolled_out, tmp_path):
     command = ["eval", "--config", str(agent / "recipe.yaml"), "--model", str(agent), "--output_dir", str(tmp_path)]
     flags = ["--use_vllm", "true", "--num_examples", str(NUM_EXAMPLES)]
@@ -108,6 +109,7 @@ def test_an_evaluation_with_vllm_samples_the_same(agent, rolled_out, tmp_path):
 
 
 @pytest.mark.vllm
+@pytest.mark.release
 def test_a_client_of_openai_with_tools_of_its_own_hears_the_same_through_vllm(agent, rolled_out, tmp_path):
     openai = pytest.importorskip("openai")
     env = SearchQAEnv(**yaml.safe_load((agent / "recipe.yaml").read_text())["env_kwargs"])
@@ -145,6 +147,7 @@ def test_the_merged_model_has_the_log_probabilities_of_the_rollout(agent, rolled
     assert tokenizer.chat_template == (agent / "chat_template.jinja").read_text()
 
 
+@pytest.mark.release
 def test_what_was_pushed_comes_back_from_the_hub_and_starts_with_the_lines_of_the_card(agent, rolled_out, tmp_path):
     with running_hub() as hub:
         env = os.environ | path()

@@ -3,6 +3,7 @@
 import ast
 import configparser
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -11,16 +12,24 @@ from pathlib import Path
 import pytest
 
 import agent_r1_trl
+from agent_r1_trl.cli import find_commands
+from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, TableRow
 from tests.setup_cfg import declared, plain
+from tests.without_vllm import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTALLED_BY_HAND = {"verifiers": "verifiers 0.4.0 pins mcp 2.0.0 and openai below 3"}
+"""What no extra can bring, as its pins conflict with ours, and the sentence of docs/doors.md that says so."""
 HEAVY = ["torch", "transformers", "trl", "vllm", "accelerate", "datasets", "peft", "pandas"]
 
 
 def loaded_after(code: str) -> set[str]:
     """The heavy modules that a fresh interpreter holds after running `code`."""
     script = f"{code}\nimport sys, json\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
-    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    with_vllm = os.environ | {"PYTHONPATH": search_path(is_hidden=False)}
+    output = subprocess.run(
+        [sys.executable, "-c", script], env=with_vllm, capture_output=True, text=True, check=True, timeout=300
+    )
     return set(json.loads(output.stdout.splitlines()[-1]))
 
 
@@ -37,6 +46,29 @@ def loaded_after(code: str) -> set[str]:
 )
 def test_an_environment_server_loads_nothing_heavy(code):
     assert loaded_after(code) == set()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(f"{name} --help" for name in find_commands() if name != "train"),
+        "eval compare one two",
+        "eval compare one.json two.json",
+        "view nowhere",
+    ],
+)
+def test_help_and_comparisons_load_nothing_heavy(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        write_evaluation(tmp_path / name)
+        Path(f"{name}.json").write_text("{}")
+    run = f"from agent_r1_trl.cli import main\ntry:\n    main({arguments.split()!r})\nexcept SystemExit:\n    pass"
+    assert loaded_after(run) == set()
+
+
+def write_evaluation(folder: Path) -> None:
+    result = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}], example_ids=["a"], reset_seeds=[1])
+    EvaluationTable(rows=[TableRow(method="model", dataset="test", result=result)]).write(folder)
 
 
 @pytest.mark.slow
@@ -88,7 +120,9 @@ def test_everything_that_the_package_imports_is_declared():
         for name in third_party_imports(path.read_text(encoding="utf-8")):
             imported.setdefault({"yaml": "pyyaml"}.get(name, plain(name)), path.relative_to(ROOT))
     assert {"torch", "numpy", "huggingface-hub", "sandlock", "vllm"} <= set(imported)
-    assert {name: path for name, path in imported.items() if name not in for_users} == {}
+    assert {name: path for name, path in imported.items() if name not in for_users | set(INSTALLED_BY_HAND)} == {}
+    doors = (ROOT / "docs" / "doors.md").read_text(encoding="utf-8")
+    assert all(name in imported and sentence in doors for name, sentence in INSTALLED_BY_HAND.items())
 
 
 def third_party_imports(source: str) -> set[str]:

@@ -119,11 +119,34 @@ def test_what_a_row_holds_under_a_secret_name_is_masked_from_then_on():
     assert shown(f"ann used hunter2-hunter2 and {KEY}") == "ann used [secret: password] and [secret: api_keys]"
 
 
+def test_an_argument_of_a_tool_with_a_secret_name_masks_no_words_of_its_schema():
+    password = {"type": "string", "description": "Of the account.", "default": "hunter2-hunter2"}
+    row = {
+        "tools": [{"parameters": {"properties": {"password": password, "token": {"anyOf": [{"type": "integer"}]}}}}]
+    }
+    assert safe_text.rules().values_in(row) == {"hunter2-hunter2": "password"}
+    given = {"credentials": {"type": "object", "private_key": "abc-def-ghi"}}  # no schema
+    assert safe_text.rules().values_in(given)["abc-def-ghi"] == "private_key"
+
+
 def test_a_pattern_of_the_user_is_masked_and_the_names_can_be_changed(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", KEY)
     safe_text.set_rules(r"^pin$", [r"\b\d{4}-\d{4}\b"])
     assert mask(f"1234-5678 {KEY}") == f"[secret] {KEY}"
     assert safe_text.rules().values_in({"pin": "998877", "password": "hunter2-hunter2"}) == {"998877": "pin"}
+
+
+def test_a_pattern_that_takes_too_long_masks_the_whole_text_and_is_named_once(monkeypatch, caplog):
+    monkeypatch.setattr("agent_r1_trl.patterns.LIMIT_S", 0.1)
+    safe_text.set_rules(r"^(n|nn)+$", [r"(a|aa)+$"])
+    text = "a" * 80 + "!"
+    assert [mask(text), mask(text)] == ["[secret: secrets.patterns took too long on this text]"] * 2
+    assert safe_text.rules().is_secret("n" * 80 + "!")
+    assert mask("harmless") == "harmless" and not safe_text.rules().is_secret("query")
+    assert [record.message[:40] for record in caplog.records] == [
+        "secrets.patterns: the pattern '(a|aa)+$'",
+        "secrets.names: the pattern '^(n|nn)+$' t",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from transformers import HfArgumentParser
 
 from agent_r1_trl.cli.arguments import CommandArguments, EvalArguments, TrainArguments
 from agent_r1_trl.features import mappings
-from agent_r1_trl.features.doctor.doctor_command import DoctorArguments
-from agent_r1_trl.features.doctor.memory_command import MemoryArguments
-from agent_r1_trl.features.serve.serve_command import ServeArguments
+from agent_r1_trl.features.doctor.command_arguments import DoctorArguments, MemoryArguments
+from agent_r1_trl.features.serve.command_arguments import ServeArguments
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.settings import (
     Clash,
@@ -132,8 +131,6 @@ def test_a_configuration_with_mappings_is_written_copied_and_pickled():
     assert (written["echo"], written["sampling"], written["outages"]) == (True, {"filter_groups": "top_p"}, None)
     for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config)):
         assert other.sampling.filter_groups == "top_p" and other.echo == config.echo
-    assert config.asked_features() == ["sampling", "echo"]
-    assert MultiTurnGRPOConfig(**CPU, failures={}, sampling={}).asked_features() == []
 
 
 def test_what_one_configuration_changes_in_a_mapping_stays_with_it():

@@ -90,13 +90,13 @@ class OwnObject(str):
     target: Any
 
     @classmethod
-    def of(cls, flag: str, target: Any, text: str) -> OwnObject:
+    def of(cls, flag: str, target: object, text: str) -> OwnObject:
         """`text`, the path that led to `target` or what tells it from others."""
         own = cls(text)
         own.flag, own.target = flag, target
         return own
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Any:
         """Call the object; what it raises is reported with setting, object and line."""
         try:
             return self.target(*arguments)
@@ -111,7 +111,7 @@ class OwnObject(str):
 
 
 def own_object(
-    flag: str, given: Any, names: Iterable[str], form: str, num_arguments: int = 1, row: type[Any] = OwnObject
+    flag: str, given: object, names: Iterable[str], form: str, num_arguments: int = 1, row: type[Any] = OwnObject
 ) -> OwnObject:
     """An object of the user's own: given itself, or by its path.
 
@@ -140,7 +140,7 @@ def own_object(
     return OwnObject.of(flag, target, text)
 
 
-def make_own(setting: str, target: Any) -> Any:
+def make_own(setting: str, target: object) -> Any:
     """The object itself; a class is called without arguments."""
     if not isinstance(target, type):
         return target
@@ -153,7 +153,7 @@ def make_own(setting: str, target: Any) -> Any:
         ) from error
 
 
-def check_call(setting: str, function: Any, form: str, /, *arguments: Any, **named: Any) -> None:
+def check_call(setting: str, function: Any, form: str, /, *arguments: object, **named: object) -> None:
     """Refuse a function that cannot be called with these arguments, of any values; `form` says what to name."""
     try:
         signature = inspect.signature(function)
@@ -167,7 +167,7 @@ def check_call(setting: str, function: Any, form: str, /, *arguments: Any, **nam
         ) from error
 
 
-def path_of(target: Any) -> str:
+def path_of(target: object) -> str:
     """The path of a function; with what tells it from others where no path leads to it: arguments, or its `repr`.
 
     >>> path_of(functools.partial(difflib.get_close_matches, n=1))

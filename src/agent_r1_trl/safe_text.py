@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+from agent_r1_trl.patterns import PatternTimeoutError, TimedPattern, warn_once
 from agent_r1_trl.settings import Expression, SettingsGroup, Texts, setting
 
 SECRET_NAMES = (
@@ -27,6 +28,27 @@ SECRET_NAMES = (
     r"passwords?|passwd|passphrase|credentials?|auth[_\-]?tokens?|access[_\-]?tokens?)$|(?<!bos)(?<!eos)(?<!pad)(?<!unk)[_\-]token$"
 )
 """Names under which secrets stand, whatever their case: of environment variables, columns and arguments."""
+SCHEMA_WORDS = frozenset(
+    [
+        "type",
+        "title",
+        "description",
+        "format",
+        "pattern",
+        "minLength",
+        "maxLength",
+        "nullable",
+        "default",
+        "const",
+        "deprecated",
+        "examples",
+        "writeOnly",
+        "anyOf",
+        "oneOf",
+        "allOf",
+    ]
+)
+"""Keys of a JSON schema that describes a text."""
 MIN_SECRET_LENGTH = 6
 """Shorter values are not masked: they would be found everywhere."""
 MAX_KNOWN_VALUES = 10_000
@@ -60,18 +82,18 @@ def shown(text: str) -> str:
     return visible(mask(text))
 
 
-def shown_all(item: Any) -> Any:
+def shown_all(item: object) -> Any:
     """A copy of nested dicts and lists with every text as `shown`."""
     mask = _rules.masker()
     return map_texts(lambda text: visible(mask(text)), item)
 
 
-def whole(item: Any) -> Any:
+def whole(item: object) -> Any:
     """A copy of nested dicts and lists whose texts can be written as UTF-8: without lone surrogates."""
     return map_texts(lambda text: text.encode("utf-8", "replace").decode("utf-8"), item)
 
 
-def map_texts(function: Callable[[str], str], item: Any) -> Any:
+def map_texts(function: Callable[[str], str], item: object) -> Any:
     """A copy of nested dicts and lists with every text, keys included, as the function makes it."""
     if isinstance(item, str):
         return function(item)
@@ -123,19 +145,23 @@ SECRETS_HELP = "What is masked as a secret: a mapping, such as {names: '_(key|pi
 
 
 class SecretRules:
-    """What counts as a secret: see `SecretSettings`."""
+    """The definition of a secret: see `SecretSettings`."""
 
     def __init__(self, names: str = SECRET_NAMES, patterns: Sequence[str] = ()) -> None:
-        self.names = re.compile(names, re.IGNORECASE)
-        self.patterns = [re.compile(pattern, re.IGNORECASE) for pattern in patterns]
+        self.names = TimedPattern(names, ignore_case=True)
+        self.patterns = [TimedPattern(pattern, ignore_case=True) for pattern in patterns]
         self.noted: dict[str, str] = {}
         """Value -> name, of rows."""
 
-    def is_secret(self, name: Any) -> bool:
+    def is_secret(self, name: object) -> bool:
         """Whether a value under this name is a secret."""
-        return isinstance(name, str) and self.names.search(name) is not None
+        try:
+            return isinstance(name, str) and self.names.search(name) is not None
+        except PatternTimeoutError as error:
+            warn_once(error, "secrets.names")
+            return True
 
-    def note(self, values: Any) -> None:
+    def note(self, values: object) -> None:
         """Remember what stands under secret names in a row, so that it is masked wherever it turns up."""
         for value, name in self.values_in(values).items():
             if len(self.noted) < MAX_KNOWN_VALUES:
@@ -144,6 +170,9 @@ class SecretRules:
     def values_in(self, item: Any, name: str = "") -> dict[str, str]:
         """Secret values in nested dicts and lists, each with its name."""
         if isinstance(item, Mapping):
+            if name and _is_schema(item):
+                # An argument called `password` of a tool: words such as "string" are no secrets.
+                return self.values_in([item.get("default"), item.get("const")], name)
             parts = [(value, str(key) if self.is_secret(key) else name) for key, value in item.items()]
         elif isinstance(item, list | tuple):
             parts = [(value, name) for value in item]
@@ -161,7 +190,7 @@ class SecretRules:
         }
 
     def masker(self, extra: Mapping[str, str] | None = None) -> Callable[[str], str]:
-        """What replaces every secret that is known now, and every value of `extra`, in a text by its name.
+        """A function that replaces every secret known now, and every value of `extra`, in a text by its name.
 
         The environment is read once: reading it for each text of a rollout took longer than the masking.
         """
@@ -169,8 +198,12 @@ class SecretRules:
 
         def mask(text: str) -> str:
             text = _masked(_masked(text, known), extra)
-            for pattern in self.patterns:
-                text = pattern.sub("[secret]", text)
+            try:
+                for pattern in self.patterns:
+                    text = pattern.sub("[secret]", text)
+            except PatternTimeoutError as error:
+                warn_once(error, "secrets.patterns")
+                return "[secret: secrets.patterns took too long on this text]"
             return text
 
         return mask
@@ -179,7 +212,7 @@ class SecretRules:
         """The text with every secret, and every value of `extra`, replaced by its name."""
         return self.masker(extra)(text)
 
-    def mask_all(self, item: Any, extra: Mapping[str, str] | None = None) -> Any:
+    def mask_all(self, item: object, extra: Mapping[str, str] | None = None) -> Any:
         """A copy of nested dicts and lists with every secret in their texts masked."""
         return map_texts(self.masker(extra), item)
 
@@ -187,6 +220,11 @@ class SecretRules:
     def is_idle(self) -> bool:
         """Whether nothing is known that could be masked."""
         return not (self.patterns or self.known_values())
+
+
+def _is_schema(item: Mapping[Any, Any]) -> bool:
+    """Whether a mapping describes a text instead of holding one."""
+    return bool(item.keys() & {"type", "anyOf", "oneOf", "allOf"}) and set(item) <= SCHEMA_WORDS
 
 
 def _masked(text: str, named: Mapping[str, str]) -> str:
@@ -222,7 +260,7 @@ def set_rules(names: str = SECRET_NAMES, patterns: Sequence[str] | None = None) 
 # -------------------------------------------------------------------- JSON
 
 
-def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
+def dump_json(value: object, *, ensure_ascii: bool = False) -> str:
     """Compact JSON that can always be written as UTF-8.
 
     An environment may put anything into `info`. What JSON cannot hold is converted (numpy and torch values, sets) or
@@ -240,7 +278,7 @@ def dump_json(value: Any, *, ensure_ascii: bool = False) -> str:
     return text
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return sorted(value, key=repr) if isinstance(value, set | frozenset) else repr(value)

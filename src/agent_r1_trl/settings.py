@@ -15,16 +15,16 @@ import functools
 import json
 import math
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args, get_type_hints
 
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.patterns import TimedPattern
 
 
-def setting(default: Any, help: str, **more: Any) -> Any:
+def setting(default: object, help: str, **more: object) -> Any:
     """A field of a dataclass with its default and its text for `--help`; `more`: its `aliases` and `choices` there."""
     return field(default=default, metadata={"help": help, **more})
 
@@ -38,7 +38,7 @@ class Rule:
     def __init__(self, words: str, takes: Callable[[Any], bool], *, is_list: bool = False) -> None:
         self._words, self._takes, self.is_list = words, takes, is_list
 
-    def accepts(self, value: Any) -> bool:
+    def accepts(self, value: object) -> bool:
         """Whether it takes this value."""
         is_list = not self.is_list or (isinstance(value, list | tuple) and len(value) > 0)
         return is_list and self._takes(value)
@@ -67,7 +67,7 @@ class Number(Rule):
     """
 
     def __init__(self, *, may_be_infinite: bool = False, **bounds: float) -> None:
-        def takes(value: Any) -> bool:
+        def takes(value: object) -> bool:
             if not isinstance(value, int | float) or isinstance(value, bool):
                 return False
             is_known = math.isfinite(value) or (may_be_infinite and not math.isnan(value))
@@ -127,8 +127,8 @@ class Expression(Rule):
     def __init__(self) -> None:
         def takes(value: Any) -> bool:
             try:
-                return re.search(value, "") is None
-            except (re.error, TypeError):
+                return TimedPattern(value).search("") is None
+            except (ValueError, TypeError):
                 return False
 
         super().__init__("one regular expression that does not match empty text ('(?!)' matches nothing)", takes)
@@ -153,7 +153,7 @@ Flag = Annotated[bool, Switch()]
 Words = Annotated[str, Text()]
 
 
-def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None:
+def check_settings(config: object, others: Mapping[str, Any] | None = None) -> None:
     """Read every field of a dataclass that is a group, and check every one that has a rule.
 
     Args:
@@ -168,18 +168,18 @@ def check_settings(config: Any, others: Mapping[str, Any] | None = None) -> None
         check_value(name, getattr(config, name), annotation)
 
 
-def check_value(name: str, value: Any, annotation: Any) -> None:
+def check_value(name: str, value: object, annotation: object) -> None:
     """Check one value by an annotation such as `Count | None`."""
     _check(name, value, _rule_of(annotation))
 
 
-def check_rules(owner: Any, rules: Mapping[str, tuple[Rule, bool]], prefix: str = "") -> None:
+def check_rules(owner: object, rules: Mapping[str, tuple[Rule, bool]], prefix: str = "") -> None:
     """Check attributes of an object by `rules_of` its class; messages name them with the prefix."""
     for name, rule in rules.items():
         _check(prefix + name, getattr(owner, name), rule)
 
 
-def _check(name: str, value: Any, found: tuple[Rule | None, bool]) -> None:
+def _check(name: str, value: object, found: tuple[Rule | None, bool]) -> None:
     rule, is_optional = found
     if rule is not None and not rule.accepts(value) and not (value is None and is_optional):
         none = ", or None" if is_optional else ""
@@ -187,7 +187,7 @@ def _check(name: str, value: Any, found: tuple[Rule | None, bool]) -> None:
 
 
 @functools.cache
-def rules_of(kind: Any) -> dict[str, tuple[Rule, bool]]:
+def rules_of(kind: type) -> dict[str, tuple[Rule, bool]]:
     """Field of a dataclass -> its rule, and whether it may be None as well; of the fields that have one.
 
     A field that is declared again without a rule keeps the one it had.
@@ -202,19 +202,19 @@ def rules_of(kind: Any) -> dict[str, tuple[Rule, bool]]:
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def _members(annotation: object) -> tuple[Any, ...]:
     return (annotation,) if hasattr(annotation, "__metadata__") else get_args(annotation)
 
 
-def _notes(annotation: Any) -> list[Any]:
+def _notes(annotation: object) -> list[Any]:
     return [note for member in _members(annotation) for note in getattr(member, "__metadata__", ())]
 
 
-def _rule_of(annotation: Any) -> tuple[Rule | None, bool]:
+def _rule_of(annotation: object) -> tuple[Rule | None, bool]:
     rules = (note for note in _notes(annotation) if isinstance(note, Rule))
     return next(rules, None), NoneType in _members(annotation)
 
@@ -274,14 +274,14 @@ class SettingsGroup:
 
 
 @functools.cache
-def groups_of(kind: Any) -> dict[str, type[SettingsGroup]]:
+def groups_of(kind: type) -> dict[str, type[SettingsGroup]]:
     """Field of a dataclass -> the group that its annotation names, `Annotated[..., EchoSettings]`."""
     hints = {name: hint for parent in reversed(kind.__mro__) for name, hint in _hints(parent).items()}
     found = {name: [note for note in _notes(hint) if isinstance(note, type)] for name, hint in hints.items()}
     return {name: notes[0] for name, notes in found.items() if notes and issubclass(notes[0], SettingsGroup)}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A group as the mapping of what differs from its defaults; for nothing None, or True if it may be off."""
     if not isinstance(value, SettingsGroup):
         return value
@@ -290,7 +290,7 @@ def plain(value: Any) -> Any:
     return given or (True if value.may_be_off else None)
 
 
-def plain_value(config: Any, name: str) -> Any:
+def plain_value(config: object, name: str) -> Any:
     """A setting as users write it; of the key of a group, `echo.patience`, None where the group is off."""
     group, _, key = name.rpartition(".")
     if not group:
@@ -311,12 +311,12 @@ class Need(NamedTuple):
     """Other setting -> the values with which they are read (of a list: one of its elements); None: any but the
     default. One of the others is enough."""
 
-    def is_met(self, config: Any) -> bool:
+    def is_met(self, config: object) -> bool:
         """Whether the settings are read."""
         return any(_has(config, other, values) for other, values in self.beside.items())
 
 
-def _has(config: Any, name: str, values: tuple[Any, ...] | None) -> bool:
+def _has(config: object, name: str, values: tuple[Any, ...] | None) -> bool:
     found = plain_value(config, name)
     if values is None:
         return bool(found not in (None, default_of(config, name)))
@@ -337,7 +337,7 @@ class Clash(NamedTuple):
     def of(cls, when: Mapping[str, tuple[Any, ...] | None], text: str, holds: Callable[[Any], Any] = bool) -> Clash:
         """One of values, as in `Need.beside` (of each setting; an empty tuple: any), and of what `holds` besides."""
 
-        def all_hold(c: Any) -> Any:
+        def all_hold(c: object) -> Any:
             return all(values == () or _has(c, name, values) for name, values in when.items()) and holds(c)
 
         return cls(" ".join(when), all_hold, text)
@@ -349,7 +349,7 @@ def refuse(problems: Iterable[str]) -> None:
         raise ValueError(problem)
 
 
-def find_clashes(config: Any, clashes: Iterable[Clash]) -> Iterator[str]:
+def find_clashes(config: object, clashes: Iterable[Clash]) -> Iterator[str]:
     """The rows of a table that hold, in words."""
     for clash in clashes:
         if clash.holds(config):
@@ -358,7 +358,7 @@ def find_clashes(config: Any, clashes: Iterable[Clash]) -> Iterator[str]:
             yield f"{first}{beside}: {clash.text.format(c=config)}"
 
 
-def find_unread(config: Any, needs: Iterable[Need], is_waiting: Callable[[str], bool] = lambda name: False) -> str:
+def find_unread(config: object, needs: Iterable[Need], is_waiting: Callable[[str], bool] = lambda name: False) -> str:
     """The settings that have another value than their default, which no row of a table has read; "" for none.
 
     Those that are `is_waiting` may stand there without effect.
@@ -387,7 +387,7 @@ def find_unread(config: Any, needs: Iterable[Need], is_waiting: Callable[[str], 
     return " ".join(problems)
 
 
-def shown(config: Any, name: str) -> str:
+def shown(config: object, name: str) -> str:
     """A setting and its value, as in `beta=0.0`."""
     value = plain_value(config, name)
     return f"{name}={getattr(value, 'value', value)!r:.200}"  # of an enumeration, what users write

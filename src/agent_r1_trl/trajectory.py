@@ -37,12 +37,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.tool_results import ToolCall as ToolCall
 from agent_r1_trl.tool_results import ToolErrorKind as ToolErrorKind
+from agent_r1_trl.tool_results import ToolFault as ToolFault
 from agent_r1_trl.tool_results import ToolResult as ToolResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(kw_only=True)
@@ -171,7 +175,7 @@ class Turn:
     observations: list[Message] = field(default_factory=list)
     """Messages that the environment answered with (empty if the trajectory ended here)."""
     next_context: list[Message] | None = None
-    """What the environment said the next context is, where a context policy was there to read it."""
+    """The environment's own next context, where a context policy was there to read it."""
     tool_results: list[ToolResult] = field(default_factory=list)
     """One per call, in the order of the calls."""
     reward: float = 0.0
@@ -188,6 +192,8 @@ class Turn:
     """Seconds spent in the environment (tools included)."""
     rendered: dict[str, str] = field(default_factory=dict)
     """The state after the turn, for readers of the record: `text`, `svg`, `error` (see `Environment`)."""
+    seat: str | None = None
+    """Whose turn it is, where an agent has named seats with rewards of their own."""
     summary_request: Message | None = None
     """The user message that asked for a summary, before which it stands; None for a turn that the environment got."""
 
@@ -229,6 +235,9 @@ class Trajectory:
     """Reward of the finished trajectory, counted once."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The outcome reward by source; sums to `outcome_reward` unless empty."""
+    seat_rewards: dict[str, float] = field(default_factory=dict)
+    """The outcome reward of each seat, whose mean is in `outcome_reward`; empty where all turns share that one.
+    Whatever is added to `outcome_reward` later (by reward functions, as a penalty) counts for each seat."""
     is_scored: bool = True
     """Whether anything scored the trajectory; one that nothing scored is not in the baseline."""
     example_id: str = ""
@@ -265,7 +274,7 @@ class Trajectory:
             raise ValueError(f"Trajectory: {problem}")
 
     def _find_problem(self) -> str | None:
-        """What contradicts itself."""
+        """Contradictions, in words."""
         num_tokens = len(self.completion_ids)
         for name in ("action_mask", "logprobs", "turn_ids", "authors"):
             if (length := len(getattr(self, name))) != num_tokens:
@@ -358,6 +367,13 @@ class Trajectory:
         """R_i: turn rewards + outcome reward."""
         return self.process_reward + self.outcome_reward
 
+    def outcome_of(self, seat: str | None) -> float:
+        """The outcome reward of a seat's turns."""
+        if seat not in self.seat_rewards:
+            return self.outcome_reward
+        mean = math.fsum(self.seat_rewards.values()) / len(self.seat_rewards)
+        return self.seat_rewards[seat] + (self.outcome_reward - mean)
+
     def token_rewards(
         self, *, turn_rewards: Sequence[float] | None = None, outcome: float | None = None
     ) -> list[float]:
@@ -434,7 +450,7 @@ class Trajectory:
 
     # ---------------------------------------------------------------- display and JSON
 
-    def show(self, tokenizer: Any, *, width: int | None = None) -> str:
+    def show(self, tokenizer: PreTrainedTokenizerBase | None, *, width: int | None = None) -> str:
         """Render the completion as text whose ANSI colours show the author of each token; pass it to `print`.
 
         Blue: action tokens. Orange: environment text. Grey: template glue.

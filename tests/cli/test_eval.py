@@ -14,7 +14,7 @@ import pytest
 from agent_r1_trl.cli import main, train
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.cli.eval import read_arguments
-from agent_r1_trl.features.serve.command_arguments import read_conversation_arguments
+from agent_r1_trl.features.serve.command_agent import read_conversation_arguments
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from tests.recording.examples import two_turns
 

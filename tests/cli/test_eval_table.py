@@ -109,8 +109,8 @@ def test_attempts_and_tags_add_columns_and_lines(recipe, capsys):
 
 
 def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, refusal, capsys):
-    flags = ["--config", search_recipe, "--model", other_model, "--baselines", "closed_book"]
-    assert main(["eval", *flags]) == 0
+    flags = ["--config", search_recipe, "--model", other_model]
+    assert main(["eval", *flags, "--baselines", "closed_book"]) == 0
     assert main(["eval", *flags, "--baselines", "closed_book", "naive_rag", "--output_dir", "more"]) == 0
     capsys.readouterr()
     assert main(["eval", "compare", "scores", "more", "--metric", "exact_match", "turns"]) == 0
@@ -127,7 +127,8 @@ def test_two_evaluations_are_compared_row_by_row(search_recipe, other_model, ref
     assert listed == [[name, "1.000", "2.000"] for name in ("test0", "test1")]
     assert main(["eval", "compare", *both, "lower"]) == 0 and "0 of 2 examples" in capsys.readouterr().out
     assert "--list: invalid choice: 'most'" in refusal("eval", "compare", *both, "most")
-    assert main(["eval", *flags, "--num_examples", "1", "--output_dir", "one"]) == 0
+    one = [*flags, "--baselines", "closed_book", "--num_examples", "1"]
+    assert main(["eval", *one, "--output_dir", "one"]) == 0
     assert "row 2 is 'test1' in the first and missing in the second" in refusal("eval", "compare", "scores", "one")
     page = ["view", "scores/test/model", "--html", "both.html", "--against"]
     assert main([*page, "more/test/closed_book"]) == 0

@@ -39,9 +39,9 @@ class Policy:
 
 
 class Sampler:
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+    async def generate(self, request):
         SEEN["generator"] += 1
-        ids = prompt_ids[:3]
+        ids = request.prompt_ids[:3]
         return Generation(token_ids=ids, logprobs=[-1.0] * len(ids), stop="length")
 
 
@@ -97,7 +97,7 @@ class NeedsMore:
 
 
 class Wrong:
-    async def generate(self, prompt):
+    async def generate(self, request, more):
         return None
 
 
@@ -138,7 +138,7 @@ def test_everything_of_ones_own_takes_part_in_one_run_from_one_recipe(own_recipe
 WRONG = {
     "trainer": ("number", "Name a subclass of MultiTurnGRPOTrainer"),
     "callbacks": ("NeedsMore", "cannot be made without arguments: TypeError"),
-    "generator": ("Wrong", r"its generate takes \(prompt\): .* async generate\(prompt_ids"),
+    "generator": ("Wrong", r"its generate takes \(request, more\): .* async generate\(request"),
     "context.policy": ("two", r"takes \(a, b\): missing .*'b'.* ContextView"),
     "advantage_estimator": ("two", r"takes \(a, b\): missing .*'b'.* CreditInputs"),
     "loss_term": ("two", r"takes \(a, b\): too many .* \(inputs, log_probs, mask\)"),

@@ -8,6 +8,7 @@ model is loaded. Not covered: single values (tests/test_settings.py, tests/test_
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
-from agent_r1_trl.cli import main
+from agent_r1_trl.cli import main, train
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
+from agent_r1_trl.cli.parser import RecipeParser
 from agent_r1_trl.cli.recipe import read_value
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.sync import SyncError
+from agent_r1_trl.trainers.config import ModelConfig
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,9 @@ RECIPES = {
     "broken": ("env: [1\n", "bad.yaml .*line 2"),
     "a key twice": ("seed: 1\nseed: 2\n", "bad.yaml .*'seed' .*line 2"),
     "a day that does not exist": ("env_kwargs: {day: 2024-13-45}\n", "bad.yaml .*month"),
+    "UTF-16": ("env: a.B\n".encode("utf-16"), "bad.yaml .*in UTF-16.*Write it in UTF-8"),
+    "UTF-16 without its mark": ("env: a.B\n".encode("utf-16-le"), "bad.yaml .*in UTF-16.*Write it in UTF-8"),
+    "a tab": ("env: a.B\necho:\n\tpatience: 3\n", "bad.yaml .*Line 3 is indented with a tab.*Put blanks"),
     "latin-1": (b"env: caf\xe9\n", "bad.yaml .*utf-8"),
     "misspelt settings": (
         "learning_rat: 1\nnum_generation: 2\n",
@@ -79,6 +85,54 @@ RECIPES = {
     ),
     "a word that is no path": (f"env: MyEnv\n{REST}", "env='MyEnv'"),
     "no model": ("env: search_qa\n", "model_name_or_path=None"),
+    # ---- adapters: without use_peft all weights would be trained, in silence
+    "a rank without an adapter": ("env: a.B\nlora_r: 8\n", "bad.yaml: lora_r=8: .*Set use_peft: true"),
+    "the default rank without one": ("env: a.B\nlora_r: 16\n", "bad.yaml: lora_r=16: .*Set use_peft: true"),
+    "layers without one": (
+        "env: a.B\nlora_target_modules: all-linear\nlora_modules_to_save: [lm_head]\n",
+        "lora_target_modules=\\['all-linear'\\] lora_modules_to_save=.*Set use_peft: true",
+    ),
+    "DoRA without one": ("env: a.B\nuse_dora: true\n", "use_dora=True: .*Set use_peft: true"),
+    "rsLoRA without one": ("env: a.B\nuse_rslora: true\n", "use_rslora=True: .*Set use_peft: true"),
+    "a rank with adapters off": ("env: a.B\nuse_peft: false\nlora_r: 8\n", "lora_r=8: .*Set use_peft: true"),
+    "4 bits without one": (
+        "env: a.B\nload_in_4bit: true\n",
+        "load_in_4bit=True.*use_peft=False: .*nothing would be trained. Set use_peft=True",
+    ),
+    "a switch for LoRA": ("env: a.B\nlora: true\n", "'lora' .*Did you mean 'use_peft'\\?"),
+    "a mapping for LoRA": ("env: a.B\nlora: {r: 8}\n", "'lora' .*Did you mean 'use_peft'\\?"),
+    "LoRA with a verb": ("env: a.B\nuse_lora: true\n", "'use_lora' .*Did you mean 'use_peft'\\?"),
+    "a switch for PEFT": ("env: a.B\npeft: true\n", "'peft' .*Did you mean 'use_peft'\\?"),
+    "PEFT's own name": ("env: a.B\npeft_config: {r: 8}\n", "'peft_config' .*Did you mean 'use_peft'\\?"),
+    "a switch for QLoRA": ("env: a.B\nqlora: true\n", "'qlora' .*mean 'use_peft' with 'load_in_4bit'\\?"),
+    "a rank misspelt": ("env: a.B\nuse_peft: true\nlora_rank: 8\n", "'lora_rank' .*Did you mean 'lora_r'\\?"),
+    # ---- how long
+    "a negative number of steps": ("env: a.B\nmodel_name_or_path: m\nmax_steps: -3\n", "max_steps=-3 must be -1"),
+    "no steps at all": ("env: a.B\nmodel_name_or_path: m\nmax_steps: 0\n", "max_steps=0 must be -1"),
+    "epochs below zero": (f"env: a.B\nnum_train_epochs: -1\n{REST}", "num_train_epochs=-1 must be"),
+    "an adapter times zero": ("env: a.B\nuse_peft: true\nlora_alpha: 0\n", "lora_alpha=0 must be a whole number >= 1"),
+    "a task of another kind": ("env: a.B\nuse_peft: true\nlora_task_type: CAUSL\n", "lora_task_type='CAUSL' must be"),
+    "float16 on a CPU": (f"env: a.B\nfp16: true\nuse_cpu: true\n{REST}", "fp16=True: a CPU .*Set fp16=False"),
+}
+FLAGS = {
+    "LoRA": (["--lora"], "--lora: .*Did you mean 'use_peft'\\?"),
+    "a key of LoRA": (["--lora.r", "8"], "--lora.r: .*Did you mean 'use_peft'\\?"),
+    "a rank": (["--lora_r", "8"], "The command line: lora_r=8: .*Set use_peft: true"),
+    "the default rank": (["--lora_r", "16"], "The command line: lora_r=16: .*Set use_peft: true"),
+    "a rank, adapters off": (["--lora_r", "16", "--use_peft", "false"], "The command line: lora_r=16: .*use_peft"),
+    "a flag twice": (["--seed", "3", "--seed=4"], "--seed 3 and --seed 4 .*Pass it once"),
+    "the same twice": (["--bf16", "--bf16"], "--bf16 and --bf16 .*Pass it once"),
+    "two names of one": (
+        ["--dataset", "a.jsonl", "--dataset_name", "b.jsonl"],
+        "--dataset a.jsonl and --dataset_name",
+    ),
+    "with a dash": (["--max-steps", "3", "--max_steps", "4"], "--max-steps 3 and --max_steps 4"),
+    "on and off": (["--shuffle_dataset", "--no_shuffle_dataset"], "--shuffle_dataset and --no_shuffle_dataset"),
+    "an en dash": (["\u2013beta", "0.1"], r"'\u2013beta' begins with a typographic dash \(U\+2013\).*hyphens: --beta"),
+    "an em dash": (["\u2014beta=0.1"], r"U\+2014.*hyphens: --beta\."),
+    "one of two hyphens": (["-\u2010seed", "3"], r"U\+2010.*hyphens: --seed"),
+    "a dash behind a value": (["--seed", "3", "\u2212\u2212beta", "0.1"], r"U\+2212.*hyphens: --beta"),
+    "a key twice": (["--echo.patience", "3", "--echo.patience", "4"], "--echo.patience 3 and --echo.patience 4"),
 }
 
 
@@ -87,6 +141,33 @@ def test_a_recipe_with_a_mistake_is_refused(refusal, text, names, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert re.search(names, message := refusal("train", "--config", "bad.yaml")), message
+
+
+@pytest.mark.parametrize(("flags", "names"), FLAGS.values(), ids=FLAGS.keys())
+def test_a_command_line_with_a_mistake_is_refused(refusal, flags, names):
+    assert re.search(names, message := refusal("train", "--env", "a.B", *flags)), message
+
+
+def test_an_option_given_twice_is_refused_by_the_commands_without_recipes_too(refusal, tmp_path):
+    assert "--num is given twice" in refusal("view", tmp_path, "--num", "3", "--num=4")
+    assert "two hyphens: --num" in refusal("view", tmp_path, "\u2013num", "3")
+    assert "--output_dir is given twice" in refusal("merge", "m", "--output_dir", "a", "--output_dir", "b")
+
+
+def test_a_recipe_that_says_use_peft_false_may_hold_the_defaults_of_adapters(tmp_path):
+    parser = RecipeParser((ModelConfig,), command="train")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("use_peft: false\nlora_r: 16\nlora_dropout: 0.0\nuse_dora: false\n")
+    (config,) = parser.parse(["--config", str(path)])
+    assert not config.use_peft
+    (config,) = parser.parse(["--config", str(path), "--use_peft", "--lora_r", "8"])
+    assert (config.use_peft, config.lora_r) == (True, 8)
+
+
+def test_a_script_that_describes_an_adapter_without_use_peft_is_refused():
+    with pytest.raises(ValueError, match=r"lora_alpha=64 use_dora=True: .*Set use_peft: true"):
+        ModelConfig(lora_alpha=64, use_dora=True)
+    assert ModelConfig(lora_alpha=64, use_dora=True, use_peft=True).lora_alpha == 64
 
 
 def test_what_yaml_takes_for_text_or_for_a_switch_is_read_as_the_field_has_it():
@@ -223,15 +304,41 @@ TRAIN = {
     "a folder without a checkpoint": ({"resume_from_checkpoint": "runs"}, "resume_from_checkpoint='runs'"),
     "a file for a folder": ({"output_dir": "task.py"}, "output_dir='task.py'"),
     "a folder under a file": ({"output_dir": "task.py/out"}, "output_dir='task.py/out'"),
+    "weights cut off": ({"model_name_or_path": "cut"}, "model_name_or_path='cut': a file of weights is damaged"),
+    "a page in place of weights": ({"model_name_or_path": "page"}, "model_name_or_path='page': a file of weights is"),
+    "a folder with a null byte": ({"output_dir": "a\0b"}, "output_dir='a.x00b': cannot be made .*null byte"),
+    "no name for the folder": ({"output_dir": ""}, "output_dir='' must be a text that is not empty"),
     "a folder nobody may make": ({"output_dir": "/proc/out"}, "output_dir='/proc/out'"),
     # What transformers, PEFT and TRL refuse gets a fix from us.
     "groups that do not fill a batch": ({"num_generations": 3}, "num_generations .*Fix: .*per_device_train"),
-    "layers that are not there": ({"use_peft": True, "lora_target_modules": ["nope"]}, "nope.*set lora_target"),
+    "layers that are not there": (  # named before the model, which is damaged
+        {"use_peft": True, "lora_target_modules": ["nope"], "model_name_or_path": "cut"},
+        "lora_target_modules='nope': 'nope' is no module.*Set lora_target_modules to .*'q_proj', 'k_proj'",
+    ),
+    "one layer of two misspelt": (
+        {"use_peft": True, "lora_target_modules": ["q_proj", "v_porj"], "model_name_or_path": "cut"},
+        "'v_porj' is no module.*Did you mean 'v_proj'\\?",
+    ),
+    "a layer to save that is not there": (
+        {"use_peft": True, "lora_modules_to_save": ["lm_haed"], "model_name_or_path": "cut"},
+        "lora_modules_to_save='lm_haed'|lora_modules_to_save=.*'lm_haed' is no module.*Did you mean 'lm_head'\\?",
+    ),
+    "a pattern of layers that matches none": (
+        {"use_peft": True, "lora_target_modules": ["model[.]decoder[.].*"], "model_name_or_path": "cut"},
+        "'model\\[.\\]decoder.*is no module",
+    ),
     "attention that is not installed": (
         {"attn_implementation": "flash_attention_2"},
         "FlashAttention2.*attn_implementation: sdpa",
     ),
-    "a tracker that does not exist": ({"report_to": "wandbb"}, "wandbb.*set report_to"),
+    "a tracker that does not exist": (  # named before the model, which is damaged
+        {"report_to": "wandbb", "model_name_or_path": "cut"},
+        "report_to='wandbb': no such tracker. Did you mean 'wandb'\\? Set report_to",
+    ),
+    "a tracker that is not installed": (
+        {"report_to": ["codecarbon"], "model_name_or_path": "cut"},
+        "report_to='codecarbon': its package is not installed. Install it \\(pip install codecarbon",
+    ),
     "DeepSpeed without a launcher": ({"deepspeed": "ds.json"}, "deepspeed='ds.json'.*Start .*torchrun"),
     "DeepSpeed without a batch size": (
         {"deepspeed": "ds_none.json"},
@@ -291,8 +398,11 @@ EVAL = {
     ),
     # a hosted model
     "no name of the hosted model": (["RECIPE", *HOSTED[:2]], "--model: not set"),
-    "no address": (["RECIPE", *HOSTED, "--endpoint", "localhost:1"], "endpoint='localhost:1': it must"),
-    "a secret in the address": (["RECIPE", *HOSTED, "--endpoint", "http://me:geheim@a/v1"], "endpoint=(?!.*geheim)"),
+    "no address": (["RECIPE", *HOSTED[2:], "--endpoint", "localhost:1"], "endpoint='localhost:1': it must"),
+    "a secret in the address": (
+        ["RECIPE", *HOSTED[2:], "--endpoint", "http://me:geheim@a/v1"],
+        "endpoint=(?!.*geheim)",
+    ),
     "no such variable": (["RECIPE", *HOSTED, "--api_key_env", "NO_SUCH_KEY"], "api_key_env='NO_SUCH_KEY'"),
     "a key without an endpoint": (["RECIPE", "--api_key_env", "HOME"], "api_key_env='HOME' has no effect"),
     "options without an endpoint": (["RECIPE", "--endpoint_options", "{a: 1}"], "endpoint_options=.*no effect"),
@@ -326,6 +436,10 @@ def write_files(folder: Path, model: Path) -> None:
         shutil.copytree(model, folder / name)
         (folder / name / "model.safetensors").unlink()
     (folder / "broken" / "config.json").write_text("{nonsense")
+    weights = (model / "model.safetensors").read_bytes()
+    for name, content in {"cut": weights[: len(weights) // 2], "page": b"<!DOCTYPE html>" * 9}.items():
+        shutil.copytree(model, folder / name)
+        (folder / name / "model.safetensors").write_bytes(content)
 
 
 @pytest.mark.parametrize(("settings", "names"), TRAIN.values(), ids=TRAIN.keys())
@@ -333,6 +447,31 @@ def test_a_mistake_ends_train_before_it_starts(recipe, refusal, model_folder, se
     path = recipe(**settings)
     write_files(Path(path).parent, model_folder)
     assert re.search(names, message := refusal("train", "--config", path)), message
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_an_output_folder_below_one_that_may_not_be_entered_is_named(recipe, refusal, monkeypatch, resume):
+    path = recipe(output_dir="locked/out", resume_from_checkpoint=str(resume).lower())
+    Path("locked").mkdir()
+    uid = os.geteuid()
+
+    def without_rights(function):
+        def call(*arguments):
+            os.chmod("locked", 0)
+            if uid == 0:  # root may enter every folder
+                os.seteuid(65534)
+            try:
+                return function(*arguments)
+            finally:
+                os.seteuid(uid)
+                os.chmod("locked", 0o700)
+
+        return call
+
+    for name in ("_checkpoint", "_prepare_folder"):
+        monkeypatch.setattr(train, name, without_rights(getattr(train, name)))
+    message = refusal("train", "--config", path)
+    assert message.startswith("output_dir='locked/out': cannot be looked into (Permission denied)"), message
 
 
 @pytest.mark.parametrize(("flags", "names"), EVAL.values(), ids=EVAL.keys())

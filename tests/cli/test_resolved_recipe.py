@@ -58,7 +58,8 @@ def test_the_recipe_of_a_run_holds_facts_and_arguments_no_secrets_and_what_is_na
 
 @pytest.mark.parametrize("trainer", ["grpo", "ppo"])
 def test_every_setting_survives(recipe, trainer):
-    path = recipe(trainer=trainer, report_to=["tensorboard"], lr_scheduler_kwargs={"num_cycles": 2}, bf16=None)
+    schedule = {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}}
+    path = recipe(trainer=trainer, report_to=["tensorboard"], bf16=None, **schedule)
     made = read_arguments(["--config", path])
     settings = made[0].settings
     write_resolved_recipe(settings, [type(item) for item in made], None, {}, ".")
@@ -69,6 +70,21 @@ def test_every_setting_survives(recipe, trainer):
         name: value for name, value in settings.items() if name != "config"
     }
     assert [type(item) for item in made_again] == [type(item) for item in made]
+
+
+def test_the_importance_ratio_of_a_run_survives(recipe):
+    """Its default depends on `overlap_rollout`; what the run had is written, and what a user chose stands."""
+    for options, expected in (
+        ({}, ("token_truncate", 2.0)),
+        ({"vllm_importance_sampling_mode": "sequence_mask"}, ("sequence_mask", 3.0)),
+    ):
+        path = recipe(use_vllm=True, overlap_rollout=True, vllm_mode="server", **options)
+        made = read_arguments(["--config", path])
+        write_resolved_recipe(made[0].settings, [type(item) for item in made], None, {}, ".")
+        kept = yaml.safe_load(Path("recipe.yaml").read_text())
+        assert (kept["vllm_importance_sampling_mode"], kept["vllm_importance_sampling_clip_max"]) == expected
+        args = read_arguments(["--config", "recipe.yaml"])[1]
+        assert (args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_max) == expected
 
 
 def test_a_number_without_a_point_is_one_in_every_mapping(recipe):

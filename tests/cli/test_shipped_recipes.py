@@ -99,7 +99,7 @@ def test_a_file_of_ones_own_at_the_place_of_a_shipped_one_is_taken(tmp_path, mon
     assert found_paths(shipped) == shipped
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_wheel_holds_the_recipes_and_one_runs_by_name(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
     source = tmp_path / "source"  # setuptools writes build/ beside what it builds

@@ -10,8 +10,7 @@ import pytest
 
 from tests.cli.terminals import Terminal
 from tests.cli.test_exit_codes import HANGING
-
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+from tests.effort import for_release
 
 
 def until(done, shown, process):
@@ -33,7 +32,8 @@ def hanging(recipe, request):
         shown = Terminal(80)
         request.addfinalizer(shown.close)
         command = [sys.executable, "-m", "agent_r1_trl.cli", name, "--config", path, "--env", "task.py:HangingEnv"]
-        process = shown.start(command, env=ENVIRONMENT | {"TERM": "xterm-256color"}, start_new_session=True)
+        ours = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+        process = shown.start(command, env=ours | {"TERM": "xterm-256color"}, start_new_session=True)
         request.addfinalizer(process.kill)
         text = f"  rollout 0 of {wanted} done, {wanted} waiting for environment step, longest "
         until(lambda: any(text in line for line in shown.lines()), shown, process)
@@ -43,7 +43,7 @@ def hanging(recipe, request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, *for_release(signal.SIGKILL)])
 def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(hanging, signum):
     shown, process = hanging("train", 4, max_steps=1, failures={"save_on_signal": False})
     assert shown.block()[0].split() == ["step", "reward", "success", "entropy", "turns", "failed", "taught", "s/step"]
@@ -59,7 +59,7 @@ def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(hanging
     assert shown.screen.cursor.y == len(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_evaluation_says_what_it_waits_for(hanging):
     shown, process = hanging("eval", 2)
     Path("hang").unlink()

@@ -114,7 +114,7 @@ atexit.register(lambda: was_there.write_text(str(dist.is_initialized())))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_ranks_leave_no_process_group_behind(recipe):
     path = recipe(max_steps=1, eval_dataset_name=None)
     task = Path("task.py")

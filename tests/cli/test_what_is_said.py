@@ -96,7 +96,7 @@ ROWS = {
 
 
 MARKS = {
-    "rate x100": pytest.mark.slow, "reward function returns no number": pytest.mark.matrix,
+    "rate x100": pytest.mark.release, "reward function returns no number": pytest.mark.matrix,
     "judge down": pytest.mark.matrix, "tool too slow": pytest.mark.matrix,
 }  # fmt: skip
 

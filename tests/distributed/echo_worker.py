@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import PartialState
@@ -58,9 +59,9 @@ class Sampling:
         self.script = script
         self.policy = None
 
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
-        await self.policy.generate(prompt_ids, max_tokens=2, seed=seed, params=params)
-        return await self.script.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+    async def generate(self, request):
+        await self.policy.generate(replace(request, max_tokens=2))
+        return await self.script.generate(request)
 
 
 def turns_of(num_calls):

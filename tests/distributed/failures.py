@@ -129,8 +129,8 @@ def evaluation(folder):
     trainer, seeds = trainer_of(folder, NumberEnv), []
     take = trainer.evaluation.__class__.take
 
-    def watched(self, trajectories, *, rank):
-        own = take(self, trajectories, rank=rank)
+    def watched(self, trajectories, *, rank, **others):
+        own = take(self, trajectories, rank=rank, **others)
         seeds.extend((item.example_id, item.seed) for item in own)
         return own
 

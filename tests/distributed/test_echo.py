@@ -10,7 +10,7 @@ from tests.distributed.echo_worker import NUM_CALLS, NUM_ROLLOUTS, NUM_ROWS
 from tests.distributed.launch import launch
 from tests.effort import short
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.mark.parametrize("kind", short(NUM_ROLLOUTS, "ddp"))

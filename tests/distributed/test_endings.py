@@ -11,7 +11,6 @@ import pytest
 from tests.distributed import endings
 from tests.distributed.launch import ROOT, free_port
 
-pytestmark = pytest.mark.slow
 TIMEOUT_S = 90
 
 
@@ -20,6 +19,7 @@ def processes(monkeypatch):
     """`start(function, *arguments)` in a process forked from a server that has imported everything."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'src'}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TESTS_WITHOUT_VLLM", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([endings.__name__, "tests.trainers.helpers"])
     started = []
@@ -66,6 +66,7 @@ def still_open(folder, rank="*"):
     return len(list(folder.glob(f"open-{rank}-*")))
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_saves_a_whole_checkpoint_and_ends_both(end, tmp_path):
     codes, logs, _ = end("signal")
     assert codes == [143, 143], logs
@@ -77,6 +78,7 @@ def test_a_signal_to_one_rank_saves_a_whole_checkpoint_and_ends_both(end, tmp_pa
     assert [(tmp_path / f"finally-{rank}").read_text() for rank in range(2)] == ["77.0"] * 2, "ddp_timeout"
 
 
+@pytest.mark.release
 def test_an_error_of_one_ranks_environment_ends_both_and_is_named_on_both(end, tmp_path):
     codes, logs, apart = end("environment")
     assert codes[1] == 1 and codes[0] in (1, 3), logs
@@ -86,6 +88,7 @@ def test_an_error_of_one_ranks_environment_ends_both_and_is_named_on_both(end, t
     assert still_open(tmp_path) == 0
 
 
+@pytest.mark.release
 def test_an_error_of_one_ranks_reward_function_ends_both_and_is_named_once(end, tmp_path):
     codes, logs, apart = end("reward")
     assert codes == [2, 2], logs
@@ -96,6 +99,7 @@ def test_an_error_of_one_ranks_reward_function_ends_both_and_is_named_once(end, 
     assert still_open(tmp_path) == 0
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("ending", ["disk", "full"])
 def test_a_checkpoint_that_one_rank_cannot_write_ends_both_and_is_none_of_theirs(end, tmp_path, ending):
     codes, logs, apart = end(ending)
@@ -105,6 +109,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_ends_both_and_is_none_of_theirs
     assert not (tmp_path / "run" / "checkpoint-1").exists() and still_open(tmp_path) == 0
 
 
+@pytest.mark.release
 def test_the_survivor_of_a_killed_rank_says_so_closes_everything_and_ends(end, tmp_path):
     codes, logs, apart = end("kill")
     assert codes == [3, -signal.SIGKILL], logs
@@ -113,6 +118,7 @@ def test_the_survivor_of_a_killed_rank_says_so_closes_everything_and_ends(end, t
     assert still_open(tmp_path, rank=0) == 0
 
 
+@pytest.mark.release
 def test_a_rank_hears_signals_while_the_one_that_keeps_the_store_stands_still(processes, tmp_path):
     port = free_port()
     silent, rank = (processes(endings.run_rank, tmp_path, rank, "hang", 2, port) for rank in range(2))
@@ -130,6 +136,7 @@ def test_a_rank_hears_signals_while_the_one_that_keeps_the_store_stands_still(pr
     assert rank.exitcode == 143 and "SIGTERM for the second time" in log.read_text(encoding="utf-8")
 
 
+@pytest.mark.release
 def test_a_second_signal_ends_at_once(processes, tmp_path):
     process = processes(endings.two_signals, tmp_path)
     start = time.monotonic()
@@ -139,6 +146,7 @@ def test_a_second_signal_ends_at_once(processes, tmp_path):
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.release
 def test_a_worker_whose_launcher_was_killed_saves_and_ends(processes, tmp_path):
     launcher = processes(endings.run_under_a_launcher, tmp_path, 0, "hang")
     deadline = time.monotonic() + TIMEOUT_S

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed import failures
 from tests.distributed.launch import launch
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.distributed.four_ranks import CASES, GROUP_SIZE, NUM_RANKS, NUM_STEPS
 from tests.distributed.launch import CONFIGS, launch
 from tests.effort import short
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from tests.distributed import judging
 from tests.distributed.launch import launch
 from tests.judges import judge_server, parts_of, texts_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 def test_a_group_on_two_ranks_is_ranked_once_and_both_learn_the_scores(tmp_path):

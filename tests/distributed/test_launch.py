@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed.launch import launch, remove_build_locks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 def test_a_launch_that_hangs_fails_and_its_processes_are_gone(tmp_path):

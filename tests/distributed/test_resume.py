@@ -15,7 +15,7 @@ from tests.distributed.launch import launch
 from tests.distributed.resume import NUM_STEPS, SAVED_STEP
 from tests.effort import short
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 
 @pytest.fixture(scope="module", params=short(["ddp", "zero3"], "zero3"))

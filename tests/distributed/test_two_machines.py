@@ -21,7 +21,7 @@ from tests.distributed.launch import ROOT
 from tests.distributed.machines import two_machines
 from tests.distributed.vllm_ranks import save_policy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 
 CONFIG = ROOT / "recipes" / "accelerate_configs" / "multi_node.yaml"
 RANKS_PER_MACHINE = 1

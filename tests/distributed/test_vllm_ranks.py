@@ -10,7 +10,7 @@ from tests.distributed.launch import launch
 from tests.distributed.vllm_ranks import CELLS, CELLS_FILE, NUM_STEPS, POLICY_FOLDER, save_policy
 from tests.effort import short
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("policy_server")]
+pytestmark = [pytest.mark.vllm, pytest.mark.release, pytest.mark.xdist_group("policy_server")]
 
 ALWAYS = {"ddp": "grpo-lora-in_process", "zero2": "grpo-full-server", "zero3": "grpo-full-in_process"}
 """One cell per launch."""

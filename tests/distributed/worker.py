@@ -3,6 +3,7 @@
 One launch does it all because a process spends most of its time on imports. Rank 0 writes `OUTPUT_DIR/results.pt`.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ def compute(folder):
     """The results of this process; credit is estimated in bare models, which DeepSpeed does not run."""
     credit_cases = () if "ACCELERATE_USE_DEEPSPEED" in os.environ else agreement.CREDIT_CASES
     runs = {policy: agreement.losses_and_signals(policy, folder) for policy in agreement.POLICIES}
+    gc.collect()
+    gc.freeze()  # what the first training has imported, which each later one would visit twice
     return {
         "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
         "packed": {kind: critics.one_step(kind, "reentrant", folder, **critics.BY_TOKENS) for kind in critics.KINDS},

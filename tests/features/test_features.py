@@ -14,6 +14,7 @@ import torch
 
 from agent_r1_trl import MultiTurnGRPOConfig, RolloutCallback
 from agent_r1_trl.features import FEATURES, feature, has_feature
+from tests import without_vllm
 from tests.effort import short
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 
@@ -70,7 +71,7 @@ def run_without(name, tmp_path):
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "recipes"))
     shutil.rmtree(source / "agent_r1_trl" / "features" / name)
     arguments = [str(source), str(tmp_path / "run"), json.dumps(ASKS.get(name, {})), name]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), str(ROOT), without_vllm.FOLDER])}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
@@ -79,7 +80,7 @@ def run_without(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", short(FEATURES, "journal", "sampling", "echo_trap"))
+@pytest.mark.parametrize("name", short(FEATURES, "journal", release=["sampling", "echo_trap"]))
 def test_without_its_folder_the_rest_is_imported_and_trains_and_it_is_refused_by_name(tmp_path, name):
     found = run_without(name, tmp_path)
     assert not set(FEATURES[name].commands) & set(found["commands"]) and "train" in found["commands"]
@@ -246,16 +247,24 @@ def test_a_callback_that_is_added_later_is_attached_and_found_by_its_name(tmp_pa
         trainer.features["nobody"]
 
 
-def test_without_an_environment_a_rollout_callback_asks_for_our_rollout(tmp_path):
-    """TRL's would not call it."""
-    rewards = {"env": None, "reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
-    plain = make_trainer(tmp_path, script=None, **rewards)
-    assert plain.env_factory is None
+def test_without_an_environment_rollout_callbacks_are_called(tmp_path):
+    turns = []
+
+    class Looks(RolloutCallback):
+        def after_rollout(self, batch):
+            turns.extend(len(item.turns) for item in batch.trajectories)
+
     trainer = make_trainer(
-        tmp_path, callbacks=[diary := Diary()], max_completion_length=8, max_steps=1, script=None, **rewards
+        tmp_path,
+        env=None,
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        script=None,
+        callbacks=[Looks()],
+        max_completion_length=8,
+        max_steps=1,
     )
     trainer.train()
-    assert diary.events == ["attach"] and trainer.env_factory is not None
+    assert turns == [1] * len(trainer.last_trajectories)
 
 
 @pytest.mark.parametrize("answer", [7, torch.tensor(True), "no"])

@@ -132,15 +132,15 @@ def test_split_and_reward_choose(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--sft",), "--sft, --atif: one export has one form"),
-        (("--min_reward", "5"), "no trajectory is recorded there with split=train and min_reward=5.0"),
+        (("--output", "out", "--sft"), "--sft, --atif: one export has one form"),
+        (("--output", "out", "--min_reward", "5"), "is recorded there with split=train and min_reward=5.0"),
         (("--output", "."), "is not empty. Pass a directory that does not exist yet"),
     ],
 )
 def test_mistakes_are_refused(tmp_path, capsys, monkeypatch, arguments, message):
     TrajectoryStore(tmp_path / "run").write(1, [two_turns()])
     monkeypatch.chdir(tmp_path)
-    assert main(["export", "run", "--atif", "--output", "out", *arguments]) == 2
+    assert main(["export", "run", "--atif", *arguments]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

@@ -163,14 +163,14 @@ def test_trl_reads_the_conversations_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("output", "arguments", "message"),
     [
-        ((), "--min_reward: not set"),
-        (("--min_reward", "5"), "(stop 'done', scored, in one context) earned that much. Pass a smaller one if there"),
-        (("--min_reward", "1", "--output", "a.csv"), "must be a new .jsonl file"),
+        ("a.jsonl", (), "--min_reward: not set"),
+        ("a.jsonl", ("--min_reward", "5"), "(stop 'done', scored, in one context) earned that much"),
+        ("a.csv", ("--min_reward", "1"), "must be a new .jsonl file"),
     ],
 )
-def test_mistakes_of_an_export_for_sft_are_refused(run_folder, tmp_path, capsys, arguments, message):
-    assert main(["export", str(run_folder), "--sft", "--output", str(tmp_path / "a.jsonl"), *arguments]) == 2
+def test_mistakes_of_an_export_for_sft_are_refused(run_folder, tmp_path, capsys, output, arguments, message):
+    assert main(["export", str(run_folder), "--sft", "--output", str(tmp_path / output), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "a.jsonl").exists()
+    assert not (tmp_path / output).exists()

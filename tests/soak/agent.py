@@ -240,9 +240,9 @@ def note_samples(generator: Generator, path: Path) -> None:
     original = generator.generate
 
     @functools.wraps(original)
-    async def generate(prompt_ids, **options):
-        generation = await original(prompt_ids, **options)
-        append(path, [prompt_ids, generation.token_ids, generation.logprobs])
+    async def generate(request):
+        generation = await original(request)
+        append(path, [request.prompt_ids, generation.token_ids, generation.logprobs])
         return generation
 
     generator.generate = generate  # type: ignore[method-assign]

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 
 from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.options import HelpPage
 from agent_r1_trl.features import feature, mappings_of
 from agent_r1_trl.generation.endpoint import api_url
 from agent_r1_trl.rollout.limits import RolloutSettings, find_limit_problems
@@ -153,7 +154,7 @@ class TemplateArguments(CommandArguments):
     chat_template_kwargs: dict[str, Any] | str | None = setting(None, "Arguments of the chat template.")
 
     def chat_options(self) -> dict[str, Any]:
-        """What `open_agent` and the doctor take of these."""
+        """The arguments that `open_agent` and the doctor take."""
         names = ("trust_remote_code", "chat_template", "response_template", "chat_template_kwargs")
         return {name: getattr(self, name) or None if "kwargs" in name else getattr(self, name) for name in names}
 
@@ -282,6 +283,15 @@ class EvalArguments(SamplingArguments, TaskArguments):
             self.endpoint = api_url(self.endpoint)
 
 
+HELP = {
+    "eval": HelpPage(
+        "Run a model on data sets and score it, beside baselines; or compare two evaluations (eval compare).",
+        (EvalArguments,),
+    )
+}
+"""Command -> its `--help`, of those that read recipes and name their settings without anything heavy."""
+
+
 def read_mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     """Read a mapping from a value that is one or is the YAML or JSON text of one."""
     if isinstance(value, str):
@@ -305,7 +315,7 @@ YamlLoader.add_implicit_resolver(*NUMBER)
 
 
 def read_text(text: str) -> Any:
-    """What a text of a command line means, read as JSON or YAML."""
+    """The value of a text on the command line, read as JSON or YAML."""
     for read in (json.loads, functools.partial(yaml.load, Loader=YamlLoader)):
         with contextlib.suppress(ValueError, yaml.YAMLError):
             return read(text)

@@ -18,7 +18,7 @@ class PlainConsole(Console):
         self.lock = threading.RLock()
         """One text at a time: what stands below it (`live.py`) is drawn with it."""
 
-    def print(self, *items: Any, **options: Any) -> None:
+    def print(self, *items: object, **options: Any) -> None:
         """Print texts and renderables."""
         with self.lock:
             super().print(*[shown(item) if isinstance(item, str) else item for item in items], **options)

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from safetensors import SafetensorError
+
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
@@ -87,6 +89,12 @@ def loading(name: str | None, *more: type[Exception]) -> Iterator[None]:
             yield
     except OSError as error:
         raise UsageError(model_problem(name, error)) from error
+    except SafetensorError as error:
+        raise UsageError(
+            f"model_name_or_path={name!r}: a file of weights is damaged ({' '.join(str(error).split())}), as one that "
+            "a download or a copy has cut off. Delete the *.safetensors there and get them anew, or choose another "
+            "model."
+        ) from error
 
 
 def model_problem(name: str | None, error: Exception) -> str:
@@ -117,18 +125,50 @@ class PlainParser(argparse.ArgumentParser):
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments."""
+        check_dashes(argv)
         arguments, unknown = self.parse_known_args(argv)
         if unknown and not unknown[0].startswith("-"):
             raise UsageError(f"{unknown[0]!r} belongs to no option, and there is one too many. Remove it.")
         if unknown:
             flags = [option for action in self._actions for option in action.option_strings]
-            raise UsageError(no_such_option(self.prog, unknown[0].partition("=")[0], unknown[0], flags))
+            suggestion = did_you_mean(unknown[0], flags)
+            raise UsageError(no_such_option(self.prog, unknown[0].partition("=")[0], suggestion))
+        self._check_once(argv)
         return arguments
 
+    def _check_once(self, argv: Sequence[str]) -> None:
+        """Refuse an option that is given twice, also under two names; argparse would take the last."""
+        seen: dict[str, str] = {}
+        for word in argv:
+            flag = word.partition("=")[0]
+            action = self._option_string_actions.get(flag)
+            if action is None:
+                continue
+            if action.dest in seen:
+                raise UsageError(f"{flag} is given twice, and one of the two would be dropped. Pass it once.")
+            seen[action.dest] = flag
 
-def no_such_option(command: str, flag: str, name: str, known: Sequence[str]) -> str:
-    """The message about a flag that a command does not have, whose options are `known`."""
-    return f"{flag}: there is no such option.{did_you_mean(name, known)} {command} --help lists all options."
+
+def no_such_option(command: str, flag: str, suggestion: str) -> str:
+    """The message about a flag that a command does not have; `suggestion` as from `did_you_mean`."""
+    return f"{flag}: there is no such option.{suggestion} {command} --help lists all options."
+
+
+_TYPOGRAPHIC_DASH = re.compile(
+    r"[-\u2010-\u2015\u2212]*[\u2010-\u2015\u2212][-\u2010-\u2015\u2212]*(?=[A-Za-z][\w.-]*(=|$))"
+)
+"""Before a name, in a word of its own: what a word processor makes of `--`. `\u22125` may be a number."""
+
+
+def check_dashes(argv: Sequence[str]) -> None:
+    """Refuse an option that begins with a dash of a word processor, which would be taken for a value."""
+    for word in argv:
+        if found := _TYPOGRAPHIC_DASH.match(word):
+            plain = f"--{word[found.end() :].partition('=')[0]}"
+            raise UsageError(
+                f"{word!r} begins with a typographic dash (U+{ord(found[0].strip('-')[0]):04X}), as word processors "
+                f"write it. Write two hyphens: {plain}."
+            )
 
 
 def is_main_process() -> bool:

@@ -15,39 +15,33 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
-from agent_r1_trl.cli.arguments import BASELINES, KEY, EvalArguments
+from agent_r1_trl.cli.arguments import BASELINES, HELP, KEY, EvalArguments
 from agent_r1_trl.cli.console import PlainConsole, table_console
-from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError, loading, users_mistakes
+from agent_r1_trl.cli.errors import DependencyError, UsageError, loading, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.progress import trajectory_progress
 from agent_r1_trl.cli.recipe import without_package_paths, words_of
 from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
+from agent_r1_trl.cli.tables import new_table, result_table
 from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
 from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, TableRow, evaluate, open_agent
 from agent_r1_trl.evaluation.agent import Agent, check_model_folder
 from agent_r1_trl.evaluation.baselines import KEEP_ALL, OneAnswerEnv, check_baseline, one_answer_limits
-from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, compare, read_examples
 from agent_r1_trl.evaluation.evaluator import replay_evaluation
-from agent_r1_trl.evaluation.result import interval_text, number_text
 from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names, split_by, tags_of
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits, check_some_rolled_out
 from agent_r1_trl.rollout.failures import may_pass
-from agent_r1_trl.safe_text import rules, set_rules, shown
+from agent_r1_trl.safe_text import rules, set_rules
 from agent_r1_trl.settings import refuse
 from agent_r1_trl.trainers.checkpoints import EVALUATION_LOCK_FILE, output_lock
 
@@ -66,8 +60,6 @@ _OF_LOADED = ("dtype", "use_vllm", "chat_template_kwargs", "chat_template", "res
 
 def run(argv: Sequence[str]) -> int:
     """Evaluate a model; returns the exit code."""
-    if argv and argv[0] == "compare":
-        return compare_command(argv[1:])
     arguments = read_arguments(argv)
     console = PlainConsole(soft_wrap=True)
     table = run_table(arguments, console)
@@ -86,7 +78,7 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
     parser = RecipeParser(
         (EvalArguments,),
         command=COMMAND,
-        about="Run a model on data sets and score it, beside baselines; or compare two evaluations (eval compare).",
+        about=HELP["eval"].about,
         elsewhere=OF_RECIPES,
     )
     (arguments,) = parser.parse(argv)
@@ -126,7 +118,7 @@ class PlannedRow:
     dataset: str
     """Its short name."""
     source: dict[str, str | None]
-    """What the short name stands for, for the settings of the result: a path or an id, and which part of it."""
+    """The meaning of the short name, for the settings of the result: a path or an id, and which part of it."""
     data: str
     """The setting that names it, for errors."""
     model: str | None
@@ -139,7 +131,7 @@ class PlannedRow:
     """Below output_dir; "" if this is the only row."""
 
     def limits(self, limits: RolloutLimits) -> RolloutLimits:
-        """Those of the run, with one turn for a baseline of one answer."""
+        """The limits of the run, with one turn for a baseline of one answer."""
         return one_answer_limits(limits) if self.method in BASELINES[1:] else limits
 
 
@@ -404,107 +396,3 @@ def _show(table: EvaluationTable, arguments: EvalArguments) -> None:
         return
     table_console().print(new_table("", *table.cells(), num_left=2))
     PlainConsole(soft_wrap=True).print("\n".join(table.notes()))
-
-
-# ---------------------------------------------------------------- eval compare
-
-ABOUT = """\
-Compare two evaluations of the same examples, by the directories that eval wrote (output_dir, or the folder of one row
-in it). Each metric's change from A to B has a 95% interval (paired bootstrap over examples). Rows of several are
-paired by data set and method.
-"""
-
-
-def new_table(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]], num_left: int = 1) -> Table:
-    """A table in the style of all; texts are shown as they are, not as markup, and all but the first are numbers."""
-    table = Table(title=Text(shown(title)) if title else None, box=box.SIMPLE_HEAD)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < num_left else "right")
-    for line in lines:
-        table.add_row(*(Text(shown(cell)) for cell in line))
-    return table
-
-
-def result_table(result: EvaluationResult, title: str = "") -> Table:
-    """A table with one line per metric and its 95% interval."""
-    intervals = result.intervals
-    lines = [[name, number_text(value), interval_text(intervals[name])] for name, value in result.metrics.items()]
-    return new_table(title, ("metric", "value", "95% interval"), lines)
-
-
-def changes_table(changes: Mapping[str, MetricChange], title: str) -> Table:
-    """The change of each metric from A to B."""
-    headings = ("metric", "A", "B", "change", "95% interval", "higher", "lower", "equal")
-    lines = [
-        [name, number_text(one.before), number_text(one.after), number_text(one.after - one.before, "+"),
-         interval_text((one.low, one.high), "+"), *map(str, one.counts)]
-        for name, one in changes.items()
-    ]  # fmt: skip
-    return new_table(title, headings, lines)
-
-
-def compare_command(argv: Sequence[str]) -> int:
-    """`eval compare`: print a table for each pair of rows; returns the exit code."""
-    parser = PlainParser("agent-r1-trl eval compare", ABOUT)
-    for name in ("A", "B"):
-        parser.add_argument(name, help="Directory that eval wrote.")
-    parser.add_argument(
-        "--list",
-        choices=("lower", "higher"),
-        help="Also name the examples on which the first metric is lower, or higher, in B than in A.",
-    )
-    parser.add_argument("--metric", nargs="+", default=[], metavar="NAME", help="Only these; by default all of both.")
-    arguments = parser.read(argv)
-    first, second = (_rows(Path(folder)) for folder in (arguments.A, arguments.B))
-    if len(first) == len(second) == 1:
-        pairs = [(*first.values(), *second.values())]
-    else:
-        pairs = [(first[name], second[name]) for name in first if name in second]
-    if not pairs:
-        raise UsageError(
-            f"{arguments.A} and {arguments.B}: no row is in both. Pass the folders of two rows, such as "
-            f"{next(iter(first.values()))} {next(iter(second.values()))}."
-        )
-    console = table_console()
-    for one, two in pairs:
-        try:
-            before, after = read_examples(one / EXAMPLES_FILE), read_examples(two / EXAMPLES_FILE)
-            changes = compare(before, after)
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{one} and {two}: their {EXAMPLES_FILE} cannot be read ({error}). Pass directories that eval wrote, "
-                "or evaluate again."
-            ) from error
-        except ValueError as error:
-            raise UsageError(f"{one} and {two}: {error}") from error
-        unknown = [name for name in arguments.metric if name not in changes]
-        if unknown:
-            raise UsageError(f"--metric {unknown[0]}: not in both. Pass some of {', '.join(changes)}.")
-        chosen = {name: changes[name] for name in arguments.metric or changes}
-        console.print(changes_table(chosen, f"A: {one}, B: {two}, {before.num_examples} examples"))
-        if arguments.list:
-            console.print(*_list(arguments.list, *next(iter(chosen.items()))), sep="\n")
-    return 0
-
-
-def _rows(folder: Path) -> dict[tuple[str, str], Path]:
-    """(method, data set) -> folder."""
-    try:
-        content = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-        if "rows" not in content:
-            return {(str(content.get("method")), str(content.get("dataset"))): folder}
-        return {(row["method"], row["dataset"]): folder / row["dataset"] / row["method"] for row in content["rows"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{folder}: holds no evaluation ({error}). Pass the output_dir of agent-r1-trl eval, or the folder of one "
-            "of its rows."
-        ) from error
-
-
-def _list(side: str, metric: str, change: MetricChange) -> list[str | Table]:
-    """On how many examples the metric is lower, or higher, in B than in A, and on which."""
-    sign = -1 if side == "lower" else 1
-    found = {name: pair for name, pair in change.pairs.items() if sign * (pair[1] - pair[0]) > 0}
-    ordered = sorted(found.items(), key=lambda item: sign * (item[1][0] - item[1][1]))
-    title = f"{metric} is {side} on {len(found)} of {len(change.pairs)} examples"
-    return [title, new_table("", ("example", "A", "B"), [[name, *map(number_text, pair)] for name, pair in ordered])]

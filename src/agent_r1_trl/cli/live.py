@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleRenderable, RenderHook
 from rich.control import Control
@@ -54,7 +54,7 @@ class LiveBlock(RenderHook):
         self._undo.callback(thread.join)
         thread.start()
 
-    def _redirect(self, name: str, stream: Any) -> None:
+    def _redirect(self, name: str, stream: TextIO) -> None:
         if not stream.isatty():
             return
         above = _Above(self._console, stream)
@@ -104,7 +104,7 @@ class LiveBlock(RenderHook):
 class _Above(io.TextIOBase):
     """Stands for a stream of the terminal, and prints whole lines above the block."""
 
-    def __init__(self, console: Console, stream: Any) -> None:
+    def __init__(self, console: Console, stream: TextIO) -> None:
         self._console, self._rest = console, ""
         self.rich_proxied_file = stream  # by which rich finds the stream
 

@@ -14,7 +14,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent_r1_trl.features import mappings
 
@@ -35,12 +35,14 @@ _INTRODUCTION = """\
 Every setting of `agent-r1-trl train`, ours first. A recipe writes `name: value` and the command line `--name value`, a
 list is `name: [one, two]` and `--name one two`; both write `null` for None, also to take back what a recipe sets.
 `echo.patience` is the key `patience` of the mapping `echo`: a recipe writes `echo: {patience: 5}`, the command line
-`--echo.patience 5`, a script `echo={"patience": 5}`. In a script, all but those of task, data and model are arguments
-of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`. Where PPO's default differs, both are given. Made by `make options`.
+`--echo.patience 5`, a script `echo={"patience": 5}`. Each stands on the command line once. What describes an adapter
+(`lora_...`, `use_dora`, `use_rslora`) needs `use_peft: true`. In a script, all but those of task, data and model are
+arguments of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`. Where PPO's default differs, both are given. Made by `make
+options`.
 """
 
 
-def option_groups(*kinds: Any) -> dict[str, list[Any]]:
+def option_groups(*kinds: type) -> dict[str, list[Any]]:
     """Title -> fields of dataclasses, each in the group of the first class that declares it; ours come first."""
     fields = [(kind, {item.name: item for item in dataclasses.fields(kind) if item.init}) for kind in kinds]
     bases = [(base, known) for kind, known in fields for base in reversed(kind.__mro__)]
@@ -84,7 +86,7 @@ def _sections(kind: type) -> dict[str, str]:
     return sections
 
 
-def default_text(item: Any) -> str:
+def default_text(item: dataclasses.Field[Any]) -> str:
     """The default of a field as YAML writes it."""
     value = item.default
     if value is dataclasses.MISSING:
@@ -94,9 +96,17 @@ def default_text(item: Any) -> str:
     return text or '""'
 
 
-def help_of(item: Any) -> str:
-    """What a field's metadata says about it."""
+def help_of(item: dataclasses.Field[Any]) -> str:
+    """The metadata of a field."""
     return " ".join(str(item.metadata.get("help") or "").split()).replace("%%", "%")
+
+
+class HelpPage(NamedTuple):
+    """The parts of a command's `--help`, for `help_text`."""
+
+    about: str
+    kinds: tuple[type, ...]
+    """Dataclasses of its settings."""
 
 
 def help_text(command: str, about: str, kinds: Sequence[Any]) -> str:

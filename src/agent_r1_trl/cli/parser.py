@@ -17,14 +17,14 @@ from agent_r1_trl.features import keys_of
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.settings import groups_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig
-from agent_r1_trl.trainers.config import ModelConfig
+from agent_r1_trl.trainers.config import ADAPTER_SETTINGS, ModelConfig, adapter_problem
 
 MAPPINGS = (*OF_FEATURES, *groups_of(MultiTurnPPOConfig))
 """Settings of training that are mappings."""
 OVER_RECIPE = ("env_kwargs", "reward_options", "chat_template_kwargs", *MAPPINGS)
 """Mappings of which the command line changes the keys that it names; the recipe's others stay."""
 OF_RECIPES = (EvalArguments, TrainArguments, MultiTurnGRPOConfig, MultiTurnPPOConfig, ModelConfig)
-"""What a recipe may hold for other commands than the one that reads it."""
+"""Keys of a recipe that are for other commands than the one that reads it."""
 
 
 def _fields(kinds: Sequence[Any]) -> dict[str, Any]:
@@ -86,10 +86,14 @@ class RecipeParser:
             raise SystemExit(0)
         path = config_of(argv)
         values = {name: _default(item) for name, item in self._own.items()} | (defaults or {})
+        of_recipe: dict[str, Any] = {}
         if path is not None:
             self.recipe = found_paths(read_recipe(path))
-            values |= self._of_recipe(path)
-        settings = values | _over_recipe(self._of_flags(argv), values)
+            of_recipe = self._of_recipe(path)
+        values |= of_recipe
+        of_flags = self._of_flags(argv)
+        settings = values | _over_recipe(of_flags, values)
+        _check_adapter(path, of_recipe, of_flags)
         texts = {name: read_text(settings[name]) for name in MAPPINGS if isinstance(settings.get(name), str)}
         self.settings = {name: found_paths(value) for name, value in (settings | texts).items()}
         return path
@@ -97,7 +101,7 @@ class RecipeParser:
     def _of_recipe(self, path: str) -> dict[str, Any]:
         known = [*self._own, *sorted(self._known)]
         if wrong := [
-            f"{key!r} is not a setting.{did_you_mean(key, [*known, *self._keys])}"
+            f"{key!r} is not a setting.{meant_setting(key, [*known, *self._keys])}"
             for key in self.recipe
             if key not in known
         ]:
@@ -105,16 +109,21 @@ class RecipeParser:
         checked = {name: self._checked(path, name, value) for name, value in self.recipe.items()}
         return {name: checked[name] for name in checked if name in self._own and name not in self._private}
 
-    def _checked(self, place: str, name: str, value: Any) -> Any:
+    def _checked(self, place: str, name: str, value: object) -> Any:
         return read_value(place, name, value, self._hints[name], self._known[name].metadata.get("choices") or ())
 
     def _of_flags(self, argv: Sequence[str]) -> dict[str, Any]:
         """The settings of the command line; `--echo.patience 5 --echo.actions clip stop` are keys of a mapping."""
         given: dict[str, Any] = {}
         keys: dict[str, dict[str, Any]] = {}
+        first: dict[str, str] = {}
         for flag, texts in words_of(argv):
             name = flag.replace("-", "_")
             group, _, key = name.partition(".")
+            setting = self.flags[name][0].name if name in self.flags else name
+            if setting in first and name != "config":  # `config_of` names the files
+                raise UsageError(_given_twice(first[setting], " ".join([f"--{flag}", *texts])))
+            first[setting] = " ".join([f"--{flag}", *texts])
             if key and group in OVER_RECIPE and group in self._own:
                 values = [read_text(text) for text in texts]
                 keys.setdefault(group, {})[key] = values[0] if len(values) == 1 else values or True
@@ -124,7 +133,8 @@ class RecipeParser:
                     raise UsageError(f"--{flag}: takes no value. Pass it alone, or --{item.name} true.")
                 given[item.name] = False if is_off else self._of_texts(flag, item.name, texts)
             elif name != "config":
-                problem = no_such_option(self.command, f"--{flag}", name, [*self.flags, *self._keys])
+                suggestion = meant_setting(name, [*self.flags, *self._keys])
+                problem = no_such_option(self.command, f"--{flag}", suggestion)
                 if name in self._known or (key and group in self._known):
                     problem = f"--{flag}: {self.command} does not use it, another command has. Remove it."
                 raise UsageError(problem)
@@ -134,7 +144,7 @@ class RecipeParser:
         return given
 
     def _of_texts(self, flag: str, name: str, texts: list[str]) -> Any:
-        """What the texts after a flag say."""
+        """The value of the texts after a flag."""
         options = typing.get_args(self._hints[name]) or (self._hints[name],)
         takes_list = any(typing.get_origin(option) is list for option in (self._hints[name], *options))
         problem = None
@@ -150,7 +160,7 @@ class RecipeParser:
             return read_text(texts[0]) if texts else True
         return self._checked("The command line", name, texts if len(texts) > 1 else texts[0]) if texts else True
 
-    def make(self, kind: type, source: str = "The options", **changes: Any) -> Any:
+    def make(self, kind: type, source: str = "The options", **changes: object) -> Any:
         """One of the dataclasses, anew: with the settings that were parsed, and some in their place."""
         given = self.settings | changes
         try:
@@ -161,13 +171,49 @@ class RecipeParser:
             raise UsageError(f"{source}: {with_fix(str(error))}") from error
 
 
-def _default(item: Any) -> Any:
-    has_factory = item.default_factory is not dataclasses.MISSING
-    return item.default_factory() if has_factory else item.default
+_OF_ADAPTERS = {"lora", "peft", "qlora"}
+_FILLERS = {"use", "with", "enable", "enabled", "is", "train", "config"}
 
 
-def _main(group: str, value: Any) -> dict[str, Any]:
-    """What a value that is no mapping stands for; nothing for a switch, which a key implies."""
+def meant_setting(name: str, known: Sequence[str]) -> str:
+    """As `did_you_mean`; a name that asks for an adapter means `use_peft`, not the `lora_r` that looks like it."""
+    words = set(name.lower().replace("-", "_").partition(".")[0].split("_")) - _FILLERS
+    if "use_peft" in known and words and words <= _OF_ADAPTERS:
+        beside = " with 'load_in_4bit'" if "qlora" in words else ""
+        return f" Did you mean 'use_peft'{beside}?"
+    of_lora = [item for item in known if item.startswith("lora_") and "lora" in words]
+    return did_you_mean(name, of_lora) or did_you_mean(name, known)
+
+
+def _given_twice(one: str, other: str) -> str:
+    return f"{one} and {other} give the same setting, and one of them would be dropped. Pass it once."
+
+
+def _check_adapter(path: str | None, recipe: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Refuse the settings of an adapter without `use_peft: true`, also those with the value of the default.
+
+    A recipe that says `use_peft: false` itself may hold all of them with their defaults, as a run's own recipe.yaml
+    does; `ModelConfig` refuses other values.
+    """
+    if (recipe | flags).get("use_peft"):
+        return
+    places = [("The command line", flags)]
+    if path is not None and "use_peft" not in recipe:
+        places.insert(0, (path, recipe))
+    for place, given in places:
+        asked = {name: given[name] for name in ADAPTER_SETTINGS if given.get(name) not in (None, False)}
+        if problem := adapter_problem(asked):
+            raise UsageError(f"{place}: {problem}")
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    if item.default_factory is not dataclasses.MISSING:
+        return item.default_factory()
+    return item.default
+
+
+def _main(group: str, value: object) -> dict[str, Any]:
+    """The meaning of a value that is no mapping; nothing for a switch, which a key implies."""
     kind = groups_of(MultiTurnPPOConfig).get(group)
     return {} if kind is None or kind.main_key is None else {kind.main_key: value}
 

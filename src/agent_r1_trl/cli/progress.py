@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a block of lines in a terminal, plain lines elsewhere.
+"""The progress of a run: a block of lines in a terminal, plain lines elsewhere.
 
 step  reward  exact match  entropy  turns  failed  taught  s/step
   11   +0.52         0.76    0.034    3.1    0.0%     62%     3.3
@@ -19,9 +19,9 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -32,10 +32,16 @@ from agent_r1_trl.rollout import describe_sampling, rollout_status
 from agent_r1_trl.rollout.failures import count_causes, failure_of, without_numbers
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trajectory import ToolErrorKind, Trajectory
+from agent_r1_trl.trajectory import ToolFault, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
+    from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+    from agent_r1_trl.update.entries import Inputs
 
 TAUGHT = "taught"
-"""Share of the groups that taught something: 1 - `group/zero_variance_share`."""
+"""Share of the groups that taught something: `group/taught_share`."""
 WIDE = 76
 """Columns of a terminal below which the table has half of its columns."""
 MAX_ROWS, MAX_SPARK = 20, 64
@@ -93,7 +99,7 @@ MAX_HISTORY, MAX_CAUSES, NUM_CAUSES = 2000, 100, 3
 
 
 class Causes(logging.Handler):
-    """What went wrong: a warning is printed when it comes for the first time, and counted from then on."""
+    """Warnings: each is printed when it comes for the first time, and counted from then on."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -113,12 +119,11 @@ class Causes(logging.Handler):
         return not before[0]
 
     def add_failures(self, trajectories: list[Trajectory]) -> None:
-        """Count the failures of a rollout that were not the policy's."""
+        """Count the failures of a rollout that were not the policy's for certain."""
         for cause in count_causes(map(failure_of, trajectories)):
             self.add(f"{cause.stop_reason}: {cause.error}", cause.count)
         for result in (result for item in trajectories for result in item.tool_results):
-            is_tools = result.error is ToolErrorKind.EXCEPTION and not result.is_models_mistake
-            if is_tools or result.error is ToolErrorKind.TIMEOUT:
+            if result.fault not in (None, ToolFault.MODEL) and not result.is_infrastructure_failure:
                 self.add(f"tool {result.call.name}, {result.error}: {result.cause}")
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -164,7 +169,9 @@ class TrainingProgress(RolloutCallback):
 
     # ---------------------------------------------------------------- the run
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Begin to show the run, with the history of one that is resumed."""
         if not state.is_world_process_zero:
             return
@@ -186,7 +193,14 @@ class TrainingProgress(RolloutCallback):
         if "reward" in logs:  # of a training step
             self._rows.append(row_of(logs, has_critic=getattr(self._args, "has_critic", False)))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: object,
+    ) -> None:
         """Show the newest metrics."""
         if self._causes is None or not logs or "train_runtime" in logs:
             return
@@ -213,7 +227,9 @@ class TrainingProgress(RolloutCallback):
             for line in self._causes.lines(is_new=True):
                 self.console.print(line)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Leave the block as it stands."""
         self._enter("ended")
         self.stop()
@@ -231,16 +247,22 @@ class TrainingProgress(RolloutCallback):
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.monotonic()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """A step begins; perhaps with a rollout."""
         self._enter("update" if self.trainer is not None else "step")  # the latter without our rollout
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """A micro-step of several has ended."""
         num = self._phase.partition("micro-step ")[2].partition(" ")[0]
         self._enter(f"update, micro-step {int(num or 1) + 1} of {args.gradient_accumulation_steps}")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """The step is done."""
         self._step_ended = time.monotonic()
         if self._causes is not None:
@@ -254,27 +276,36 @@ class TrainingProgress(RolloutCallback):
         self._enter("weight sync")
         yield
 
-    def weights_synced(self, policy: Any, position: Any) -> None:
+    def weights_synced(self, policy: PreTrainedModel, position: Position) -> None:
         """Trajectories are sampled."""
         self._enter("rollout")
 
-    def after_rollout(self, batch: Any) -> bool:
+    def after_rollout(self, batch: RolloutBatch) -> bool:
         """They are scored: reward functions, reference, advantages."""
         self._enter("scoring")
         if self._causes is not None:
             self._causes.add_failures(batch.trajectories)
         return False
 
-    def rollout_end(self, batch: Any, output: Any) -> None:
+    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
         """They are trained on."""
         self._enter("update")
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kw: Any) -> None:
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: object = None,
+        **kw: object,
+    ) -> None:
         """A batch of an evaluation is done."""
-        num = len(eval_dataloader) if hasattr(eval_dataloader, "__len__") else 0
+        num = len(eval_dataloader) if isinstance(eval_dataloader, Sized) else 0
         self._eval_batch = ((self._eval_batch or (1, 0))[0] + 1, num)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """The evaluation is done."""
         self._eval_batch = None
 
@@ -282,12 +313,12 @@ class TrainingProgress(RolloutCallback):
         """A checkpoint, or the model, is written."""
         self._enter("saving")
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """The checkpoint is whole."""
         self._enter("update")
 
     def status(self) -> str:
-        """What the run does now, in words."""
+        """The run's present activity, in words."""
         rollout, seconds = rollout_status(), time.monotonic() - self._phase_began
         lead = "rank 0: " if getattr(self._args, "world_size", 1) > 1 else ""
         if self._eval_batch is not None:
@@ -332,7 +363,7 @@ def trajectory_progress(console: Console, description: str, total: int) -> Itera
     solved: list[float] = []
     note, num_ended, began, ended = "", 0, time.monotonic(), time.monotonic()
 
-    def advance(trajectory: Any) -> None:
+    def advance(trajectory: Trajectory) -> None:
         nonlocal note, num_ended, ended
         num_ended, ended = num_ended + 1, time.monotonic()
         numbers = {} if trajectory.stop_reason.is_infrastructure_failure else trajectory.numbers
@@ -373,7 +404,8 @@ def row_of(logs: Mapping[str, Any], *, has_critic: bool = False) -> dict[str, fl
     {'reward': 0.5, 'taught': 0.75}
     """
     flat = logs.get("group/zero_variance_share", logs.get("frac_reward_zero_std"))
-    logs = logs if flat is None or has_critic else {**logs, TAUGHT: 1.0 - flat}
+    taught = logs.get("group/taught_share", None if flat is None else 1.0 - flat)  # runs of old have no share
+    logs = logs if taught is None or has_critic else {**logs, TAUGHT: taught}
     names = ("step", *(metric.name for metric in METRICS))
     return {name: float(logs[name]) for name in names if isinstance(logs.get(name), int | float)}
 

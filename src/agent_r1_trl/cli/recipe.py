@@ -7,6 +7,7 @@ and what they leave can be started again and names no place of this machine.
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import platform
 import shlex
@@ -22,7 +23,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from agent_r1_trl.cli.arguments import NUMBER, YamlLoader
-from agent_r1_trl.cli.errors import UsageError
+from agent_r1_trl.cli.errors import UsageError, check_dashes
 from agent_r1_trl.cli.options import default_text, option_groups
 from agent_r1_trl.features import MAPPINGS
 from agent_r1_trl.objects import did_you_mean
@@ -58,7 +59,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def recipe_list() -> str:
-    """What `train --list-recipes` prints: names, or files of accelerate, each with the first comment of the file."""
+    """The output of `train --list-recipes`: names, or files of accelerate, each with the first comment of the file."""
     launches = {str(path): path for path in sorted((FOLDER / "accelerate_configs").glob("*.yaml"))}
     return f"""\
 {_summaries(shipped_recipes())}
@@ -77,7 +78,7 @@ def _summaries(files: Mapping[str, Path]) -> str:
     return "\n".join(f"{name:{width}}  {said.get(name, '').rstrip('.')}".rstrip() for name in files)
 
 
-def found_paths(value: Any) -> Any:
+def found_paths(value: object) -> Any:
     """A setting with every path that begins with `recipes/` as one into the package, if it is there and not here."""
 
     def found(text: str) -> str:
@@ -90,13 +91,13 @@ def found_paths(value: Any) -> Any:
     return _each_text(found, value)
 
 
-def without_package_paths(value: Any) -> Any:
+def without_package_paths(value: object) -> Any:
     """A setting with every path into the recipes of the package as one that begins with `recipes/`."""
     start = f"{FOLDER}/"
     return _each_text(lambda text: text.replace(start, "recipes/", 1) if text.startswith(start) else text, value)
 
 
-def _each_text(change: Callable[[str], str], value: Any) -> Any:
+def _each_text(change: Callable[[str], str], value: object) -> Any:
     if isinstance(value, dict):
         return {key: _each_text(change, item) for key, item in value.items()}
     if isinstance(value, list):
@@ -113,6 +114,7 @@ def words_of(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     >>> words_of(["--seed=3", "--tools", "a", "b"])
     [('seed', ['3']), ('tools', ['a', 'b'])]
     """
+    check_dashes(argv)
     found: list[tuple[str, list[str]]] = []
     for item in argv:
         if item.startswith("--"):
@@ -137,7 +139,7 @@ def config_of(argv: Sequence[str]) -> str | None:
 class _Loader(YamlLoader):
     """YAML in which a key that is written twice is an error; PyYAML would drop the first value."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for index, key in enumerate(names):
             if key.value in [other.value for other in names[:index]]:
@@ -163,16 +165,30 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
             "path of a YAML file, relative to the current directory"
             f"{', or a name that agent-r1-trl train --list-recipes shows' if named else ''}."
         )
+    data = file.read_bytes()
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader) or {}
+        values = yaml.load(data.decode("utf-8"), Loader=_Loader) or {}
     except (yaml.YAMLError, ValueError) as error:  # no UTF-8, or a date that does not exist
-        raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}. Correct the file.") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        fix = _cause_in(data) or "Correct the file."
+        raise UsageError(f"{path} is not valid YAML: {reason}. {fix}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(
             f"{path} must be a mapping of setting names to values. Write one setting per line, such as "
             "'learning_rate: 1.0e-6'."
         )
     return _folded(path, values)
+
+
+def _cause_in(data: bytes) -> str:
+    """The damage that an editor has done to a YAML file, and the fix; "" if none is seen."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data:
+        return "The file is in UTF-16 (Notepad calls it Unicode, PowerShell's > writes it). Write it in UTF-8."
+    for number, line in enumerate(data.splitlines(), 1):
+        indent = line[: len(line) - len(line.lstrip())]
+        if b"\t" in indent:
+            return f"Line {number} is indented with a tab, which YAML does not allow. Put blanks there."
+    return ""
 
 
 def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +203,7 @@ def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:
     return folded
 
 
-def read_value(place: str, name: str, value: Any, hint: Any, allowed: Sequence[Any] = ()) -> Any:
+def read_value(place: str, name: str, value: object, hint: Any, allowed: Sequence[Any] = ()) -> Any:
     """Check a value against the type of its field.
 
     Text is converted, because a command line knows nothing else. Any other value must
@@ -263,7 +279,7 @@ def write_resolved_recipe(
     return path
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value as YAML writes it."""
     value = getattr(value, "value", value)  # of an Enum
     if isinstance(value, Mapping):
@@ -283,7 +299,7 @@ def _arguments(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def facts_of_run(*, processes: int, device: str, data: Mapping[str, Any]) -> dict[str, str]:
-    """What the settings do not say: processes, device, data sets (or None) by setting, versions, state of the code."""
+    """Facts besides the settings: processes, device, data sets (or None) by setting, versions, state of the code."""
     versions = {item.name: item.version for item in distributions()}
     rows = [f"{name} {len(item)} rows ({', '.join(item.column_names)})" for name, item in data.items() if item]
     return {

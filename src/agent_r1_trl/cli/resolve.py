@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,14 @@ def resolve_env(name: str, kwargs: Mapping[str, Any] | None = None) -> Callable[
     )
 
 
-def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: Any) -> None:
+def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Start an episode as the rollout will, so that a mistake shows before a model is loaded.
 
     Some bad rows are no mistake: it is one if none of the first `FIRST_ROWS` can start. `env` and `data` are the
     settings that name the environment and the data set, for errors.
     """
     from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
+    from agent_r1_trl.tools.event_loop import run_on_loop
 
     async def start(row: Mapping[str, Any]) -> None:
         session = EnvSession(env_factory, truncate=lambda text, max_tokens: text)
@@ -81,7 +82,7 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: A
     first: Exception | None = None
     for index in range(min(FIRST_ROWS, len(rows))):
         try:
-            asyncio.run(start(rows[index]))
+            run_on_loop(start(rows[index]))
             return
         except EnvironmentFailure as error:
             first = first or error
@@ -153,11 +154,23 @@ def with_reward_options(task: Mapping[str, Any], options: Mapping[str, Any] | No
         raise UsageError(f"reward_options={options}: {error}") from error
 
 
+@contextlib.contextmanager
+def reading_folder(flag: str, path: str) -> Iterator[None]:
+    """An error of the system while a directory is read becomes one with the flag and the fix."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{flag}={path!r:.200}: cannot be looked into ({error.strerror}). Pass a directory that you may read and "
+            "write."
+        ) from error
+
+
 def make_folder(flag: str, path: str) -> Path:
     """Make the directory if it does not exist."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # of a null byte
         raise UsageError(
             f"{flag}={path!r}: cannot be made ({error}). Pass a directory that you may write to."
         ) from error

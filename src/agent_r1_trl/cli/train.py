@@ -7,17 +7,18 @@ accelerate launch --config_file recipes/accelerate_configs/ddp.yaml -m agent_r1_
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from transformers import AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
 
 import agent_r1_trl.trainers as trainers
 from agent_r1_trl.chat import ChatFormat
@@ -46,6 +47,7 @@ from agent_r1_trl.cli.recipe import (
 from agent_r1_trl.cli.resolve import (
     check_first_row,
     make_folder,
+    reading_folder,
     resolve_callback,
     resolve_env,
     resolve_function,
@@ -57,11 +59,17 @@ from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.evaluation.agent import check_model_folder
+from agent_r1_trl.generation.adapter_folders import check_whole_model
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
 from agent_r1_trl.trainers.checkpoints import choose_checkpoint, find_run, saving, set_aside
-from agent_r1_trl.trainers.config import ModelConfig, get_peft_config, get_quantization_config
+from agent_r1_trl.trainers.config import RATIO_SETTINGS, ModelConfig, get_peft_config, get_quantization_config
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.config import MultiTurnConfig
+    from agent_r1_trl.trainers.construction import TrainRows
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 COMMAND = "agent-r1-trl train"
 TRAINERS = {"grpo": "MultiTurnGRPOTrainer", "ppo": "MultiTurnPPOTrainer"}
@@ -89,7 +97,7 @@ CLASHES = (
         "the one starts a new run and the other goes on with the old one. Remove one of them.",
     ),
 )
-"""What settings of the command, the trainer and the model say together."""
+"""Checks across the settings of the command, the trainer and the model."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -101,16 +109,21 @@ def run(argv: Sequence[str]) -> int:
 
     script_args, args, model_args = read_arguments(argv)
     check_num_processes(os.environ, args.world_size, script_args.num_processes_expected)
+    with users_mistakes():
+        check_whole_model(model_args.model_name_or_path, flag="model_name_or_path")
     console = PlainConsole(quiet=not is_main_process(), soft_wrap=True)
     task = make_task(script_args)
     train_dataset, eval_dataset = load_data(script_args)
-    checkpoint = _checkpoint(args)
+    with reading_folder("output_dir", args.output_dir):
+        checkpoint = _checkpoint(args)
     if not plain_value(args, "journal.replay"):  # something is sampled
         _check_task(script_args, args, model_args, task, train_dataset, eval_dataset)
-    _prepare_folder(script_args, args, model_args, checkpoint, console)
+    with reading_folder("output_dir", args.output_dir):
+        _prepare_folder(script_args, args, model_args, checkpoint, console)
     folder = args.output_dir  # as it was given: the trainer makes the path absolute
     make_folder("output_dir", folder)
     console.print(_plan(script_args, args, model_args, train_dataset, eval_dataset))
+    check_target_modules(model_args)
     datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     trainer = make_trainer(script_args, args, model_args, **task, **datasets)
     if trainer.is_world_process_zero():
@@ -147,13 +160,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[Any, Any, Any]:
     about = "Train an agent (--trainer ppo --help lists the settings of PPO)."
     parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND, about=about)
     script_args, args, model_args = parser.parse(argv, defaults=device_defaults())
-    names = ("env", "tools", "turn_reward_funcs", "generator")
-    is_agent = config_class.has_critic or any(getattr(script_args, name) for name in names)
     with users_mistakes():
         refuse(find_clashes(SimpleNamespace(**parser.settings), CLASHES))
-        if is_agent or args.asked_features():  # our rollout runs
-            args.check_supported(has_generator=script_args.generator is not None)
+        args.check_supported(has_generator=script_args.generator is not None)
     script_args.settings = parser.settings | {name: getattr(script_args, name) for name in OVER_RECIPE[:2]}
+    script_args.settings |= {name: getattr(args, name) for name in RATIO_SETTINGS}  # their defaults follow from others
     return script_args, args, model_args
 
 
@@ -197,8 +208,8 @@ def check_num_processes(environment: Mapping[str, str], running: int, expected: 
         if number not in (None, running):
             raise UsageError(
                 f"{flag}={number}: {running} process(es) train together, so a step would train on another number "
-                f"of trajectories. Launch with accelerate launch --num_processes {number} (without a GPU: --cpu), or "
-                f"change {flag}."
+                f"of trajectories. Launch with torchrun --nproc_per_node {number} (on GPUs also accelerate launch "
+                f"--num_processes {number}; on a CPU that starts one process), or change {flag}."
             )
 
 
@@ -235,7 +246,14 @@ def make_task(script_args: TrainArguments) -> dict[str, Any]:
     return task | with_reward_options(task, script_args.reward_options)  # type: ignore[arg-type]
 
 
-def _check_task(script_args: Any, args: Any, model_args: Any, task: dict[str, Any], train: Any, test: Any) -> None:
+def _check_task(
+    script_args: TrainArguments,
+    args: MultiTurnConfig,
+    model_args: ModelConfig,
+    task: dict[str, Any],
+    train: TrainRows,
+    test: TrainRows,
+) -> None:
     """Find mistakes of task and template that would spoil every rollout, before the model is loaded."""
     factory = resolve_env_factory(task["env"], task["tools"])
     if factory is None:
@@ -259,7 +277,59 @@ def _check_task(script_args: Any, args: Any, model_args: Any, task: dict[str, An
         )
 
 
-def _prepare_folder(script_args: Any, args: Any, model_args: Any, checkpoint: Any, console: Console) -> None:
+def check_target_modules(model_args: ModelConfig) -> None:
+    """Refuse a name in `lora_target_modules` or `lora_modules_to_save` that no module has, before weights are loaded.
+
+    peft refuses targets when none of all is found, and trains fewer layers in silence where only some are. It never
+    says that a module to save does not exist.
+    """
+    peft_config = get_peft_config(model_args)
+    targets = getattr(peft_config, "target_modules", None)
+    targets = None if targets == "all-linear" else targets
+    saved = getattr(peft_config, "modules_to_save", None)
+    if targets is None and saved is None:
+        return
+    try:
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # whatever it is, it is said in full when the model is loaded
+        return
+    if config.architectures != [type(model).__name__]:  # the trainer loads another class, with other paths
+        return
+    modules = dict(model.named_modules())
+    if isinstance(targets, str):  # a regular expression for whole paths
+        wrong = [] if any(re.fullmatch(targets, path) for path in modules) else [targets]
+    else:
+        wrong = _unknown_modules(targets or (), modules)
+    layers = {path.rpartition(".")[2]: None for path, module in modules.items() if hasattr(module, "weight")}
+    known = [name for name in layers if "norm" not in name and not name.isdecimal()]
+    for flag, names in (
+        ("lora_target_modules", wrong),
+        ("lora_modules_to_save", _unknown_modules(saved or (), modules)),
+    ):
+        if names:
+            all_linear = ", or to 'all-linear'" if flag == "lora_target_modules" else ", or remove it"
+            raise UsageError(
+                f"{flag}={getattr(model_args, flag)!r}: {names[0]!r} is no module of "
+                f"{model_args.model_name_or_path}.{did_you_mean(names[0], known)} Set {flag} to some of "
+                f"{', '.join(map(repr, known[:12]))}{all_linear}."
+            )
+
+
+def _unknown_modules(names: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The names with which no path of a module ends."""
+    paths = [f".{path}" for path in modules]
+    return [name for name in names if not any(path.endswith(f".{name}") for path in paths)]
+
+
+def _prepare_folder(
+    script_args: TrainArguments,
+    args: MultiTurnConfig,
+    model_args: ModelConfig,
+    checkpoint: str | bool | None,
+    console: Console,
+) -> None:
     """Refuse an `output_dir` that holds a run, or move that run (`overwrite`); a resume goes on with it."""
     folder = Path(args.output_dir)
     flag = f"output_dir={args.output_dir!r}"
@@ -292,19 +362,20 @@ def _prepare_folder(script_args: Any, args: Any, model_args: Any, checkpoint: An
             raise UsageError(f"overwrite: true: {flag} cannot be moved ({error}). Set another output_dir.") from error
 
 
-def load_data(script_args: Any) -> tuple[Any, Any]:
+def load_data(script_args: TrainArguments) -> tuple[Any, Any]:
     """The data sets to train and to evaluate on; None where the environment makes its own rows."""
     train = evaluation = None
-    where = {"config": script_args.dataset_config}
+    config = script_args.dataset_config
     if name := script_args.dataset_name:
-        train = load_rows("dataset_name", name, split=script_args.dataset_train_split, **where)
+        train = load_rows("dataset_name", name, config=config, split=script_args.dataset_train_split)
     if (name := script_args.eval_dataset_name) is not None:
         limit = script_args.num_eval_examples
-        evaluation = load_rows("eval_dataset_name", name, split=script_args.dataset_test_split, limit=limit, **where)
+        split = script_args.dataset_test_split
+        evaluation = load_rows("eval_dataset_name", name, config=config, split=split, limit=limit)
     return train, evaluation
 
 
-def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **parts: Any) -> Any:
+def make_trainer(script_args: TrainArguments, args: MultiTurnConfig, model_args: ModelConfig, **parts: object) -> Any:
     """The trainer of a recipe, with its model loaded."""
     names = {"revision": "model_revision", "dtype": "dtype", "attn_implementation": "attn_implementation"}
     given = {name: value for name, setting in names.items() if (value := getattr(model_args, setting)) is not None}
@@ -328,7 +399,7 @@ def make_trainer(script_args: TrainArguments, args: Any, model_args: Any, **part
         raise UsageError(message) from error
 
 
-def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
+def _train(trainer: MultiTurnTrainer, checkpoint: str | bool | None, progress: TrainingProgress) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except RunError as error:
@@ -338,19 +409,18 @@ def _train(trainer: Any, checkpoint: str | bool | None, progress: Any) -> None:
     finally:
         progress.stop()
         try:
-            if trainer.env_factory is not None:
-                trainer.rollouts.close()
+            trainer.rollouts.close()
         except Exception as error:  # hides neither how the run ended nor its model
             problem = f"{type(error).__name__}: {error}"
             print(shown(f"warning: the rollouts could not be closed: {problem}"), file=sys.stderr)
 
 
-def wants_resume(args: Any) -> bool:
+def wants_resume(args: MultiTurnConfig) -> bool:
     """Whether `resume_from_checkpoint` asks for something."""
     return str(args.resume_from_checkpoint).lower() not in ("false", "none", "")
 
 
-def _checkpoint(args: Any) -> str | bool | None:
+def _checkpoint(args: MultiTurnConfig) -> str | bool | None:
     """The value of `resume_from_checkpoint`: a path, or True for the last checkpoint if there is one."""
     value, folder = str(args.resume_from_checkpoint), Path(args.output_dir)
     if not wants_resume(args):
@@ -361,7 +431,13 @@ def _checkpoint(args: Any) -> str | bool | None:
     return value
 
 
-def _plan(script_args: TrainArguments, args: Any, model_args: Any, train: Any, evaluation: Any) -> str:
+def _plan(
+    script_args: TrainArguments,
+    args: MultiTurnConfig,
+    model_args: ModelConfig,
+    train: TrainRows,
+    evaluation: TrainRows,
+) -> str:
     name = f" ({torch.cuda.get_device_name(args.device)})" if args.device.type == "cuda" else ""
     rows = f"{len(train)} rows of {script_args.dataset_name}" if train is not None else "made by the environment"
     tested = f"; evaluation on {len(evaluation)} of {script_args.eval_dataset_name}" if evaluation is not None else ""
@@ -379,7 +455,7 @@ updates      {shape.updates_per_rollout:g} per rollout, of {shape.trajectories_p
 output       {args.output_dir}"""
 
 
-def _farewell(script_args: TrainArguments, args: Any, folder: str) -> str:
+def _farewell(script_args: TrainArguments, args: MultiTurnConfig, folder: str) -> str:
     """Where everything is, and the commands that go on from there."""
     name = shlex.quote(folder)
     text = f"\nDone. The model is in {folder}"

@@ -6,18 +6,23 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import agent_r1_trl.generation as generation
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.generation.adapter_folders import has_file, is_adapter
 from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.rotary import fix_rotary_embeddings, vllm_default_length
 from agent_r1_trl.rollout import RolloutLimits, context_length
 from agent_r1_trl.rollout.context_policies import STRIP_POLICY
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(kw_only=True)
 class Agent:
-    """What an evaluation needs of a model."""
+    """The parts of a model that an evaluation needs."""
 
     name: str | None
     """Directory or Hub id, or a hosted model and where it is; None for a model that was loaded by the caller."""
@@ -26,14 +31,14 @@ class Agent:
     chat: Any
     """`ChatFormat`; None for a hosted model."""
     limits: RolloutLimits
-    """Those asked for, with the model's context length."""
+    """The limits asked for, with the model's context length."""
 
 
 @contextlib.contextmanager
 def open_agent(
-    model: Any,
+    model: str | PreTrainedModel,
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     use_vllm: bool = False,
     limits: RolloutLimits | None = None,
     dtype: str | None = None,
@@ -60,16 +65,17 @@ def open_agent(
     Raises:
         ValueError: there is no such model, or a loaded model comes without `tokenizer`.
     """
+    policy: Any = model
     name = None if hasattr(model, "parameters") else str(model)
     if name is not None:
         # vLLM reads a plain checkpoint itself; an adapter is merged into its base on the way in.
-        model, tokenizer = load_agent(
+        policy, tokenizer = load_agent(
             name, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code, to_device=not use_vllm
         )
     if tokenizer is None:
         raise ValueError("tokenizer=None: a loaded model comes without its tokenizer. Pass tokenizer= as well.")
     limits = limits or RolloutLimits()
-    eos = getattr(model.generation_config, "eos_token_id", None)  # further tokens that end a turn
+    eos = getattr(policy.generation_config, "eos_token_id", None)  # further tokens that end a turn
     chat = ChatFormat(
         tokenizer,
         chat_template=chat_template,
@@ -79,14 +85,16 @@ def open_agent(
         extra_stop_token_ids=[eos] if isinstance(eos, int) else list(eos or []),
     )
     if limits.max_model_length is None:
-        limits = replace(limits, max_model_length=context_length(model.config))
+        lengths = [context_length(policy.config), vllm_default_length(policy.config) if use_vllm else None]
+        limits = replace(limits, max_model_length=min((item for item in lengths if item is not None), default=None))
+    fix_rotary_embeddings(policy, limits.max_model_length, keeps_choice=True)
     generator: Generator
     stop_ids = chat.stop_token_ids
     if use_vllm:
-        generator = generation.VLLMGenerator(model, stop_token_ids=stop_ids, max_model_len=limits.max_model_length)
+        generator = generation.VLLMGenerator(policy, stop_token_ids=stop_ids, max_model_len=limits.max_model_length)
     else:
         generator = generation.TransformersGenerator(
-            model, pad_token_id=tokenizer.pad_token_id, stop_token_ids=stop_ids, max_batch_size=max_batch_size
+            policy, pad_token_id=tokenizer.pad_token_id, stop_token_ids=stop_ids, max_batch_size=max_batch_size
         )
     try:
         yield Agent(name=name, generator=generator, chat=chat, limits=limits)
@@ -101,7 +109,7 @@ def load_agent(
     path: str,
     *,
     dtype: str | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     trust_remote_code: bool = False,
     to_device: bool = True,
     keep_pad_token: bool = False,
@@ -119,13 +127,13 @@ def load_agent(
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    is_adapter = check_model_folder(path) or is_adapter_of_the_hub(path)
+    has_adapter = check_model_folder(path) or is_adapter_of_the_hub(path)
     has_gpu = torch.cuda.is_available()
-    kind: Any = AutoPeftModelForCausalLM if is_adapter else AutoModelForCausalLM
+    kind: Any = AutoPeftModelForCausalLM if has_adapter else AutoModelForCausalLM
     kept = "auto" if has_gpu else torch.float32
     model = kind.from_pretrained(path, dtype=dtype or kept, trust_remote_code=trust_remote_code)
     if tokenizer is None:
-        has_own = not is_adapter or _has_file(path, "tokenizer_config.json")
+        has_own = not has_adapter or has_file(path, "tokenizer_config.json")
         source = path if has_own else model.peft_config["default"].base_model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None and not keep_pad_token:
@@ -178,13 +186,4 @@ def check_model_folder(path: str, *, flag: str = "model") -> bool:
 
 def is_adapter_of_the_hub(path: str) -> bool:
     """Whether a Hub id, and no directory, is that of a PEFT adapter."""
-    return not Path(path).is_dir() and _has_file(path, "adapter_config.json")
-
-
-def _has_file(path: str, name: str) -> bool:
-    """Whether a directory, or a repository of the Hub, holds a file."""
-    if Path(path).is_dir():
-        return (Path(path) / name).is_file()
-    from transformers.utils.hub import cached_file
-
-    return cached_file(path, name, _raise_exceptions_for_missing_entries=False) is not None
+    return not Path(path).is_dir() and is_adapter(path)

@@ -1,4 +1,4 @@
-"""What an agent is compared with: the same questions, scored by the same environment, without its tools.
+"""Baselines for an agent: the same questions, scored by the same environment, without its tools.
 
 - `closed_book`: the question alone, one answer
 - `naive_rag`: one search with the question, the passages in the prompt, one answer
@@ -11,15 +11,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.environments import SearchQAEnv, ToolEnv
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.tools import InfrastructureError, Tool, as_tool, shared_pool
+from agent_r1_trl.tools.base import shown_tool
 from agent_r1_trl.tools.pool import own_thread
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    pass
 
 NAIVE_RAG = "naive_rag"
 SEARCH = "search"
@@ -36,7 +40,7 @@ def check_baseline(name: str, env_factory: Callable[[], Any], env: str) -> None:
         ValueError: it has none.
     """
     with made_and_closed(env_factory) as made:
-        tools = [as_tool(item).name for item in getattr(made, "tools", None) or ()]
+        tools = [shown_tool(item).name for item in getattr(made, "tools", None) or ()]
         is_tool_env = isinstance(made, ToolEnv)
     if not is_tool_env or not tools or (name == NAIVE_RAG and SEARCH not in tools):
         needed = f"a tool {SEARCH!r}, which it asks once" if name == NAIVE_RAG else "a ToolEnv with tools to take away"
@@ -128,7 +132,7 @@ class OneAnswerEnv:
                 await _call(item.close)
 
 
-async def _call(method: Callable[..., Any], *arguments: Any) -> Any:
+async def _call(method: Callable[..., Any], *arguments: object) -> Any:
     """A method that may be plain and slow, or async."""
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)

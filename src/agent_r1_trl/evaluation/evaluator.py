@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.agent import open_agent
@@ -36,6 +36,9 @@ from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.rollout.limits import deciding_limits
 from agent_r1_trl.settings import Count, CountOrZero, check_value
 from agent_r1_trl.trajectory import StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +218,7 @@ def _result(
 
 
 def evaluate_model(
-    model: Any,
+    model: str | PreTrainedModel,
     env_factory: Callable[[], Any],
     examples: Iterable[Mapping[str, Any]],
     *,

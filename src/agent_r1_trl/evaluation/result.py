@@ -1,4 +1,4 @@
-"""What an evaluation found: metrics, each with a 95% interval.
+"""Results of an evaluation: metrics, each with a 95% interval.
 
 A metric is a ratio of two sums over examples (scores and scored attempts; failed calls and calls). The bootstrap draws
 whole examples, so several attempts at one question never count as independent evidence. Where every example has one
@@ -35,7 +35,7 @@ Row = dict[str, tuple[float, float]]
 
 @dataclass(kw_only=True)
 class EvaluationResult:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Examples:
         >>> result = EvaluationResult.from_rows([{"f1": (1.0, 1.0)}, {"f1": (0.0, 1.0)}], example_ids=["a", "b"])
@@ -57,7 +57,7 @@ class EvaluationResult:
     duration_s: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     failures: str = ""
-    """What trajectories failed of, for no fault of the model: the most frequent causes, each with its count and its
+    """Causes of failed trajectories, none the model's fault: the most frequent causes, each with its count and its
     first example.
     """
 
@@ -114,7 +114,7 @@ def to_json(content: dict[str, Any]) -> str:
 
 
 def trajectory_sums(trajectory: Trajectory) -> Row:
-    """What one trajectory adds to each metric: (numerator, denominator)."""
+    """One trajectory's addition to each metric: (numerator, denominator)."""
     is_failure = trajectory.stop_reason.is_infrastructure_failure
     failures = {"infrastructure_failure_rate": (float(is_failure), 1.0)}
     if is_failure:

@@ -1,4 +1,4 @@
-"""What a run can do without: each folder is one feature, and the package trains without it.
+"""Optional parts of a run: each folder is one feature, and the package trains without it.
 
 `FEATURES` is the one list of them. Nothing outside imports a feature's modules by name: whoever needs one asks
 `feature`, which refuses by name what is not installed.
@@ -19,7 +19,7 @@ class FeatureRow(NamedTuple):
     """One row of the table."""
 
     about: str
-    """What it is for, in messages."""
+    """Its purpose, in messages."""
     settings: str | None
     """Training arguments that it alone reads, with blanks between: without it, another value than their default is
     refused. Its package then has `make_callbacks(config, train_dataset)`, the callbacks that the settings ask for,

@@ -153,7 +153,7 @@ def _step(message: Message, prefix: str = "") -> dict[str, Any]:
 
 
 def _results(turn: Turn) -> list[dict[str, Any]]:
-    """What the model read as the result of each call, else what the call returned."""
+    """The result of each call as the model read it, else as the call returned it."""
     told = [_step(message)["message"] for message in turn.observations if message.get("role") == "tool"]
     found: list[dict[str, Any]] = [{"content": text} for text in told[len(turn.tool_results) :]]
     for place, result in enumerate(turn.tool_results):
@@ -163,7 +163,7 @@ def _results(turn: Turn) -> list[dict[str, Any]]:
     return found
 
 
-def _call(name: Any, arguments: Any, call_id: str) -> dict[str, Any]:
+def _call(name: object, arguments: object, call_id: str) -> dict[str, Any]:
     """A call; arguments that are no object stand in its `extra`."""
     found = arguments
     if isinstance(arguments, str):

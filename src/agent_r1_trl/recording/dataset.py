@@ -149,7 +149,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return plain | {"tool_calls": calls or None}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A text that Parquet can hold: no lone surrogate, and JSON of what is no text."""
     text = value if isinstance(value, str) else dump_json(value)
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""What is written of a run besides its trajectories: a line of JSON each.
+"""Events of a run, written besides its trajectories: a line of JSON each.
 
     RUN/trajectories/events.jsonl   what the echo guard has done: `time` (UTC), `step`, `action`, `text`, and more
     RUN/trajectories/steps.jsonl    what the advantages of a step were worked out with: `step`, `estimator`, and more
@@ -60,7 +60,7 @@ def read_steps(run: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
 
 
 def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What a run has logged, in its order; of an older one, what its trainer_state.json holds.
+    """The logs of a run, in their order; of an older one, what its trainer_state.json holds.
 
     Arguments as for `read_events`.
     """

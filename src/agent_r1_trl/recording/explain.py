@@ -15,7 +15,8 @@ from agent_r1_trl.advantages.explanations import Parts, split_sums, work_out
 from agent_r1_trl.advantages.masked import masked_values
 from agent_r1_trl.recording.store import Record
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.batching import pad_lists, read_credit_inputs, weighted_turn_rewards
+from agent_r1_trl.update.credit_inputs import read_credit_inputs, weighted_turn_rewards
+from agent_r1_trl.update.rows import pad_lists
 
 TOLERANCE = 1e-4
 """Difference between what is worked out from exact numbers and what was recorded."""
@@ -35,7 +36,7 @@ class Explanation:
     max_gap: float
     """The largest difference between these, the sums' results and the recorded advantages, over all tokens."""
     tolerance: float
-    """What rounding may make of that, most of it where a critic's values or KL penalties were recorded; where
+    """The size of rounding errors of that, most of it where a critic's values or KL penalties were recorded; where
     `max_gap` is larger, something else was trained on than is explained."""
     of_tokens: Parts = field(repr=False)
     """The other sums, in which some values are (T,)."""
@@ -73,7 +74,7 @@ def explain_group(
 
 
 def members_of(record: Record, records: Sequence[Record]) -> list[Record]:
-    """Those of its group; a record of an older run, which does not say, stands alone."""
+    """The records of its group; a record of an older run, which does not say, stands alone."""
     key = (record.split, record.step, record.group)
     if record.group is None:
         return [record]
@@ -82,14 +83,14 @@ def members_of(record: Record, records: Sequence[Record]) -> list[Record]:
 
 @dataclass(kw_only=True)
 class _RecordedGroup:
-    """What the advantages of a group were worked out with."""
+    """The facts from which a group's advantages were computed."""
 
     members: Sequence[Record]
     estimator: Estimator
     facts: Mapping[str, Any]
     """The line of its rollout in steps.jsonl."""
     parts: dict[str, CreditInputs]
-    """What the estimator is called with: all rewards, under "", or `process` and `outcome` apart."""
+    """The estimator's inputs: all rewards, under "", or `process` and `outcome` apart."""
     computed: torch.Tensor = field(init=False)
     """(N, T) advantages by the estimator's own function."""
 
@@ -176,8 +177,10 @@ class _RecordedGroup:
 
 
 def _read_inputs(group: Sequence[Record], facts: Mapping[str, Any], estimator: Estimator) -> CreditInputs | None:
-    """What the estimator has read of this group; None if not all of it was recorded."""
+    """The estimator's inputs of this group; None if not all of them were recorded."""
     trajectories = [record.trajectory for record in group]
+    if any(item.seat_rewards for item in trajectories):
+        return None  # each seat is a row of its own there
     length = max([1, *(len(item.completion_ids) for item in trajectories)])
     is_masking = facts["truncated_trajectories"] == "mask"
     in_baseline = torch.tensor([item.in_baseline for item in trajectories])

@@ -73,12 +73,12 @@ def mask_record(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sampled(turn: dict[str, Any]) -> list[Any]:
-    """What the sampled tokens of a turn spell."""
+    """The text of a turn's sampled tokens."""
     return [turn["message"], *(result["call"] for result in turn["tool_results"])]
 
 
 def _answered(turn: dict[str, Any]) -> list[Any]:
-    """What the tokens after them spell."""
+    """The text of the tokens after them."""
     return [turn["observations"], *(result["content"] for result in turn["tool_results"])]
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
     from rich.text import Text
+    from transformers import PreTrainedTokenizerBase
 
     from agent_r1_trl.recording.store import Record
 
@@ -33,7 +34,7 @@ class Span(NamedTuple):
     """-1 for tokens that the policy did not sample."""
 
 
-def decode_spans(trajectory: Trajectory, tokenizer: Any) -> tuple[str, list[Span]]:
+def decode_spans(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
     """Decode the prompt and the spans of the completion, in order, each by itself."""
     ids = iter(trajectory.completion_ids)
     spans = [
@@ -43,7 +44,7 @@ def decode_spans(trajectory: Trajectory, tokenizer: Any) -> tuple[str, list[Span
     return _decode(tokenizer, trajectory.prompt_ids), spans
 
 
-def _decode(tokenizer: Any, ids: list[int]) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """The text; bytes that form no character, as where a limit cut one, become one U+FFFD."""
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return re.sub("\ufffd+", "\ufffd", str(text))
@@ -56,7 +57,12 @@ PROMPT_CHARS, RESULT_CHARS = 2000, 160
 
 
 def render_trajectory(
-    trajectory: Trajectory, tokenizer: Any = None, width: int | None = None, *, color: bool = True, note: str = ""
+    trajectory: Trajectory,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    width: int | None = None,
+    *,
+    color: bool = True,
+    note: str = "",
 ) -> str:
     """Render a trajectory as text.
 
@@ -135,7 +141,7 @@ def _header(trajectory: Trajectory) -> Text:
     return _text(*head, (f"\n{trajectory.error}" if trajectory.error else "", "red"))
 
 
-def _tokens(trajectory: Trajectory, tokenizer: Any, color: bool) -> list[RenderableType]:
+def _tokens(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase, color: bool) -> list[RenderableType]:
     prompt, spans = decode_spans(trajectory, tokenizer)
     half = PROMPT_CHARS // 2
     if len(prompt) > PROMPT_CHARS:
@@ -186,7 +192,7 @@ def _calls(trajectory: Trajectory) -> list[RenderableType]:
                     (f"turn {index}  ", "bold"),
                     _cut(f"{result.call.name or '?'}({arguments})"),
                     (f"  {result.latency_s * 1000:.0f} ms", "dim"),
-                    (f"  failed: {result.error.value}" if result.error else "", "red"),
+                    (f"  failed: {result.error_label}" if result.is_error else "", "red"),
                     ("  cut" if result.is_truncated else "", "yellow"),
                     f"\n  → {_cut(' '.join(result.content.split()))}",
                 )

@@ -10,6 +10,7 @@ from transformers import Qwen2ForCausalLM
 from agent_r1_trl.features.distillation import SelfDistillation
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
+from tests.effort import nightly
 from tests.learning.tasks import LockedKeyDoorEnv, Progress, _config, tiny_tokenizer
 from tests.tokenizers import make_tokenizer
 from tests.toys import AddEnv, call, say
@@ -296,8 +297,8 @@ def rates(output_dir, seed, callbacks, rollouts=30):
     return progress.rates
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.release
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2)])
 def test_hints_find_what_nobody_stumbles_on(tmp_path, seed):
     """One random player in 512 succeeds. The teacher alone knows the hint, the policy acts without it."""
     alone = rates(tmp_path / "alone", seed, [])

@@ -5,6 +5,7 @@ Most tests are rows of tables: what is broken, and the level, the check and a wo
 # ruff: noqa: RUF012 - mutable class attributes are among the faults
 
 import asyncio
+import contextlib
 import functools
 import random
 import sqlite3
@@ -20,6 +21,7 @@ from agent_r1_trl.features.doctor import episodes as caller_module
 from agent_r1_trl.features.doctor.environment import check_env, examine_env
 from agent_r1_trl.rewards import exact_match, extract_answer
 from agent_r1_trl.tools import InfrastructureError, SearchIndex, calculator, tool
+from agent_r1_trl.tools.event_loop import shared_loop
 from tests.toys import counted
 
 EXAMPLES = [
@@ -239,6 +241,16 @@ def test_a_tool_is_called_once_only_where_its_schema_was_met():
     ]
 
 
+def test_a_tool_whose_schema_has_branches_is_called_by_one_of_them():
+    seen = []
+    ways = [{"properties": {"content": {"type": "string"}}, "required": ["content"]}, {"properties": {"url": {}}}]
+    parameters = {"type": "object", "anyOf": ways}
+    function = {"name": "attach", "description": "Attach.", "parameters": parameters}
+    attach = tool(schema={"type": "function", "function": function})(lambda **given: seen.append(given) or "done")
+    found = examine_env(env_like(tools=[attach]), EXAMPLES, timeout_s=60.0)
+    assert {"content": "test"} in seen and not [item for item in found if item.level in ("error", "skipped")]
+
+
 def test_an_outcome_is_ok_only_where_it_was_looked_at():
     def outcome(env, examples=EXAMPLES):
         (found,) = (item for item in examine_env(env, examples) if item.check == "outcome")
@@ -341,6 +353,13 @@ def tool_of(body, **properties):
     return tool(schema={"type": "function", "function": function})(body)
 
 
+def unreachable():
+    """A tool whose back end is down, which is asked again at once."""
+    found = tool_of(lambda: raise_(InfrastructureError("no route to it")))
+    found.retry_wait_s = 0.0
+    return found
+
+
 class Opaque:
     pass
 
@@ -424,6 +443,8 @@ FOUND = {
         ({"a": 5}, "environment_factory={'a': 5}"),
     ],
     ("error", "tools"): [
+        (env_like(tools=[tool_of(lambda: Opaque())]), "an object of type Opaque"),
+        (env_like(tools=[tool_of(lambda: (number for number in range(3)))]), "an object of type generator"),
         (env_like(tools=5), "must be a list"),
         (env_like(tools=[5]), "is no tool"),
         (env_like(tools=["missing_method"]), "names 'missing_method'"),
@@ -439,7 +460,7 @@ FOUND = {
         ),
         (env_like(tools=[tool_of(lambda: raise_(SystemExit(2)))]), "SystemExit"),
         (env_like(tools=[tool_of(lambda: raise_(NotImplementedError()))]), "NotImplementedError"),
-        (env_like(tools=[tool_of(lambda: raise_(InfrastructureError("no route to it")))]), "no route to it"),
+        (env_like(tools=[unreachable()]), "no route to it"),
         # The list of a class is checked where the class is defined; these are made by the constructor.
         (functools.partial(GoodEnv, tools=[undocumented]), "no docstring"),
         (functools.partial(GoodEnv, tools=[untyped]), "no type hint"),
@@ -450,8 +471,6 @@ FOUND = {
         (env_like(tools=[undescribed]), "no description of 'query'"),
         *((env_like(tools=[tool_of(body)]), "tells the model nothing") for body in (lambda: None, lambda: "")),
         (env_like(tools=[tool_of(lambda: float("nan"))]), "tells the model nothing"),
-        (env_like(tools=[tool_of(lambda: Opaque())]), "an object of type Opaque"),
-        (env_like(tools=[tool_of(lambda: (number for number in range(3)))]), "an object of type generator"),
         (env_like(tools=[tool_of(lambda: raise_(RuntimeError("boom")))]), "RuntimeError: boom"),
     ],
     ("error", "reset"): [
@@ -705,17 +724,28 @@ def test_tools_that_reset_chooses_are_checked_and_rolled_out_in_every_row():
 def test_a_call_that_is_left_alone_ends_its_event_loop_once_it_lets_go_of_it(monkeypatch):
     monkeypatch.setattr(caller_module, "_GRACE_S", 0.0)
     caller, wakes_up = caller_module.Caller(0.1), threading.Event()
-    blocked = caller._thread.loop
+    blocked = shared_loop()
 
     async def block():
         wakes_up.wait(10)
 
     assert "did not come back" in caller.call("env.reset", block()).failure
-    used = caller._thread.loop
-    assert used is not blocked and caller.call("env.reset", asyncio.sleep(0, "value")).value == "value"
+    assert shared_loop() is not blocked and caller.call("env.reset", asyncio.sleep(0, "value")).value == "value"
     wakes_up.set()
     caller.close()
-    deadline = time.monotonic() + 10
-    while not (blocked.is_closed() and used.is_closed()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert blocked.is_closed() and used.is_closed()
+    blocked.join(10)
+    assert blocked.loop.is_closed() and not shared_loop().loop.is_closed()
+
+
+def test_a_call_that_cannot_be_cancelled_leaves_the_event_loop_to_the_others(monkeypatch):
+    monkeypatch.setattr(caller_module, "_GRACE_S", 0.0)
+    caller, thread, is_over = caller_module.Caller(0.05), shared_loop(), threading.Event()
+
+    async def refuse():
+        while not is_over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+
+    assert "did not come back" in caller.call("env.reset", refuse()).failure
+    is_over.set()
+    assert shared_loop() is thread

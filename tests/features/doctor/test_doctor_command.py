@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.generation.local.decoding import ModelRunner
 
 BROKEN = '''
 from agent_r1_trl import ToolEnv
@@ -122,6 +123,16 @@ def test_memory_that_cannot_be_estimated_is_no_ok(examine):
 
 def test_an_environment_that_fails_on_the_rows_is_an_error(examine):
     assert "reset raised KeyError: 'missing'" in examine(1, env="broken.py:ForgetsRows")
+
+
+def test_weights_are_loaded_and_their_scores_compared_where_that_is_asked_for(examine, monkeypatch):
+    assert "Sampled and scored" not in examine(0)
+    assert "Sampled and scored log-probs agree (update_layout='packed')" in examine(
+        0, "--load_weights", "true", update_layout="packed"
+    )
+    forward = ModelRunner._forward
+    monkeypatch.setattr(ModelRunner, "_forward", lambda *args, **options: 2 * forward(*args, **options))
+    assert "The transformers generator reports log-probs that differ" in examine(1, "--load_weights", "true")
 
 
 MISTAKES = {

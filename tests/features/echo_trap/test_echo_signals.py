@@ -16,7 +16,7 @@ from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory, Turn
 from tests.toys import call, say
-from tests.trainers.helpers import make_trainer, two_turns
+from tests.trainers.helpers import make_trainer, questions, two_turns
 
 
 def logged(trainer, name):
@@ -99,6 +99,21 @@ def test_a_resumed_run_judges_as_the_run_that_was_not_interrupted(tmp_path):
     assert saved["stateful_callbacks"]["echo_trap"]["judge"]["step"] == 2
 
 
+def test_a_run_that_goes_on_with_other_rows_measures_its_baselines_anew(tmp_path, caplog):
+    """Rewards of harder rows are lower; against the baseline of the first ones that is a collapse."""
+    options = {"echo": True, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path / "first", max_steps=2, **options).train()
+    others = questions(9)
+    resumed = make_trainer(tmp_path / "others", max_steps=4, train_dataset=others, resume_without=["data"], **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+    assert resumed.features["echo_signals"].judge.verdict.step == 2, "of this data"
+    assert "are those of other rows" in caplog.text
+    caplog.clear()
+    again = make_trainer(tmp_path / "again", max_steps=6, train_dataset=others, resume_without=["data"], **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "others" / "checkpoint-4"))
+    assert again.features["echo_signals"].judge.verdict.step == 4 and "other rows" not in caplog.text
+
+
 # -------------------------------------------------------------------- what the update trains on is changed
 
 
@@ -111,6 +126,7 @@ def monitor():
         "resampling": SimpleNamespace(rounds=0),
     }
     trainer = SimpleNamespace(
+        train_dataset=None,
         args=args, state=TrainerState(), last_norms=(1.0,), epsilon_low=0.2, epsilon_high=0.2, beta=0.1,
         entropy_coef=0.0, features=features, _metrics={"train": defaultdict(list)}, _rollout_s=0.0,
     )  # fmt: skip

@@ -45,10 +45,10 @@ class Copying(Generator):
         self._own = weights_of(model)
         return True
 
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
+    async def generate(self, request):
         self.num_stale += not is_equal(self._own, weights_of(self._policy))
-        self.seeds.append(seed)
-        return await self._scripted.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+        self.seeds.append(request.seed)
+        return await self._scripted.generate(request)
 
 
 def test_a_run_that_recovers_is_neither_rolled_back_nor_ended(tmp_path):

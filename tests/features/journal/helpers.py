@@ -119,10 +119,10 @@ class Talker(Generator):
         self.chat, self.say = chat, say
         self.sampled = collections.Counter()
 
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
-        self.sampled[seed] += 1
-        rng = random.Random(f"{seed} {sum(prompt_ids)}")
-        ids = self.chat.encode_reply(self.say(rng))[:max_tokens]
+    async def generate(self, request):
+        self.sampled[request.seed] += 1
+        rng = random.Random(f"{request.seed} {sum(request.prompt_ids)}")
+        ids = self.chat.encode_reply(self.say(rng))[: request.max_tokens]
         stop = "stop" if ids[-1] in self.chat.stop_token_ids else "length"
         return Generation(token_ids=ids, logprobs=[-rng.random() for _ in ids], stop=stop)
 

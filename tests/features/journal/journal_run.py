@@ -69,10 +69,10 @@ class NotedGenerator(TransformersGenerator):
 
     path = None
 
-    async def generate(self, prompt_ids, *, max_tokens, seed, params):
-        self.note("asked", seed)
-        generation = await super().generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
-        self.note("sampled", seed)
+    async def generate(self, request):
+        self.note("asked", request.seed)
+        generation = await super().generate(request)
+        self.note("sampled", request.seed)
         return generation
 
     def note(self, what, seed):

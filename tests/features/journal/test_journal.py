@@ -303,13 +303,13 @@ def test_a_loop_that_wakes_up_adds_nothing_to_a_trajectory_that_was_given_up():
     arrived: list[asyncio.Future[None]] = []
 
     class Holding(ScriptedGenerator):
-        async def generate(self, *args, **kwargs):
+        async def generate(self, request):
             arrived.append(asyncio.get_running_loop().create_future())
             if len(arrived) == 2:
                 arrived[0].set_result(None)  # the other one goes on as soon as the loop does
                 release.wait(30)
             await arrived[0]
-            generation = await super().generate(*args, **kwargs)
+            generation = await super().generate(request)
             asyncio.get_running_loop().call_soon(added.set)
             return generation
 

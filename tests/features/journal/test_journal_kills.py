@@ -1,6 +1,6 @@
 """SIGKILL at random moments: the run ends with the weights of one that was never killed, and repeats almost nothing.
 
-JOURNAL_KILLS=30 pytest tests/features/journal/test_journal_kills.py -m "slow or matrix"       # `make kills`
+JOURNAL_KILLS=30 pytest tests/features/journal/test_journal_kills.py -m "slow or release or matrix"  # `make kills`
 """
 
 import collections
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.distributed.launch import free_port
+from tests.effort import for_release, nightly
 from tests.features.journal import journal_run
 from tests.features.journal.journal_run import SAMPLED_FILE, WEIGHTS_FILE
 
@@ -88,10 +89,10 @@ def kill_at_random_moments(start, folder, world, algorithm, num_steps, rng):
     return num_kills
 
 
-KILLED_IN_THE_MATRIX = (("ppo", 1), ("grpo", 2), ("ppo", 2), ("resampled", 1), ("resampled", 2))
 CASES = [
-    *[pytest.param(name, 1, marks=pytest.mark.slow) for name in ("grpo", "rows")],
-    *[pytest.param(*case, marks=pytest.mark.matrix) for case in KILLED_IN_THE_MATRIX],
+    pytest.param("grpo", 1, marks=pytest.mark.slow),
+    *for_release(("rows", 1)),
+    *nightly(("ppo", 1), ("grpo", 2), ("ppo", 2), ("resampled", 1), ("resampled", 2)),
 ]
 
 

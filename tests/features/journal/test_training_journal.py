@@ -334,11 +334,11 @@ class Flaky(Generator):
     def __init__(self, inner):
         self.inner, self.num, self.requests = inner, 0, inner.requests
 
-    async def generate(self, prompt_ids, **options):
+    async def generate(self, request):
         self.num += 1
         if self.num % 7 == 0:
             raise RuntimeError("flaky")
-        return await self.inner.generate(prompt_ids, **options)
+        return await self.inner.generate(request)
 
 
 def test_a_replay_knows_of_the_tries_that_had_failed(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
 from agent_r1_trl.trainers.callbacks import OptimizerStep
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
-from agent_r1_trl.update.batching import TRAJECTORY_ROW
+from agent_r1_trl.update.entries import TRAJECTORY_ROW
 from tests.trainers.helpers import make_trainer, same, two_turns, watched
 
 NAN, INF = float("nan"), float("inf")
@@ -143,6 +143,7 @@ def test_every_entry_that_enters_the_loss_is_looked_at_where_its_mask_holds_and_
     policy, critic = torch.tensor([[1, 0, 0]]), torch.tensor([[0, 1, 0]])
     first, second = (policy, critic) if name not in ("old_values", "returns") else (critic, policy)
     watch = NumberWatch(1, str(tmp_path))
+    watch.attach(SimpleNamespace(run_id=""))
     watch.rollout_end(SimpleNamespace(trajectories=[SimpleNamespace(example_id="q0", generation=0)]), {})
     watch.go_back(0, 0)
     inputs = {"completion_mask": policy, "value_mask": critic, TRAJECTORY_ROW: torch.tensor([0])}
@@ -243,6 +244,10 @@ def test_the_last_checkpoint_is_found_by_number_and_not_by_name(tmp_path):
         (tmp_path / name).mkdir()
     assert last_checkpoint(tmp_path, 20) == tmp_path / "checkpoint-10"
     assert last_checkpoint(tmp_path, 8) is None
+    manifest = {"version": 1, "run": {"run_id": "earlier"}, "files": {}}
+    (tmp_path / "checkpoint-10" / "checkpoint_manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    assert last_checkpoint(tmp_path, 20, "earlier") == tmp_path / "checkpoint-10"
+    assert last_checkpoint(tmp_path, 20, "this one") == tmp_path / "checkpoint-9"  # it says nothing of a run
 
 
 # -------------------------------------------------------------------- samplers

@@ -125,6 +125,14 @@ def trainer_of(tmp_path):
 
 
 @pytest.fixture
+def hears_sighup():
+    """`nohup make test` starts this process with SIGHUP ignored, which a run then ignores as well."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
 def whole_weights(trainer_of):
     """`whole_weights(**options)`: of a run that nothing interrupts."""
 
@@ -173,6 +181,34 @@ def test_signals_are_handled_where_notebooks_are_only_started_and_not_inside_of_
     assert open_signals() == []
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_workers_of_the_data_loader_as_well_ends_in_a_checkpoint(
+    signum, trainer_of, send_when, hears_sighup, tmp_path
+):
+    """As a scheduler sends it: to the whole process group, and not from the workers' parent."""
+    workers = []
+
+    def is_hanging():
+        if len(sleepers()) < NUM_ROWS:
+            return False
+        ours = psutil.Process().children()
+        workers.extend(child for child in ours if child.cmdline() == psutil.Process().cmdline())
+        subprocess.run(["kill", f"-{int(signum)}", *(str(worker.pid) for worker in workers)], check=True)
+        time.sleep(0.3)  # for torch to notice the end of a worker
+        return True
+
+    trainer = trainer_of(callbacks=[At(3, Watched.hang.set)], dataloader_num_workers=2)
+    send_when(is_hanging, signum)
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 128 + signum
+    assert len(workers) == 2 and (tmp_path / "run" / "checkpoint-2").is_dir()
+    del trainer
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+
+
 @pytest.mark.slow
 def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, send_when, whole_weights, tmp_path):
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -205,7 +241,7 @@ def test_sigterm_in_a_rollout_saves_closes_and_leaves_no_process(trainer_of, sen
     assert torch.equal(weights(resumed), whole_weights())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_checkpoint_of_a_step_that_was_cut_between_two_of_its_rollouts_is_that_of_the_step_before(
     trainer_of, send_when, whole_weights, tmp_path
 ):

@@ -14,19 +14,22 @@ from agent_r1_trl import InfrastructureError, tool
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError, ToolWatch, count_calls
 from agent_r1_trl.rollout import RolloutRequest
 from agent_r1_trl.rollout.probe import RecordedCall
-from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolFault, ToolResult, Trajectory, Turn
 from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer, questions
 
 # Results, as letters: a call that succeeded, that timed out, failed by its infrastructure, by a lost connection, by an
-# exception that wrong arguments may cause, by one that the tool declares as its callers', by the model's mistake.
+# exception that wrong arguments may cause, by any other, by one that the tool declares as its callers', by a timeout
+# that it declares so, by the model's mistake.
 KINDS = {
     ".": {},
     "t": {"error": ToolErrorKind.TIMEOUT},
     "i": {"error": ToolErrorKind.INFRASTRUCTURE},
-    "c": {"error": ToolErrorKind.EXCEPTION, "is_models_mistake": False},
-    "v": {"error": ToolErrorKind.EXCEPTION},
-    "u": {"error": ToolErrorKind.EXCEPTION, "is_models_mistake": True},
+    "c": {"error": ToolErrorKind.EXCEPTION, "judged_fault": ToolFault.TOOL},
+    "v": {"error": ToolErrorKind.EXCEPTION, "judged_fault": ToolFault.ARGUMENTS},
+    "o": {"error": ToolErrorKind.EXCEPTION},
+    "u": {"error": ToolErrorKind.EXCEPTION, "judged_fault": ToolFault.MODEL},
+    "d": {"error": ToolErrorKind.TIMEOUT, "judged_fault": ToolFault.MODEL},
     "m": {"error": ToolErrorKind.INVALID_ARGUMENTS},
 }
 
@@ -73,13 +76,13 @@ def test_the_cause_is_shown_without_control_characters():
 
 
 def test_what_the_model_did_wrong_is_no_call_of_the_tool():
-    counted = count_calls(rollout("..tvumci")[0])["look"]
-    assert (counted.num, counted.num_failed, counted.num_suspect) == (6, 4, 3)
+    counted = count_calls(rollout("..tvoudmci")[0])["look"]
+    assert (counted.num, counted.num_failed, counted.num_suspect) == (7, 5, 3)
     assert counted.first_cause == "t (first in example 'q1')"
-    assert World(False).judge(HEALTHY, "m" * 16, "u" * 16) == [False] * 3
+    assert World(False).judge(HEALTHY, "m" * 16, "u" * 16, "d" * 16) == [False] * 4
 
 
-@pytest.mark.parametrize(("letter", "failed"), [("c", 12), ("i", 16), ("t", 16), ("v", 12)])
+@pytest.mark.parametrize(("letter", "failed"), [("c", 12), ("i", 16), ("t", 16), ("v", 12), ("o", 12)])
 def test_a_share_that_leaves_its_past_is_an_outage_if_calls_fail_that_had_succeeded(letter, failed):
     world = World(False)
     assert world.judge(HEALTHY) == [False] and world.asked == 0

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.features.sampling.curriculum import STATE, Curriculum
+from agent_r1_trl.features.sampling.curriculum import STATE, Curriculum, row_keys
 from agent_r1_trl.features.sampling.resampling import check_can_draw
 from agent_r1_trl.features.sampling.settings import SamplingSettings
 from tests.features.journal.test_training_journal import is_same, train
@@ -18,9 +19,14 @@ from tests.trainers.helpers import make_trainer, questions
 
 def curriculum_of(num, **options):
     """Over `num` prompts, without a trainer."""
+    return curriculum_over([{"prompt": f"question {i}"} for i in range(num)], **options)
+
+
+def curriculum_over(rows, **options):
+    """Over these rows, without a trainer."""
     fake = SimpleNamespace(
         args=SimpleNamespace(sampling=SamplingSettings(**{"curriculum_rate": 0.3} | options)),
-        train_dataset=range(num),
+        train_dataset=rows,
         rollouts=SimpleNamespace(),
     )
     return Curriculum(fake)
@@ -190,17 +196,94 @@ def test_a_second_run_of_a_trainer_knows_nothing_of_the_first(tmp_path):
     assert len(trainer.batches) == 8 and all(map(is_same, trainer.batches[:4], trainer.batches[4:]))
 
 
-def test_a_checkpoint_without_it_begins_anew_and_says_so(tmp_path, caplog):
+class Half(ToolEnv):
+    """Questions below 20 are always solved, the others never."""
+
+    def outcome_reward(self, trajectory):
+        question = self.example["prompt"][-1]["content"]
+        return float(int(question.split()[-1]) < 20)
+
+
+def test_after_a_resume_with_other_rows_no_question_has_the_rate_of_another(tmp_path):
+    """Nine questions that are always solved, then four of them among nine that never are, under the same ids."""
+
+    def numbered(numbers):
+        prompts = [[{"role": "user", "content": f"question {number}"}] for number in numbers]
+        return Dataset.from_list([{"id": f"q{row}", "prompt": prompt} for row, prompt in enumerate(prompts)])
+
+    options = RUN | {"env": Half, "journal": False, "learning_rate": 0.0}
+    before = numbered(range(9))
+    train(tmp_path, train_dataset=before, **options)
+    saved = curriculum_over(before)
+    saved.load(tmp_path / "checkpoint-2")
+    assert saved.num_groups.sum() == 8 and saved.pass_rates.max() > 0.7
+
+    rows = [*range(20, 22), *range(2, 6), *range(22, 25)]
+    checkpoint = str(tmp_path / "checkpoint-2")
+    options |= {"resume_without": ["data"], "train_dataset": numbered(rows)}
+    resumed = train(tmp_path, checkpoint=checkpoint, **options)
+    curriculum = resumed.features["resampling"].curriculum
+    assert len(resumed.batches) == 2
+    for row, number in enumerate(rows):
+        is_old = number < 20  # at the same place and under the same id as before
+        count, rate = curriculum.num_groups[row].item(), curriculum.pass_rates[row].item()
+        assert rate == pytest.approx(1 - 0.5 ** (1 + count) if is_old else 0.5 ** (1 + count))
+        assert count >= (saved.num_groups[row].item() if is_old else 0)
+    assert curriculum.num_groups.sum() == saved.num_groups[2:6].sum() + 8
+
+
+def test_pass_rates_follow_the_content_of_rows_through_a_checkpoint(tmp_path, caplog):
+    one, two, three, four = ({"id": i, "prompt": f"question {i}"} for i in range(4))
+    curriculum = curriculum_over([one, two, three])
+    curriculum.observe([0, 1], [[1.0], [0.0]])
+    curriculum.observe([0], [[1.0]])
+    curriculum.save(tmp_path)  # .5, .65, .755 and .35
+    same = curriculum_over([three, {"prompt": "question 1", "id": 1}, one])  # another order, of columns as well
+    same.load(tmp_path)
+    assert same.pass_rates.tolist() == pytest.approx([0.5, 0.35, 0.755]) and same.num_groups.tolist() == [0, 1, 2]
+    assert not caplog.text
+    changed = curriculum_over([one, two | {"prompt": "another question"}, three, four])
+    changed.load(tmp_path)
+    assert changed.pass_rates.tolist() == pytest.approx([0.755, 0.5, 0.5, 0.5])
+    assert "has pass rates of 2 prompts, of which the data has 1. The others of the data begin anew" in caplog.text
+    changed.save(tmp_path)  # the row that is gone is forgotten
+    curriculum.load(tmp_path)
+    assert curriculum.num_groups.tolist() == [2, 0, 0]
+
+
+def test_equal_rows_share_a_pass_rate():
+    curriculum = curriculum_over([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}])
+    curriculum.observe([0, 2], [[1.0], [0.0]])
+    assert curriculum.pass_rates.tolist() == pytest.approx([0.7 * 0.65, 0.5, 0.7 * 0.65])
+    assert curriculum.num_groups.tolist() == [2, 0, 2]
+
+
+def test_keys_of_rows_read_stored_columns_and_know_no_addresses():
+    rows = [{"prompt": "a", "image": b"\x00"}, {"prompt": "a", "image": b"\x01"}, {"prompt": "a", "image": b"\x00"}]
+    stored = Dataset.from_list(rows)
+    keys = row_keys(stored)
+    assert keys == row_keys(rows) and keys[0] == keys[2] != keys[1]
+    stored.set_transform(lambda batch: {"prompt": [object() for _ in batch["prompt"]]})
+    assert row_keys(stored) == keys and row_keys(stored.select([2, 1])) == [keys[0], keys[1]]
+    assert row_keys([{"x": object()}]) == row_keys([{"x": object()}])
+
+
+def test_a_checkpoint_without_pass_rates_of_its_rows_begins_anew_and_says_so(tmp_path, caplog):
     curriculum = curriculum_of(2)
     curriculum.observe([0], [[1.0]])
     curriculum.save(tmp_path)
-    same, other = curriculum_of(2), curriculum_of(3)
+    same, other = curriculum_of(2), curriculum_over([{"prompt": f"other question {i}"} for i in range(2)])
     same.load(tmp_path)
     assert same.pass_rates.tolist() == [0.65, 0.5] and not caplog.text
     for folder in (tmp_path, tmp_path / "none"):
         other.load(folder)
-        assert other.pass_rates.tolist() == [0.5] * 3 and "begins anew" in caplog.text
+        assert other.pass_rates.tolist() == [0.5] * 2 and "The curriculum begins anew" in caplog.text
         caplog.clear()
+    by_number = {"pass_rates": torch.tensor([0.94, 0.5]), "num_groups": torch.tensor([3, 0])}
+    torch.save(by_number, tmp_path / STATE)  # as before rows had keys
+    same.load(tmp_path)
+    assert same.pass_rates.tolist() == [0.5, 0.5] and same.num_groups.tolist() == [0, 0]
+    assert "by row number" in caplog.text and "The curriculum begins anew" in caplog.text
 
 
 def test_an_environment_that_makes_its_own_prompts_is_refused():

@@ -17,6 +17,7 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.critic.attach import is_critic_name
 from agent_r1_trl.evaluation.agent import load_agent
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from tests.families.configurations import build
 from tests.hub import running_hub
 from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_policy, make_trainer
@@ -67,6 +68,12 @@ def log_probs(model):
         ({"target_modules": "all-linear", "use_dora": True}, False),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, True),
         ({"target_modules": ["lm_head", "o_proj"]}, True),
+        ({"target_modules": ["embed_tokens", "o_proj"]}, True),
+        ({"target_modules": ["embed_tokens", "lm_head"]}, True),
+        ({"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}, True),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 6], "lm_head": [7]}}, True),
     ],
 )
 def test_a_merged_adapter_computes_what_the_adapter_does(base, tmp_path, options, is_tied):
@@ -79,6 +86,58 @@ def test_a_merged_adapter_computes_what_the_adapter_does(base, tmp_path, options
     assert (expected - log_probs(AutoModelForCausalLM.from_pretrained(folder))).abs().max() > 0.01
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+
+
+@pytest.mark.parametrize(
+    ("options", "is_still_tied"),
+    [
+        ({"target_modules": ["embed_tokens", "q_proj"]}, False),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"]}, True),
+    ],
+)
+def test_the_configuration_says_whether_the_ends_share_a_weight(base, tmp_path, options, is_still_tied):
+    """vLLM goes by it, and would take one weight for both."""
+    expected = adapter(base(is_tied=True), tmp_path / "adapter", **options)
+    assert main(["merge", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "merged")]) == 0
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["tie_word_embeddings"] == is_still_tied
+    assert ("lm_head.weight" in load_file(tmp_path / "merged/model.safetensors")) == (not is_still_tied)
+    assert (log_probs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) - expected).abs().max() < 1e-5
+
+
+@pytest.fixture
+def shared_layers(tmp_path):
+    """A model whose two attention blocks share their weights, saved with a tokenizer."""
+    tokenizer = make_tokenizer("qwen3")
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = build("zamba2", vocabulary=len(tokenizer), **ids)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("q_proj.weight")]
+    assert len(names) > len([name for name, _ in model.named_parameters() if name.endswith("q_proj.weight")])
+    folder = tmp_path / "shared"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_an_adapter_beside_layers_that_share_their_weights_is_merged(shared_layers, tmp_path):
+    expected = adapter(shared_layers, tmp_path / "adapter", target_modules=["in_proj"])
+    assert main(["merge", str(tmp_path / "adapter"), "--output_dir", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (log_probs(merged) - expected).abs().max() < 1e-5
+    assert (
+        load_file(tmp_path / "merged/model.safetensors").keys()
+        == load_file(f"{shared_layers}/model.safetensors").keys()
+    )
+
+
+def test_an_adapter_that_parts_layers_which_share_their_weights_is_refused(shared_layers, tmp_path, refusal):
+    """The family loads one weight for all of them."""
+    adapter(shared_layers, tmp_path / "adapter", target_modules=["q_proj"])
+    message = refusal("merge", tmp_path / "adapter", "--output_dir", tmp_path / "out")
+    assert "share one weight" in message and "q_proj.weight" in message and "agent-r1-trl serve" in message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
@@ -152,6 +211,22 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path, refusal):
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
     assert "gone" in refusal("merge", tmp_path / "adapter", "--output_dir", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_training_does_not_start_from_an_adapter_and_says_how_it_can(base, tmp_path, refusal):
+    folder = base()
+    adapter(folder, tmp_path / "adapter", target_modules=["q_proj"])
+    run = ["--env", "tests.toys:AddEnv", "--max_steps", "1", "--output_dir", tmp_path / "run"]
+    message = refusal("train", "--model_name_or_path", tmp_path / "adapter", *run)
+    assert f"model_name_or_path='{tmp_path}/adapter' is an adapter (LORA) of the model '{folder}'" in message
+    assert f"agent-r1-trl merge {tmp_path}/adapter --output_dir" in message and "is_trainable=True" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_biases_of_lora_without_a_place_in_the_model_are_refused(base, tmp_path, refusal):
+    adapter(base(), tmp_path / "adapter", target_modules=["o_proj"], lora_bias=True)
+    message = refusal("merge", tmp_path / "adapter", "--output_dir", tmp_path / "out")
+    assert "lora_bias=True" in message and "agent-r1-trl serve" in message
 
 
 def test_an_adapter_with_nan_is_refused(base, tmp_path, refusal):

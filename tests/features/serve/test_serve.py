@@ -154,6 +154,7 @@ def check_chat(monkeypatch, folder, *arguments):
 
 
 @pytest.mark.vllm
+@pytest.mark.release
 def test_a_chat_samples_with_vllm_in_its_own_process(calling_adapter, tmp_path, monkeypatch):
     check_chat(monkeypatch, tmp_path, calling_adapter.parent / "base", "--use_vllm")
 
@@ -188,6 +189,7 @@ def merged_and_served(model, folder, name, length):
 
 
 @pytest.mark.vllm
+@pytest.mark.release
 def test_an_adapter_is_merged_and_served_by_vllm_and_calls_a_tool_through_the_client_of_openai(
     calling_adapter, tmp_path
 ):

@@ -20,7 +20,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -29,9 +29,15 @@ from datasets import Dataset
 from agent_r1_trl.chat.messages import as_text
 from agent_r1_trl.settings import NotNegative, Positive, check_value
 from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.log_means import TokenMean
 from agent_r1_trl.trainers.rewards import wait_for
 from agent_r1_trl.trajectory import Message, Trajectory
-from agent_r1_trl.update.batching import KEPT_IDS, pad_tokens
+from agent_r1_trl.update.entries import IS_KEPT, KEPT_IDS, Inputs
+from agent_r1_trl.update.rows import pad_tokens
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+    from agent_r1_trl.update.rows import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +46,7 @@ GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "signed": lambda d: d,
     "raise": lambda d: torch.sigmoid(5 * d),
 }
-"""What a token's log-prob is multiplied by, of the clipped difference of teacher and student."""
+"""The factor of a token's log-prob, of the clipped difference of teacher and student."""
 SIBLING = "sibling"
 
 
@@ -86,7 +92,7 @@ class SelfDistillation(RolloutCallback):
         self.context, self.weight, self.gate, self.text = context, weight, gate, text
         self.clip, self.ratio_cap = clip, ratio_cap
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """The trainer is made.
 
         Raises:
@@ -155,7 +161,7 @@ class SelfDistillation(RolloutCallback):
     # ---------------------------------------------------------------- the term
 
     def extra_columns(
-        self, output: dict[str, Any], trajectories: Sequence[Trajectory], rows: Any
+        self, output: Inputs, trajectories: Sequence[Trajectory], rows: TrainingRows
     ) -> Mapping[str, torch.Tensor]:
         """`NAME/teacher`, (R, T) its log-probs, `NAME/is_action`, (R, T), and `NAME/has_teacher`, (R,).
 
@@ -187,18 +193,20 @@ class SelfDistillation(RolloutCallback):
         columns = {"teacher": teacher, "is_action": is_action, "has_teacher": has_teacher}
         return {f"{self.name}/{name}": column for name, column in columns.items()}
 
-    def extra_tokens(self, inputs: dict[str, Any]) -> torch.Tensor:
-        """The action tokens of rows with a teacher; also of groups that a filter has left out."""
+    def extra_tokens(self, inputs: Inputs) -> torch.Tensor:
+        """The action tokens of rows with a teacher; with a weight, also of groups that a filter has left out."""
         in_loss = (inputs["completion_mask"] * inputs["tool_mask"]).bool()  # without `loss_mask` observations, too
+        if self.weight == 0 and IS_KEPT in inputs:  # rows that come back for nothing would cost a pass
+            in_loss = in_loss & inputs[IS_KEPT].unsqueeze(1)
         return in_loss & inputs[f"{self.name}/is_action"] & inputs[f"{self.name}/has_teacher"].unsqueeze(1)
 
-    def extra_loss(self, inputs: dict[str, Any], log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def extra_loss(self, inputs: Inputs, log_probs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The term, summed over the tokens of `mask`; logs the mean of T - S."""
         student = log_probs.detach()
         gap = torch.where(mask, inputs[f"{self.name}/teacher"] - student, 0.0)
         sums = torch.stack([gap.sum().double(), mask.sum().double()])
         total, count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        self.trainer.add_metrics({f"{self.name}/gap": total / count} if count else {})
+        self.trainer.add_metrics({f"{self.name}/gap": TokenMean(total / max(1.0, count), count)})
         weights = GATES[self.gate](gap.clamp(-self.clip, self.clip))
         old = inputs.get("old_per_token_logps")
         if old is not None:
@@ -207,7 +215,7 @@ class SelfDistillation(RolloutCallback):
 
 
 def _said(item: Trajectory) -> str:
-    """What a trajectory said, turn by turn, as a hint for its siblings."""
+    """A trajectory's turns, as a hint for its siblings."""
     return "\n".join(filter(None, map(_text, (turn.message for turn in item.env_turns))))
 
 

@@ -1,4 +1,4 @@
-"""What check_env examines of an agent (`AgentEnv`): it acts against a script, through the endpoint of the training.
+"""How check_env examines an agent (`AgentEnv`): it acts against a script, through the endpoint of the training.
 
 The script says what policies say: valid calls of the tools that the agent sends, mistakes, nothing, a plain answer.
 """
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.environments.factory import made_and_closed
@@ -24,12 +24,15 @@ from agent_r1_trl.tools import shared_pool
 from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Author, Message, StopReason, Trajectory
 
+if TYPE_CHECKING:
+    from agent_r1_trl.chat.format import ChatFormat
+
 MAX_CALLS = 16
 """Calls after which an agent that goes on counts as endless."""
 RUN_TIMEOUTS = 6
 """A whole run may take as many times `timeout_s`."""
 SCRIPTS = ("tool calls", "a plain answer", "an unknown tool", "a call cut off half way", "an empty answer")
-"""What a run begins with; then every tool is called, and then the answer is text."""
+"""The beginning of a run; then every tool is called, and then the answer is text."""
 _APPENDED = {
     "system": "Leave the system message as it is: put what changes (a clock, a state) into a new message",
     "tools": "Send the same tools in the same order with every call",
@@ -47,7 +50,7 @@ class _PlainChat:
     def __init__(self) -> None:
         self.encoder = self
 
-    def hide(self, data: Any, *, special_only: bool) -> Any:
+    def hide(self, data: object, *, special_only: bool) -> Any:
         return data
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -56,11 +59,11 @@ class _PlainChat:
     def truncate(self, text: str, max_tokens: int) -> str:
         return text[:max_tokens]
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
         return [*json.dumps([tools, *messages], default=str).encode()]
 
     def encode_observations(
-        self, message: Message, observations: Sequence[Message], tools: Any
+        self, message: Message, observations: Sequence[Message], tools: Sequence[Schema] | None
     ) -> tuple[list[int], list[Author]]:
         ids = self.encode_prompt(observations, None)
         return ids, [Author.ENVIRONMENT] * len(ids)
@@ -71,7 +74,7 @@ class _PlainChat:
     def encode_reply(self, message: Message) -> list[int]:
         return [*json.dumps(message).encode(), *self.stop_token_ids]
 
-    def parse(self, token_ids: Sequence[int], *_: Any, **__: Any) -> Message:
+    def parse(self, token_ids: Sequence[int], *_: object, **__: object) -> Message:
         try:
             return dict(json.loads(self.decode(token_ids)))
         except ValueError:  # a stop string of the agent has cut it
@@ -85,7 +88,7 @@ class _AgentRun:
     script: str
     chat: Any
     tools: list[Schema] = field(default_factory=list)
-    """What the latest call sent."""
+    """The request of the latest call."""
     start: Start | None = None
     """Messages and tools of the first call."""
     has_late_system: bool = False
@@ -96,19 +99,21 @@ class _AgentRun:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.chat, name)
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
         self.tools = list(tools or ())
         self.start = self.start or (list(messages), self.tools)
         self.has_late_system |= any(message["role"] == "system" for message in messages[1:])
         return list(self.chat.encode_prompt(messages, tools))
 
-    def encode_observations(self, message: Message, observations: Sequence[Message], tools: Any) -> Any:
+    def encode_observations(
+        self, message: Message, observations: Sequence[Message], tools: Sequence[Schema] | None
+    ) -> Any:
         self.tools = list(tools or ())
         self.has_late_system |= any(item["role"] == "system" for item in observations)
         return self.chat.encode_observations(message, observations, tools)
 
     def refusal(self) -> str:
-        """What a server says to a system message after others; empty if nothing."""
+        """A server's objection to a system message after others; empty if none."""
         if isinstance(self.chat, _PlainChat):
             return "which many chat templates refuse (agent-r1-trl doctor tries that of your model)"
         try:
@@ -145,7 +150,12 @@ def is_agent(make: Callable[[], Any], timeout_s: float) -> bool:
 
 
 def examine_agent(
-    report: Report, make: Callable[[], Any], rows: Sequence[dict[str, Any]], *, timeout_s: float, chat: Any = None
+    report: Report,
+    make: Callable[[], Any],
+    rows: Sequence[dict[str, Any]],
+    *,
+    timeout_s: float,
+    chat: ChatFormat | None = None,
 ) -> list[Start]:
     """Let an agent act on every row, and on the first one against all scripts.
 
@@ -211,6 +221,10 @@ def _check_run(report: Report, run: _AgentRun) -> None:
     elif run.has_late_system and (refusal := run.refusal()):
         text = f"{what} it sends a system message after others, {refusal}."
         report.warning("agent", text, "Send it as user.")
+    if "agent/taking_turns" in info and not env.shared_reward:
+        text = f"{what} conversations take turns, as players do, and are trained with one reward."
+        fix = "Give each player door.seat(name) and return {name: reward}; for one task, pass shared_reward=True."
+        report.warning("agent", text, fix)
     if "agent_overridden" in info:
         text = f"It sets {info['agent_overridden']}, which does not count: turns are sampled as the run says."
         report.warning("agent", text, "Remove it, or ask in the prompt for the form that is needed.")

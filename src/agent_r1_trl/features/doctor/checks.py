@@ -80,15 +80,15 @@ Start = tuple[list[dict[str, Any]], list[Schema]]
 
 
 def run_doctor(
-    model_or_tokenizer: Any,
+    model_or_tokenizer: object,
     *,
     tools: Sequence[Any] | None = None,
-    env: Any = None,
+    env: object = None,
     examples: Iterable[dict[str, Any]] | None = None,
     max_completion_length: int | None = None,
     trust_remote_code: bool = False,
     num_conversations: int = 24,
-    **chat_options: Any,
+    **chat_options: object,
 ) -> list[Finding]:
     """Examine what a run would use. Whatever is wrong with it becomes a finding, not an exception.
 
@@ -129,7 +129,9 @@ def run_doctor(
     return report.findings
 
 
-def _check_environment(report: Report, env: Any, rows: list[dict[str, Any]] | None, chat: Any) -> list[Start]:
+def _check_environment(
+    report: Report, env: object, rows: list[dict[str, Any]] | None, chat: ChatFormat | None
+) -> list[Start]:
     """Add what `check_env` finds; returns prompts and tools of the rows, or of the calls that an agent made."""
     make = functools.partial(make_env, env)
     if env is not None and is_agent(make, TIMEOUT_S):
@@ -155,10 +157,10 @@ class Subject:
     max_length: int | None = None
     """Maximum number of positions."""
     eos_token_ids: list[int] | None = None
-    """Those of the generation config; None if there is none."""
+    """The settings of the generation config; None if there is none."""
 
 
-def _load_subject(report: Report, given: Any, trust_remote_code: bool) -> Subject | None:
+def _load_subject(report: Report, given: object, trust_remote_code: bool) -> Subject | None:
     """Read a path or Hub name, or take a tokenizer; None if nothing can be examined."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -394,7 +396,7 @@ def _scene(chat: ChatFormat, rng: random.Random, tools: Sequence[Schema] | None)
 def _calls(
     chat: ChatFormat, rng: random.Random, tools: Sequence[Schema], number: int, *, is_plain: bool = False
 ) -> list[dict[str, Any]]:
-    def value(spec: Any) -> Any:
+    def value(spec: object) -> Any:
         kind = spec.get("type") if isinstance(spec, dict) else None
         return rng.choice(_VALUES[kind] if isinstance(kind, str) and kind in _VALUES else _WORDS)
 
@@ -474,7 +476,7 @@ def _folded(text: str) -> str:
 # ---------------------------------------------------------------- prompts
 
 
-def _start_rows(report: Report, env: Any, rows: list[dict[str, Any]]) -> list[Start]:
+def _start_rows(report: Report, env: object, rows: list[dict[str, Any]]) -> list[Start]:
     """Prompt and tool schemas of every row, as a rollout sees them. A row that cannot be started is reported.
 
     An environment may choose its tools in `reset`, so the tools of the class say little about the prompts.
@@ -492,7 +494,7 @@ def _start_rows(report: Report, env: Any, rows: list[dict[str, Any]]) -> list[St
     return starts
 
 
-def _schemas(env: Any, starts: list[Start]) -> list[Schema]:
+def _schemas(env: object, starts: list[Start]) -> list[Schema]:
     """Schemas of the tools of all rows, each once; those of a fresh environment where no row was started."""
     found = [schema for _, schemas in starts for schema in schemas]
     if not found and env is not None:

@@ -9,12 +9,9 @@ Exit code 0: no errors. 1: errors that would spoil a run. 2: the checks could no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from agent_r1_trl.cli.arguments import ENV_OR_TOOLS, TaskArguments, TemplateArguments
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
@@ -23,40 +20,20 @@ from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.agent import is_local
 from agent_r1_trl.features.doctor.checks import run_doctor
+from agent_r1_trl.features.doctor.command_arguments import HELP
 from agent_r1_trl.features.doctor.memory import GIB, estimate_memory, find_peak, find_savings, judge
 from agent_r1_trl.features.doctor.memory_command import read_setup
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
-from agent_r1_trl.rollout.context_policies import STRIP_POLICY
-from agent_r1_trl.rollout.limits import ContextMapping
-from agent_r1_trl.settings import Count, setting
+from agent_r1_trl.features.doctor.scores import examine_scores
 from agent_r1_trl.trainers.metrics import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"
 
 
-@dataclass
-class DoctorArguments(TaskArguments, TemplateArguments):
-    """Settings of `doctor`."""
-
-    CLASHES = (ENV_OR_TOOLS,)
-
-    model_name_or_path: str | None = setting(None, "Model: a directory or a Hub id.", aliases=["--model"])
-    dataset_name: str | None = setting(None, "Data set; episodes are tried on its first rows.", aliases=["--dataset"])
-    tools: list[str] | None = setting(None, "Instead of env: import paths of functions.")
-    max_completion_length: Count | None = setting(
-        None, "Tokens of the whole trajectory; prompts must leave room for them."
-    )
-    context: ContextMapping = setting(None, "Context policy of the recipe: 'strip_thinking' decides the chat format.")
-
-    def chat_options(self) -> dict[str, Any]:
-        """See `TemplateArguments`; the context policy has a say as well."""
-        return super().chat_options() | {"strips_reasoning": self.context.policy == STRIP_POLICY}
-
-
 def run(argv: Sequence[str]) -> int:
     """Run the checks; returns the exit code."""
-    about = "Check a run before it starts."
-    parser = RecipeParser((DoctorArguments,), command=COMMAND, about=about, elsewhere=OF_RECIPES)
+    about, kinds = HELP["doctor"]
+    parser = RecipeParser(kinds, command=COMMAND, about=about, elsewhere=OF_RECIPES)
     (arguments,) = parser.parse(argv)
     if not arguments.model_name_or_path:
         raise UsageError("--model: not set. Pass the directory or the Hub id of the model to examine.")
@@ -80,6 +57,16 @@ def run(argv: Sequence[str]) -> int:
         max_completion_length=arguments.max_completion_length,
         **arguments.chat_options(),
     )
+    if arguments.load_weights:
+        examine_scores(
+            report,
+            arguments.model_name_or_path,
+            update_layout=parser.recipe.get("update_layout", "padded"),
+            model_init_kwargs=parser.recipe.get("model_init_kwargs"),
+            trust_remote_code=arguments.trust_remote_code,
+            chat_template=arguments.chat_template,
+            response_template=arguments.response_template,
+        )
     if problem := problem_of_recipe(parser.recipe):
         report.warning("precision", problem, REMEDY)
     path = config_of(argv)

@@ -36,6 +36,7 @@ from agent_r1_trl.features.doctor.report import Finding, Report, describe_error,
 from agent_r1_trl.rewards import check_golds
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool, shared_pool
+from agent_r1_trl.tools.json_schema import branches
 from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Message, StopReason, ToolErrorKind
 
@@ -55,7 +56,7 @@ _OPAQUE_MODULES = {*sys.stdlib_module_names, "agent_r1_trl"}
 
 
 def check_env(
-    env_or_factory: Any,
+    env_or_factory: object,
     examples: Iterable[dict[str, Any]] | None = None,
     *,
     num_episodes: int = NUM_EPISODES,
@@ -82,7 +83,7 @@ def check_env(
 
 
 def examine_env(
-    env_or_factory: Any,
+    env_or_factory: object,
     examples: Iterable[dict[str, Any]] | None = None,
     *,
     num_episodes: int = NUM_EPISODES,
@@ -219,10 +220,15 @@ def _odd_messages(tools: Sequence[Tool]) -> dict[str, Message]:
 
 def _sample_call(tool: Tool) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call that the tool's schema allows."""
-    return tool.name, _sample({"type": "object", **tool.schema["function"]["parameters"]})
+    parameters = tool.schema["function"]["parameters"]
+    ways = branches(parameters)
+    if len(ways) == 1 and ways[0].properties == parameters.get("properties", {}):
+        return tool.name, _sample({"type": "object", **parameters})
+    names = ways[0].required or list(ways[0].properties)
+    return tool.name, {name: _sample(ways[0].properties.get(name), name) for name in names}
 
 
-def _sample(schema: Any, name: str = "") -> Any:
+def _sample(schema: object, name: str = "") -> Any:
     """A value that a JSON schema allows; for free text, one that suits an argument of this name."""
     schema = schema if isinstance(schema, dict) else {}
     for key in ("const", "default"):
@@ -410,7 +416,7 @@ def _check_shared_state(trial: EnvTrial) -> None:
     report.ok("state", "An episode in one instance changed no attribute of another, of its class or of its tools.")
 
 
-def _snapshot(env: Any) -> dict[str, str]:
+def _snapshot(env: object) -> dict[str, str]:
     """The attributes of an environment, its class and its bases (this package's excepted), and its tools' objects."""
     instance = env.environment if isinstance(env, TRLEnvAdapter) else env
     found = dict(getattr(instance, "__dict__", {}))
@@ -427,7 +433,7 @@ def _snapshot(env: Any) -> dict[str, str]:
     return {name: _freeze(item) for name, item in found.items() if "cache" not in name.lower()}
 
 
-def _freeze(value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> str:
+def _freeze(value: object, depth: int = 0, seen: frozenset[int] = frozenset()) -> str:
     """Text that changes when the value's plain content changes; opaque things count by identity."""
     opaque = f"<{type(value).__name__} {id(value)}>"
     if id(value) in seen or depth > 6:

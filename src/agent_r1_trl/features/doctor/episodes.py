@@ -20,9 +20,10 @@ from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.doctor.report import Level, Report, describe_error
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout import Draft, EnvironmentFailure, EnvSession, RolloutRequest
-from agent_r1_trl.rollout.runner import LoopThread
-from agent_r1_trl.tools import Tool, as_tool
-from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolResult, Trajectory
+from agent_r1_trl.tools import Tool
+from agent_r1_trl.tools.base import shown_tool
+from agent_r1_trl.tools.event_loop import give_up_loop, shared_loop
+from agent_r1_trl.trajectory import Author, Message, StopReason, ToolErrorKind, ToolFault, ToolResult, Trajectory
 
 DESCRIBE = (
     "Give the function type hints and a docstring that says what it does and what each argument means; or describe it "
@@ -49,7 +50,7 @@ class CallOutcome:
 
 
 class Caller:
-    """Awaits coroutines on an event loop in a thread of its own, without ever being stopped by them.
+    """Awaits coroutines on the event loop of the rollouts, without ever being stopped by them.
 
     Args:
         timeout_s: seconds each call may take.
@@ -57,7 +58,8 @@ class Caller:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._thread = LoopThread()
+        self._calls: set[concurrent.futures.Future[CallOutcome]] = set()
+        """Calls that did not come back."""
 
     def call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> CallOutcome:
         """Wait for a coroutine; never raises. `name` is what a timeout calls it."""
@@ -73,18 +75,20 @@ class Caller:
             except BaseException as error:  # SystemExit as well: it would end the loop
                 return too_slow if limit.expired() else CallOutcome(failure=describe_error(error))
 
-        future = asyncio.run_coroutine_threadsafe(guarded(), self._thread.loop)
+        thread = shared_loop()
+        future = asyncio.run_coroutine_threadsafe(guarded(), thread.loop)
         try:
             return future.result(timeout=self.timeout_s + _GRACE_S)
         except concurrent.futures.TimeoutError:
-            # It blocks and may never let go of the loop: leave that loop to it and go on with another.
-            self._thread.end()
-            self._thread = LoopThread()
+            self._calls.add(future)
+            if not thread.answers():  # it may never let go of the loop: leave that loop to it and go on with another
+                give_up_loop(thread)
             return too_slow
 
     def close(self) -> None:
-        """End what still runs, and the thread of the event loop."""
-        self._thread.end()
+        """Cancel what still runs."""
+        for future in self._calls:
+            future.cancel()
 
 
 @dataclass(kw_only=True)
@@ -99,7 +103,7 @@ class EnvTrial:
     tools_of_row: dict[int, list[Tool]] = field(default_factory=dict)
     """The tools after the `reset` of a row, by the row's `id`: an environment may choose them there."""
     sessions: list[EnvSession] = field(default_factory=list)
-    """Those that are open."""
+    """The episodes that are open."""
 
     def close(self, num_kept: int = 0) -> None:
         """Close the environments, as a rollout does, except the last ones: what is behind them may be few."""
@@ -125,7 +129,7 @@ class EnvTrial:
             self.stop("reset", f"{reset.failure}.", "It must work every time, for every row.")
         return session, reset.value[0]
 
-    def call(self, name: str, session: EnvSession, argument: Any) -> CallOutcome:
+    def call(self, name: str, session: EnvSession, argument: object) -> CallOutcome:
         """Call the session's `reset`, `step` or `outcome`."""
         method = "outcome_reward" if name == "outcome" else name
         return self.caller.call(f"{session.name}.{method}", getattr(session, name)(argument))
@@ -169,7 +173,7 @@ class EnvTrial:
 
 @dataclass(kw_only=True)
 class EnvEpisode:
-    """What was said, and the environment as the episode left it."""
+    """The conversation, and the environment as the episode left it."""
 
     session: EnvSession
     prompt: list[Message]
@@ -187,7 +191,7 @@ class EnvEpisode:
         return draft.finish(stop_reason, duration_s=0.0)
 
 
-def make_env(given: Any) -> Any:
+def make_env(given: object) -> Any:
     """An environment with our protocol, from a class, a function or what TRL takes."""
     if isinstance(given, dict):
         return TRLEnvAdapter(given)
@@ -207,7 +211,7 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
     usable: list[Tool] = []
     for item in declared:
         try:
-            found = as_tool(item)
+            found = shown_tool(item)
             properties = found.schema["function"]["parameters"].get("properties", {})
         except Exception as error:  # a user's hints, docstring or schema may fail in any way
             report.error("tools", f"{describe_error(error, 500)}.", DESCRIBE)
@@ -227,7 +231,7 @@ def check_tools(report: Report, declared: Any) -> list[Tool]:
 
 
 def _check_result(report: Report, result: ToolResult) -> None:
-    """What the model reads after a call that the tool's schema allows; other calls never reach the tool."""
+    """The answer to a call that the tool's schema allows; other calls never reach the tool."""
     name, text = result.call.name, _ADDRESS.sub("...", result.content[:300])  # else no two findings are the same
     first = "".join(text.splitlines()[:1])
     if result.error in (ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE):
@@ -238,10 +242,13 @@ def _check_result(report: Report, result: ToolResult) -> None:
         report.error("tools", f"Tool {name!r} cannot do its work here: {first}", fix)
     elif result.error is ToolErrorKind.EXCEPTION:
         error = "".join(re.findall(r"failed: (\w+)", text)[:1])
-        if error == "ValueError":  # how a tool tells the model that an argument makes no sense
+        if error == "ValueError" or result.fault is ToolFault.MODEL:  # so a tool answers arguments without sense
             return
         fix = "Correct it, or describe the allowed arguments more exactly (Literal[...], 'Args:')."
         message = f"Tool {name!r} failed on {result.call.arguments!r:.200}, which its schema allows. {first}"
+        if not result.is_charged:
+            message += " The policy is not charged for it."
+            fix += f" If arguments cause it, declare it: @tool(user_errors=({error or 'ItsError'},))."
         (report.error if error in _BUGS else report.warning)("tools", message, fix)
     elif result.error is None and (text.strip() in _EMPTY or re.search(r"<.+ at \.\.\.>", text)):
         message = f"Tool {name!r} returned {text!r}, which tells the model nothing."
@@ -262,7 +269,7 @@ def bad_messages(messages: list[Message]) -> str | None:
     return None
 
 
-def _not_json(value: Any) -> str | None:
+def _not_json(value: object) -> str | None:
     """Why a value cannot be recorded; None if it can."""
     try:
         json.dumps(value, allow_nan=False)

@@ -13,10 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from agent_r1_trl.rollout.limits import context_length
 from agent_r1_trl.settings import Clash, Count, OneOf, Positive, Rule, check_settings, find_clashes, refuse
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PretrainedConfig
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,7 +58,7 @@ class ModelShape:
     """Sum of the input features of all adapted layers."""
 
 
-def read_shape(config: Any, peft_config: Any = None) -> ModelShape:
+def read_shape(config: PretrainedConfig, peft_config: PeftConfig | None = None) -> ModelShape:
     """Read the sizes of a model from its configuration, on the meta device: no weight is read or allocated.
 
     Args:
@@ -182,7 +186,7 @@ class MemorySetup:
 
     @property
     def vllm_bytes(self) -> float:
-        """What vLLM takes for its weights and its cache."""
+        """VLLM's memory for its weights and its cache."""
         return self.vllm_gpu_memory_utilization * self.gpu_memory_gb * GIB
 
     @property

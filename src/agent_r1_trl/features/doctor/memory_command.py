@@ -19,12 +19,13 @@ from rich import box
 from rich.table import Table
 from transformers import AutoConfig
 
-from agent_r1_trl.cli.arguments import CommandArguments, TrainArguments
+from agent_r1_trl.cli.arguments import TrainArguments
 from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.train import config_class_of, find_trainer
+from agent_r1_trl.features.doctor.command_arguments import HELP, MemoryArguments
 from agent_r1_trl.features.doctor.memory import (
     GIB,
     PHASES,
@@ -35,22 +36,10 @@ from agent_r1_trl.features.doctor.memory import (
     judge,
     read_shape,
 )
-from agent_r1_trl.settings import Count, setting
+from agent_r1_trl.generation.adapter_folders import check_whole_model
 from agent_r1_trl.trainers.config import ModelConfig, get_peft_config
 
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
-
-
-@dataclasses.dataclass
-class MemoryArguments(CommandArguments):
-    """Settings of `memory` beside those of `train`."""
-
-    accelerate_config: str | None = setting(None, "A file of recipes/accelerate_configs. None: one process.")
-    num_processes: Count | None = setting(None, "GPUs that train together. None: as in accelerate_config, else 1.")
-    gpu_memory_gb: float | None = setting(
-        None, "Memory of one GPU in GiB. None: that of the GPU in this machine, else 80."
-    )
-    prompt_tokens: Count = setting(512, "Length of the longest prompt in tokens.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -82,15 +71,16 @@ def read_setup(argv: Sequence[str]) -> MemorySetup:
         UsageError: there is a mistake in one of them, or the run cannot be estimated.
     """
     trainer = config_class_of(find_trainer(argv))
-    about = "Estimate the memory that a recipe needs on each GPU."
     kinds = (MemoryArguments, TrainArguments, trainer, ModelConfig)
-    parser = RecipeParser(kinds, command="agent-r1-trl memory", about=about, elsewhere=OF_RECIPES)
+    parser = RecipeParser(kinds, command="agent-r1-trl memory", about=HELP["memory"].about, elsewhere=OF_RECIPES)
     parser.read(argv)
     settings = {name: getattr(value, "value", value) for name, value in parser.settings.items()}
     parser.make(MemoryArguments)
     model, name = parser.make(ModelConfig), settings["model_name_or_path"]
     if not name:
         raise UsageError("--model_name_or_path: not set. Pass the directory or the Hub id of a model.")
+    with users_mistakes():
+        check_whole_model(name, flag="model_name_or_path")
     try:  # from the Hub only config.json is fetched
         options = {"revision": model.model_revision, "trust_remote_code": settings["trust_remote_code"]}
         config = AutoConfig.from_pretrained(name, **options)
@@ -101,7 +91,6 @@ def read_setup(argv: Sequence[str]) -> MemorySetup:
         raise UsageError(f"model_name_or_path={name!r}: not estimated ({error}). Choose another model.") from error
     if settings["dtype"] == "auto":
         settings["dtype"] = str(config.dtype or "float32").removeprefix("torch.")
-
     launch = read_accelerate_config(settings["accelerate_config"])
     launch["num_processes"] = settings["num_processes"] or launch["num_processes"]
     is_16_bit = launch.pop("mixed_precision") in ("bf16", "fp16")

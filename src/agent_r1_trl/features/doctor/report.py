@@ -1,4 +1,4 @@
-"""What the checks found, and how it is shown."""
+"""Findings of the checks, and their display."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Finding:
     ok: examined and fine."""
     message: str
     fix: str = ""
-    """What to change; empty for ok and skipped."""
+    """The fix; empty for ok and skipped."""
     check: str = ""
-    """What was examined: model, tokenizer, chat template, parser, masks, prompts, precision, memory; in the report of
+    """The subject: model, tokenizer, chat template, parser, masks, prompts, precision, memory; in the report of
     `check_env` construction, tools, reset, step, outcome, state, and of an agent agent, history, outcome, before which
     the doctor writes "environment: "."""
 

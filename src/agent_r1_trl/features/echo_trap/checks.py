@@ -1,14 +1,17 @@
-"""What the settings of the echo trap cannot mean, and which of the guard's actions a run can take."""
+"""Problems of the echo trap's settings, and the actions of the guard that a run can take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.features.echo_trap.settings import ALL
 from agent_r1_trl.features.echo_trap.verdict import Thresholds
 from agent_r1_trl.settings import Clash, Need, plain_value
 from agent_r1_trl.trainers.config_checks import CLIPPED_LOSSES
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.config import MultiTurnConfig
 
 EPSILON, EPSILON_HIGH = 0.2, 0.28
 """Lower and upper clip of the action `clip` (RAGEN, section 4.2; DAPO, arXiv 2503.14476)."""
@@ -30,7 +33,7 @@ def resolve(config: Any) -> None:
         Thresholds.read("echo.thresholds", config.echo.thresholds)
 
 
-def clip_matters(config: Any) -> bool:
+def clip_matters(config: MultiTurnConfig) -> bool:
     """Whether the clipping of the loss can be widened, and would then let other gradients through."""
     per_rollout = config.steps_per_generation * config.num_iterations
     has_ratios = config.gradient_accumulation_steps % per_rollout != 0  # TRL's condition for other old log-probs
@@ -73,7 +76,7 @@ _REFUSED = (  # action, whether a run cannot take it, why and what would let it
 )
 
 
-def refusal(name: str, config: Any) -> str | None:
+def refusal(name: str, config: object) -> str | None:
     """Why a run with these arguments cannot take an action, and what would let it; None if it can."""
     texts = (text for action, holds, text in _REFUSED if action == name and holds(config))
     text = next(texts, None)
@@ -81,7 +84,7 @@ def refusal(name: str, config: Any) -> str | None:
 
 
 def find_problems(config: Any) -> Iterator[str]:
-    """What is wrong with `echo.actions`, in words; each name in it may stand there."""
+    """The problem with `echo.actions`, in words; each name in it may stand there."""
     names = (config.echo and config.echo.actions) or []
     if ALL in names and len(names) > 1:
         yield f"echo.actions={names!r}: [{ALL}] stands for all actions. Set it alone, or remove it from echo.actions."

@@ -26,7 +26,7 @@ _NEEDS = {"rollback": 2, "stop": 3}
 
 @dataclass(kw_only=True)
 class GuardState:
-    """What the guard's next decision depends on besides the verdict; every checkpoint holds it."""
+    """The state behind the guard's next decision besides the verdict; every checkpoint holds it."""
 
     run: str = ""
     """Name of the run, which its checkpoints share."""
@@ -47,7 +47,7 @@ class GuardState:
     rate_until: int = 0
     """The learning rate is lowered as long as `num_steps` is below this."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """What the guard has done, in the order in which it did."""
+    """The guard's actions, in their order."""
 
     def note(self, step: int, *, is_healthy: bool) -> None:
         """Keep since which optimizer step the run is, or is not, healthy."""
@@ -62,7 +62,7 @@ class GuardState:
             self.last_rollback = self.num_steps
 
     def past_actions(self, patience: int, *, is_exploding: bool) -> list[str]:
-        """What was taken and is to be undone now."""
+        """Actions that were taken and are to be undone now."""
         is_over = self.healthy_for >= patience
         return [name for name in UNDONE if name in self.num_taken and (is_over or (is_exploding and name == "clip"))]
 

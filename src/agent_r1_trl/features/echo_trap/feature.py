@@ -16,14 +16,21 @@ import operator
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 
 from agent_r1_trl.features.echo_trap.judgement import EchoTrapJudge
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
+from agent_r1_trl.trainers.log_means import logged_mean
+from agent_r1_trl.trainers.metrics import spread
 from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.saving import describe_rows
 from agent_r1_trl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +51,7 @@ class EchoSignals(RolloutCallback):
     def _begin(self) -> None:
         self.judge.reset()
         self._records: list[dict[str, Any]] = []
-        """What `signal_record` says of each trajectory of the rollouts since the last optimizer step."""
+        """The `signal_record` of each trajectory of the rollouts since the last optimizer step."""
         self._groups: list[Hashable] = []
         """Which group each belongs to."""
         self._is_chosen = [False, False]
@@ -52,11 +59,13 @@ class EchoSignals(RolloutCallback):
         self._entropy_factor = 1.0
         """Entropy over everything that was sampled for that rollout / entropy over what is trained on."""
         self._conditions: list[Any] | None = None
-        """What the last gradient norm depended on besides the policy."""
+        """The state behind the last gradient norm besides the policy."""
         self._seen: tuple[Any, int] = (None, 0)
         """TRL's list of entropies, and how many of its values were read."""
         self._has_called = False
         """Whether any trajectory has called a tool; without tools there is no inaction."""
+        self._rows: dict[str, int] | None = None
+        """Number and checksum of the rows that the run trains on; None where they cannot be counted."""
         self._num_broken = 0
         """Optimizer steps skipped so far because their numbers were not finite."""
 
@@ -66,8 +75,8 @@ class EchoSignals(RolloutCallback):
         """Take the signals of everything that was sampled, what was replaced or is not kept included."""
         trainer, trajectories, group_size = self.trainer, batch.trajectories, batch.position.group_size
         kept = [True] * len(trajectories) if batch.is_kept is None else batch.is_kept.tolist()
-        records = gather_object([signal_record(item) for item in trajectories])
-        others = gather_object([signal_record(item) for item in batch.replaced])
+        records = gather_object(signal_records(trajectories, getattr(batch, "compared", None)))
+        others = gather_object(signal_records(batch.replaced, getattr(batch, "replaced_compared", None)))
         is_trained = gather_object(kept) + [False] * len(others)
         first = len(self._records)  # tells the groups of two rollouts in one optimizer step apart
         self._groups += [(first, place // group_size) for place in range(len(records))]
@@ -84,19 +93,30 @@ class EchoSignals(RolloutCallback):
 
     # ---------------------------------------------------------------- the Trainer's events
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Begin anew, or go on as the run did that has written the checkpoint."""
         self._begin()
         self._num_broken = self._num_broken_steps()
+        self._rows = describe_rows(self.trainer.train_dataset)
         saved = state.stateful_callbacks.get(SAVED_AS)
-        if state.global_step and saved:
+        if state.global_step and saved and saved.get("rows", self._rows) != self._rows:
+            if is_main_process():
+                logger.warning(
+                    "The checkpoint's baselines of echo_trap are those of other rows, on which rewards and entropy "
+                    "may be others. They are measured anew."
+                )
+        elif state.global_step and saved:
             self.judge.load_state_dict(saved["judge"])
             self._has_called, self._conditions = saved["has_called"], saved["conditions"]
             self._is_chosen, self._entropy_factor = self._conditions[:2], saved["entropy_factor"]
         elif state.global_step and is_main_process():
             logger.warning("The checkpoint holds nothing of echo_trap, whose baselines are measured anew.")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Judge the step, log what was judged, and say so when the state changes."""
         step = rollout_signals(self._records, self._groups)
         if not self._has_called:
@@ -118,6 +138,7 @@ class EchoSignals(RolloutCallback):
             "judge": self.judge.state_dict(),
             "has_called": self._has_called,
             "conditions": conditions,
+            "rows": self._rows,
             "entropy_factor": self._entropy_factor,
         }
         if is_main_process() and verdict.state != before.state:
@@ -125,19 +146,18 @@ class EchoSignals(RolloutCallback):
             logger.warning(text, state.global_step, verdict.state, before.state, verdict.reason)
 
     def _now(self) -> list[Any]:
-        """What gradient norms depend on besides the policy; the guard's actions change it, and the user may."""
+        """The state behind gradient norms besides the policy; the guard's actions change it, and the user may."""
         trainer = self.trainer
         bonus = 0.0 if trainer.args.use_adaptive_entropy else trainer.entropy_coef
         return [*self._is_chosen, trainer.epsilon_low, trainer.epsilon_high, trainer.beta != 0, bonus]
 
     def _entropy(self) -> float:
-        """Mean of TRL's metric over the micro-batches of this step; NaN if it has none."""
+        """Mean of TRL's metric over the tokens of this step; NaN if it has none."""
         values = self.trainer._metrics["train"].get("entropy", [])
         seen, num = self._seen
         new = values[num:] if seen is values else values  # a log begins new lists
         self._seen = (values, len(values))
-        known = [value for value in new if not math.isnan(value)]
-        return math.fsum(known) / len(known) if known else math.nan
+        return logged_mean(new)
 
     def _num_broken_steps(self) -> int:
         numbers = self.trainer.features.get("numbers")
@@ -155,8 +175,19 @@ class EchoSignals(RolloutCallback):
 # ---------------------------------------------------------------- what one rollout says
 
 
+def signal_records(
+    trajectories: Sequence[Trajectory], returns: Sequence[Sequence[float]] | None
+) -> list[dict[str, Any]]:
+    """`signal_record` of each, with the returns that it is compared by in training, where these are known."""
+    records = [signal_record(item) for item in trajectories]
+    if returns is not None:
+        for record, compared in zip(records, returns, strict=True):
+            record["compared"] = compared
+    return records
+
+
 def signal_record(trajectory: Trajectory) -> dict[str, Any]:
-    """What the signals need from one trajectory, once it is scored: small enough to gather over ranks."""
+    """Facts about one scored trajectory for the signals: small enough to gather over ranks."""
     num_actions = trajectory.numbers.get("num_actions", 0)  # of a game, whose moves need not be tool calls
     return {
         "in_baseline": trajectory.in_baseline,
@@ -231,9 +262,11 @@ def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, floa
         return {}
     stds = [_spread([record["return"] for record in group]) for group in groups]
     weights = [group[0]["weight"] for group in groups]
+    compared = [[record.get("compared", [record["return"]]) for record in group] for group in groups]
+    is_flat = [not spread(returns)[1] for returns in compared]  # as they are trained on
     signals = {
         "reward_std": _mean(stds, weights),
-        "zero_std_share": _mean([std == 0 for std in stds], weights),
+        "zero_std_share": _mean(is_flat, weights),
     }
     num_turns = [sum(len(record["turns"]) for record in group) for group in groups]
     if any(num_turns):
@@ -243,7 +276,7 @@ def _group_signals(groups: Sequence[Sequence[dict[str, Any]]]) -> dict[str, floa
 
 
 def entropy_factor(records: Sequence[dict[str, Any]], is_trained: Sequence[bool]) -> float:
-    """What the entropy over the trained trajectories is multiplied by to get that over all of them.
+    """The factor from the entropy over the trained trajectories to that over all of them.
 
     The mean negative log-prob of sampled tokens estimates their entropy, and is known for tokens that cost no forward
     pass. 1 where the sampler gave no log-probs, or nothing is trained on.

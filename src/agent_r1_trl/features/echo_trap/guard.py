@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.integrations.neftune import deactivate_neftune
 
@@ -42,13 +42,18 @@ from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.checkpoints import problem_of, sync_to_disk
 from agent_r1_trl.trainers.config_checks import RolloutShape
 
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
+
 logger = logging.getLogger(__name__)
 
 FILTER_RULE, FILTER_VALUE, RESAMPLE_ROUNDS = "top_p", 0.9, 2
-"""What the action `filter` sets (RAGEN-2)."""
+"""The settings of the action `filter` (RAGEN-2)."""
 
 Change = tuple[str, list[tuple[Any, str, Any]]]
-"""What an action does, in words; and objects, names of their attributes, and the new values."""
+"""An action's effect, in words; and objects, names of their attributes, and the new values."""
 
 
 class CollapsedError(RunError):
@@ -69,16 +74,16 @@ class EchoGuard(RolloutCallback):
 
     def __init__(self) -> None:
         self._rollback: Rollback | None = None
-        """What leaves the Trainer's loop as soon as this step is logged."""
+        """The exception that leaves the Trainer's loop as soon as this step is logged."""
         self._ending: RunError | None = None
-        """What `train` raises once the Trainer's loop has ended."""
+        """The exception of `train` once the Trainer's loop has ended."""
         self._rates: list[float] = []
         """Learning rates of the parameter groups, while they are lowered."""
         self._before: dict[str, list[tuple[Any, str, Any]]] = {}
-        """What attributes were before an action has changed them; no two actions change the same one."""
+        """Attributes' values before an action changed them; no two actions change the same one."""
         self.state = GuardState()
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """Choose the actions that the run can take.
 
         Raises:
@@ -166,7 +171,7 @@ class EchoGuard(RolloutCallback):
             self.trainer.rollouts.seed = derive_seed(self.trainer.args.seed, "rollback", saved.num_rollbacks)
 
     def kept_checkpoints(self) -> list[Path]:
-        """Those that `save_total_limit` must not delete: where to go back to, and what will take its place."""
+        """Checkpoints that `save_total_limit` must not delete: the one to go back to, and its successor."""
         trusted, others = self._healthy()
         return [*trusted[:1], *others[-1:]]
 
@@ -185,7 +190,9 @@ class EchoGuard(RolloutCallback):
 
     # ---------------------------------------------------------------- the Trainer's events
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Lower the learning rates for this step alone: schedule and checkpoints do not see it."""
         if self.learning_rate_factor == 1.0:
             return
@@ -194,7 +201,9 @@ class EchoGuard(RolloutCallback):
         for group in groups:
             group["lr"] = group["lr"] * self.learning_rate_factor
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Put the learning rates back."""
         for group, rate in zip(self.trainer.optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
@@ -202,11 +211,13 @@ class EchoGuard(RolloutCallback):
 
     @property
     def learning_rate_factor(self) -> float:  # type: ignore[override]
-        """What the learning rates of the pending step are multiplied by: less after every further rollback."""
+        """The factor of the pending step's learning rates: less after every further rollback."""
         is_lowered = self.state.num_steps < self.state.rate_until
         return self.trainer.args.echo.rate_factor ** max(1, self.state.num_rollbacks) if is_lowered else 1.0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Act on the verdict of the main process, which is that of all."""
         metrics = {"learning_rate_factor": self.learning_rate_factor}
         self.state.num_steps += 1
@@ -220,12 +231,16 @@ class EchoGuard(RolloutCallback):
                 self._act(answered, is_exploding, control)
         self._log(metrics | {"steps": self.state.num_steps, "rollbacks": self.state.num_rollbacks})
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Leave the Trainer's loop for a rollback, now that the last step is logged."""
         if self._rollback is not None:
             raise self._rollback
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Act after the last step of an epoch as after any other; a run that ends here saves no checkpoint either."""
         self.on_step_begin(args, state, control)
         if self._ending is not None:  # save_strategy="epoch" has just asked for one
@@ -234,7 +249,7 @@ class EchoGuard(RolloutCallback):
     # ---------------------------------------------------------------- what the milder actions change
 
     def change(self, name: str) -> Change:
-        """What `filter`, `clip` or `learning_rate` would do now."""
+        """The changes that `filter`, `clip` or `learning_rate` would make now."""
         args = self.trainer.args
         if name == "learning_rate":  # `on_pre_optimizer_step` does it
             rates = "the learning rates of policy and critic are" if args.has_critic else "the learning rate is"
@@ -295,7 +310,7 @@ class EchoGuard(RolloutCallback):
             self._put_back(name)
             self._record(name, verdict, "undone", "what it had changed is put back")
 
-    def _act(self, verdict: str, is_exploding: bool, control: Any) -> None:
+    def _act(self, verdict: str, is_exploding: bool, control: TrainerControl) -> None:
         args, healthy, actions = self.trainer.args.echo, None, self._actions
         rules: dict[str, Any] = {"patience": args.patience, "max_rollbacks": args.max_rollbacks}
         rules["is_exploding"] = is_exploding
@@ -309,7 +324,7 @@ class EchoGuard(RolloutCallback):
             control.should_log = True
             self._take(name, verdict, healthy, control)
 
-    def _take(self, name: str, verdict: str, healthy: Path | None, control: Any) -> None:
+    def _take(self, name: str, verdict: str, healthy: Path | None, control: TrainerControl) -> None:
         state, is_dry = self.state, self.state.is_dry
         state.take(name)
         if name == "rollback":
@@ -331,7 +346,7 @@ class EchoGuard(RolloutCallback):
         elif name == "rollback" and healthy is not None:
             self._go_back(healthy, control)
 
-    def _go_back(self, folder: Path, control: Any) -> None:
+    def _go_back(self, folder: Path, control: TrainerControl) -> None:
         """Write down that the run goes back, and leave the Trainer's loop at the next occasion."""
         trainer, state = self.trainer, self.state
         state.num_rollbacks += 1
@@ -428,7 +443,7 @@ def write_guard(folder: Path, content: dict[str, Any], *, name: str = GUARD) -> 
 
 
 def read_guard(folder: Path) -> dict[str, Any] | None:
-    """What `write_guard` wrote last; None if the checkpoint holds nothing of a guard, or nothing readable."""
+    """The last state of `write_guard`; None if the checkpoint holds nothing of a guard, or nothing readable."""
     path = folder / ROLLED_BACK if (folder / ROLLED_BACK).exists() else folder / GUARD
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -469,7 +484,7 @@ def from_checkpoint(train: partial[Any], folder: Path) -> partial[Any]:
     return partial(train.func, first, *train.args[1:], **train.keywords)
 
 
-def forget_after(trainer: Any, folder: Path, micro_step: int) -> None:
+def forget_after(trainer: MultiTurnTrainer, folder: Path, micro_step: int) -> None:
     """Drop what this process holds of the steps behind a checkpoint: rollouts, journal, metrics, recorded steps."""
     trainer.rollouts.end_run()
     trainer.features.call("go_back", _step(folder), micro_step)

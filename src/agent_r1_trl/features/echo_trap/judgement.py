@@ -36,7 +36,7 @@ JUDGED = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "rep
 HELPING = ("success", "reward_max", "reward_min", "return_with_call", "return_without_call")
 """Keys that say how to read the others."""
 KEYS = frozenset((*JUDGED, *HELPING))
-"""What a step's dictionary may hold. A missing key, None and NaN all mean "unknown"."""
+"""The keys of a step's dictionary. A missing key, None and NaN all mean "unknown"."""
 _KIND = {"zero_std_share": "reward_std", "success": "reward"}
 """Signals that measure the same loss, and count once."""
 _SAVED = ("range", "at_best", "is_solved", "is_dead", "better_for")
@@ -212,7 +212,7 @@ class EchoTrapJudge:
                 self._at_best[key] = series.ema
 
     def _moved(self) -> dict[str, Signal]:
-        """What the policy does otherwise than when success was at its best."""
+        """Changes in the policy's behaviour since success was at its best."""
         signs = signs_of_change(self._series, self._at_best, self.thresholds)
         found = {signal.name: signal for signal in signs if not self._is_stale(signal.name)}
         if "inaction" in found and not self._calls_earned(self._progress):
@@ -324,7 +324,7 @@ class EchoTrapJudge:
         return lost > self.thresholds.reward_noise * goal.noise and made_up > lost / 3
 
     def _target(self, signals: Mapping[str, Signal]) -> State:
-        """What the signals of this step amount to.
+        """The judgement of this step's signals.
 
         Entropy alone is a warning: a policy that was trained on demonstrations begins with almost none, which healthy
         exploration multiplies.

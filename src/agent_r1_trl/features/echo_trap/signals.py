@@ -14,7 +14,7 @@ from typing import Any
 from agent_r1_trl.features.echo_trap.verdict import PROGRESS, Level, Pair, Signal, Thresholds
 
 _MOST_DEVIATIONS = 4.0
-"""What a difference between neighbours may add to the noise, in its own standard deviations."""
+"""The largest difference between neighbours that counts as noise, in its own standard deviations."""
 _OUTLIER_DEVIATIONS = 8.0
 """Standard deviations from the average beyond which a single value counts only once a neighbour confirms it."""
 _SPAN = 20
@@ -164,7 +164,7 @@ class Alarm:
 VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
 """Signals of lost variety, which learning lowers as well."""
 SIGNS = {"entropy": 1.7, "repetition": 0.15, "inaction": 0.15}
-"""What a policy does otherwise, whatever it earns, and by how much it has to differ from when success was at its best:
+"""Signs of another behaviour, whatever it earns, and how far each must be from its value when success was at its best:
 beside a drop it tells a collapse from data that got harder. The entropy may move either way, by this factor."""
 _SUDDEN_DEVIATIONS = 4.0
 """Standard deviations of a single value by which both of the last two must have moved to be a sudden collapse."""
@@ -183,7 +183,7 @@ _TEXTS = {
     "repetition": "{} of the assistant turns are said by another trajectory of the group as well",
     "inaction": "The share of trajectories without a tool call has risen by {}, and calls earned before",
 }
-"""What is said of a value."""
+"""The verdict on a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ class Crossing:
     key: str
     """Name of the signal in the history."""
     value: float
-    """What is compared."""
+    """The quantity that is compared."""
     pair: Pair
     falls: bool = False
     """Whether the signal is below its thresholds where it is bad."""
@@ -223,7 +223,7 @@ class Crossing:
 
 
 def reward_scale(progress: Series, spread: Series | None) -> float:
-    """What a drop of the reward or the success rate is measured in: its best, or how far it has come from below 0.
+    """The unit of a drop of the reward or the success rate: its best, or how far it has come from below 0.
 
     For the reward, it is at least the in-group standard deviation, `spread`.
     """
@@ -232,7 +232,7 @@ def reward_scale(progress: Series, spread: Series | None) -> float:
 
 
 def signs_of_death(series: Mapping[str, Series]) -> dict[str, Signal]:
-    """What needs no baseline: how the run began, against its last values; two of these are a run that has died."""
+    """Signals without a baseline: how the run began, against its last values; two of these are a run that has died."""
     goal = "success" if series["success"].num else "reward"
     texts = {
         goal: (0.01, 3, f"The {goal} fell to {{}} of what it was, or less"),
@@ -290,7 +290,7 @@ critical by themselves are enough."""
 
 
 def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) -> list[Crossing]:
-    """What every signal says after a step; those without a baseline are left out."""
+    """The verdict of every signal after a step; those without a baseline are left out."""
     found = drops(series, limits, limits.reward_noise)
     for key, name, of, falls, may_be_sudden in _COMPARED:
         item, pair = series[key], getattr(limits, name)
@@ -313,7 +313,7 @@ def crossings(series: Mapping[str, Series], norms: Norms, limits: Thresholds) ->
 def _sudden(
     series: Series, pair: Pair, *, origin: float, reference: float, scale: float = 1.0, sign: float = 1.0
 ) -> dict[str, Any]:
-    """What replaces the average of a signal whose last two values are both critical; nothing, as a rule.
+    """The replacement for the average of a signal whose last two values are both critical; nothing, as a rule.
 
     The distance from `origin`, in units of `scale`, is compared with the thresholds. The values come from `reference`
     (the best, or the baseline), and are bad where they rise (`sign` 1) or fall (-1).

@@ -1,4 +1,4 @@
-"""What a judgement consists of: the state of a run, the signals that led there, and the thresholds they crossed."""
+"""A judgement: the state of a run, the signals that led there, and the thresholds they crossed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = tuple[float, float]
 STATES: tuple[State, ...] = ("healthy", "converged", "warning", "collapsing", "collapsed")
 """From the mildest to the worst: `STATES.index(verdict.state)` compares two states."""
 PROGRESS = ("reward", "success")
-"""What a run is for."""
+"""The aim of a run."""
 
 
 def _levels(critical: str, is_ordered: Callable[[float, float], bool]) -> Rule:
@@ -91,9 +91,9 @@ class Signal:
     """`reward_std`, `zero_std_share`, `entropy`, `grad_norm`, `reward`, `success`, `repetition` or `inaction`."""
     level: Level
     value: float
-    """What was compared: a ratio, a share or a drop, as `docs/echo-trap.md` defines it."""
+    """The compared value: a ratio, a share or a drop, as `docs/echo-trap.md` defines it."""
     threshold: float
-    """What it was compared with."""
+    """The bound that it was compared with."""
     reason: str
     """One sentence in plain English, with the numbers."""
 

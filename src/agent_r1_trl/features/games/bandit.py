@@ -93,7 +93,7 @@ class BanditEnv(GameEnv):
         self.pulled: list[str] = []
 
     def describe(self) -> str:
-        """What the last pull paid, and the arms."""
+        """The last pull's payment, and the arms."""
         return f"{self._last}Arms: {', '.join(self.names)}"
 
     def act(self, action: str) -> dict[str, float]:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from agent_r1_trl.environments.base import StepResult
-from agent_r1_trl.environments.tool_env import ToolEnv, prompt_messages
+from agent_r1_trl.environments.prompts import prompt_messages
+from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.rewards import extract_answer, strip_reasoning
 from agent_r1_trl.rewards.format import check_answer_tag
 from agent_r1_trl.settings import (
@@ -31,6 +32,7 @@ from agent_r1_trl.settings import (
     find_clashes,
     refuse,
 )
+from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Trajectory
 
 AROUND = " \t\r\n.,;:!'\"`\u3002\uff0c\u3001\uff01\u201c\u201d\u2018\u2019\u300c\u300d"
@@ -39,7 +41,7 @@ MAX_SHOWN = 40
 """Characters of an action that is shown back to the model."""
 
 
-def _is_answer_tag(value: Any) -> bool:
+def _is_answer_tag(value: object) -> bool:
     with contextlib.suppress(ValueError):
         check_answer_tag("", value)
         return True
@@ -84,7 +86,7 @@ class GameEnv(ToolEnv, ABC):
     actions: tuple[str, ...] = ()
     """Names of the actions, matched without regard to case."""
     noun: str = "action"
-    """What an action is called in the prompt."""
+    """The name of an action in the prompt."""
     CLASHES: ClassVar[tuple[Clash, ...]] = ()
     """Settings of a game that contradict each other."""
     action_format: Annotated[str, OneOf("text", "tool")] = "text"
@@ -111,10 +113,13 @@ class GameEnv(ToolEnv, ABC):
 
     def __init__(self, **settings: Any) -> None:
         self.names = self.actions
-        """What the model reads and writes for `actions`."""
+        """The words for `actions` that the model reads and writes."""
         if (settings.get("action_format") or self.action_format) == "tool":
             tools = settings.get("tools")
-            settings["tools"] = ["play", *(type(self).tools if tools is None else tools)]
+            play: Any = type(self).play
+            if not isinstance(play, Tool):
+                play = Tool(play, user_errors=())  # it answers what is no action by itself: what it raises is a bug
+            settings["tools"] = [play, *(type(self).tools if tools is None else tools)]
         super().__init__(**settings)
         self._start_turn()
 
@@ -122,7 +127,7 @@ class GameEnv(ToolEnv, ABC):
 
     @abstractmethod
     def rules(self) -> str:
-        """What the model must know of the game; how to write actions is added."""
+        """The rules of the game for the model; how to write actions is added."""
 
     @abstractmethod
     def new_level(self, seed: int) -> str:
@@ -288,7 +293,8 @@ class GameEnv(ToolEnv, ABC):
         self._start_turn()
         observations, _, _, info = await super().step(message)
         parts = {name: value for name, value in info["reward_parts"].items() if name == "tool_error"}
-        is_idle = self._turn_actions == 0
+        is_tools_fault = any(result.is_error and not result.is_charged for result in info["tool_results"])
+        is_idle = self._turn_actions == 0 and not is_tools_fault
         if is_idle and not parts:
             self._turn_parts["invalid_action"] = self.invalid_action_reward
         parts |= self._turn_parts

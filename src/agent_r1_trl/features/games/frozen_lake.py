@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from agent_r1_trl.features.games.base import GameEnv, load_package
 from agent_r1_trl.features.games.grid import MOVES, Place, draw_grid, explain_marks, moved, read_grid, symbols_for
@@ -52,7 +52,7 @@ class FrozenLakeEnv(GameEnv):
     success_rate: PositiveShare = 1 / 3
     symbols: Annotated[Mapping[str, str], symbols_for(SYMBOLS)] = SYMBOLS
 
-    def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: object) -> None:
         self._gymnasium = load_package(_MODULE, type(self).__name__)
         super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)
 

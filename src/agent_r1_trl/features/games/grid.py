@@ -12,7 +12,7 @@ Place = tuple[int, int]
 """(row, column), counted from 0 at the top left."""
 
 MOVES: dict[str, Place] = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-"""What an action adds to row and column, in gymnasium's order of the actions."""
+"""The step of each action in row and column, in gymnasium's order of the actions."""
 
 
 def moved(place: Place, action: str) -> Place:
@@ -86,7 +86,7 @@ def draw_grid(names: Sequence[Sequence[str]]) -> str:
 
 
 def explain_marks(symbols: Mapping[str, str]) -> str:
-    """What the model must know to read a grid.
+    """The legend of a grid for the model.
 
     >>> explain_marks({"player": "P", "player_on_goal": "V"})
     'Marks: P player, V player on goal.'

@@ -25,7 +25,7 @@ def make_rows(
     seed: int = 0,
     *,
     exclude: Iterable[Mapping[str, Any]] = (),
-    **options: Any,
+    **options: object,
 ) -> list[dict[str, Any]]:
     """Rows with different levels of a game: `id`, `seed` and `level`.
 

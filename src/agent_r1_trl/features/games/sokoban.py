@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from agent_r1_trl.features.games.base import GameEnv, pair_of
 from agent_r1_trl.features.games.grid import MOVES, Place, draw_grid, explain_marks, moved, read_grid, symbols_for
@@ -82,7 +82,7 @@ class SokobanEnv(GameEnv):
     box_reward: Finite = 1.0
     symbols: Annotated[Mapping[str, str], symbols_for(SYMBOLS)] = SYMBOLS
 
-    def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: Any) -> None:
+    def __init__(self, *, symbols: Mapping[str, str] | None = None, **settings: object) -> None:
         super().__init__(symbols={**type(self).symbols, **(symbols or {})}, **settings)
 
     def rules(self) -> str:
@@ -151,7 +151,7 @@ class SokobanEnv(GameEnv):
 
 
 def next_state(free: set[Place], state: State, action: str) -> State | None:
-    """What an action leads to, with `free` the places that are no wall; None if something is in the way."""
+    """The result of an action, with `free` the places that are no wall; None if something is in the way."""
     player = moved(state.player, action)
     if player not in free:
         return None

@@ -77,7 +77,7 @@ class Vocabulary:
 
 @dataclass
 class Block:
-    """What one block is put together from."""
+    """The parts of one block."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
@@ -122,7 +122,7 @@ def _planes(arrays: list[np.ndarray], kind: str) -> bytes:
     return joined.view("u1").reshape(-1, joined.itemsize).T.tobytes()
 
 
-def rounded(value: Any) -> float | None:
+def rounded(value: object) -> float | None:
     """A number for the index, of 6 significant digits; None for what is no finite number."""
     is_number = isinstance(value, int | float | np.number) and bool(np.isfinite(value))
     return float(f"{value:.6g}") if is_number else None
@@ -398,7 +398,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
             "name": result.call.name or "?",
             "arguments": _arguments(result.call.arguments),
             "ms": round(result.latency_s * 1000),
-            "error": result.error.value if result.error else "",
+            "error": result.error_label,
             "attempts": result.attempts,
             "cut": result.is_truncated,
         }
@@ -416,11 +416,11 @@ def _turn(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _arguments(value: Any) -> list[list[str]] | str:
+def _arguments(value: object) -> list[list[str]] | str:
     return [[str(name), _text(item)] for name, item in value.items()] if isinstance(value, dict) else _text(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value):
         return "\n".join(str(part["text"]) for part in value)
     return value if isinstance(value, str) else dump_json(value)

@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _OF_PIECES = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
@@ -23,7 +26,7 @@ class TokenBytes:
         tokenizer: of transformers, or the `Tokenizer` of tokenizers; None: an id is shown as its number.
     """
 
-    def __init__(self, tokenizer: Any = None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase = None) -> None:
         self.tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         is_fast = hasattr(self.tokenizer, "id_to_token")
         self._name: Any = self.tokenizer.id_to_token if is_fast else getattr(tokenizer, "convert_ids_to_tokens", None)
@@ -81,7 +84,7 @@ class TokenBytes:
         return of_id
 
     def _asked(self, token_id: int) -> bytes:
-        """What `decode` appends to another token for this one: alone it would lose a blank before it."""
+        """The text that `decode` appends to another token for this one: alone it would lose a blank before it."""
         anchor = next((i for i in range(300) if self._decode([i]).isascii() and self._decode([i]).isalpha()), None)
         alone = self._decode([token_id])
         if anchor is None:
@@ -96,7 +99,7 @@ class TokenBytes:
         return f"[{token_id}]".encode()
 
 
-def _decoders(tokenizer: Any) -> list[dict[str, Any]]:
+def _decoders(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """The steps of a fast tokenizer's decoder; none where there are no such."""
     decoder = getattr(tokenizer, "decoder", None) if hasattr(tokenizer, "id_to_token") else None
     state = json.loads(decoder.__getstate__()) if decoder is not None else None

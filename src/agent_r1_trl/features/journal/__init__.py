@@ -14,17 +14,22 @@
 Not covered here: which rollouts a training run may use again (`training.py`).
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.features.journal.log import RolloutLog, eval_journal
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import VERSION, dump
 from agent_r1_trl.features.journal.replay import JournalReplay, ReplayError
 
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.construction import TrainRows
+
 __all__ = ["VERSION", "JournalReplay", "ReplayError", "RolloutLog", "dump", "eval_journal", "read_rollout"]
 
 
-def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
+def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
     """The journal, unless it is off."""
     from agent_r1_trl.features.journal.training import TrainingJournal
 

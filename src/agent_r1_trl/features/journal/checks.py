@@ -1,4 +1,4 @@
-"""What the settings of the journal cannot mean; read with those of the trainer."""
+"""Problems of the journal's settings, read with those of the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records of one rollout say about its trajectories.
+"""The trajectories of a rollout, read from its records.
 
 Records of a file, by their `kind`; all but the first name their trajectory by its number `t`:
 
@@ -50,7 +50,7 @@ class RecordedTurn:
 
     @property
     def generation(self) -> Generation:
-        """What the sampler returned."""
+        """The sampler's result."""
         ids, logprobs = unpack_ids(self.sampled["ids"]), unpack_floats(self.sampled["logprobs"])
         kept = self.sampled.get("kept_ids")
         kept_ids = kept and KeptIds.from_dict(kept)
@@ -59,7 +59,7 @@ class RecordedTurn:
 
 @dataclass(kw_only=True)
 class RecordedTrajectory:
-    """What is known of one trajectory."""
+    """The records of one trajectory."""
 
     request: Record
     turns: list[RecordedTurn] = field(default_factory=list)
@@ -69,7 +69,7 @@ class RecordedTrajectory:
 
 @dataclass(kw_only=True)
 class RecordedRollout:
-    """What is known of one rollout."""
+    """The records of one rollout."""
 
     header: Record
     trajectories: list[RecordedTrajectory]
@@ -113,7 +113,7 @@ def read_rollout(path: Path) -> RecordedRollout | None:
 
 
 def describe_request(request: RolloutRequest) -> Record:
-    """What identifies a trajectory: two runs that ask for the same one give the same record."""
+    """The identity of a trajectory: two runs that ask for the same one give the same record."""
     # A row may hold what has another repr in every process, so only its kind counts.
     row = json.dumps(request.example, sort_keys=True, default=lambda value: type(value).__name__, skipkeys=True)
     return {

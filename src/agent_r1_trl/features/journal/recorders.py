@@ -1,4 +1,4 @@
-"""What samples one trajectory with a journal: each does its work as without one, and writes down what came of it.
+"""Recorders of a trajectory for the journal: each does its work as without one, and writes down what came of it.
 
 They first repeat what a killed run has recorded. `run_trajectory` does not notice: it asks the generator, which
 answers from the journal as long as it is asked what it was asked then, and the environment, which comes back to its
@@ -22,19 +22,22 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
 from agent_r1_trl.features.journal.reader import RecordedTurn, is_same_answer, read_step, step_record
 from agent_r1_trl.features.journal.records import Record, checksum_ids, dump, pack_floats, pack_ids
-from agent_r1_trl.generation.base import Generation, Generator, SamplingParams
+from agent_r1_trl.generation.base import Generation, GenerationRequest, Generator
 from agent_r1_trl.generation.endpoint import Endpoint
 from agent_r1_trl.rollout import Draft, EnvSession, RolloutRequest
 from agent_r1_trl.settings import OneOf, check_value
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import Message, ToolCall, ToolResult, Turn
+
+if TYPE_CHECKING:
+    from agent_r1_trl.tools.executor import ToolExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,13 @@ class TrajectoryLog:
 
     append: Callable[[Record], None]
     turns: list[RecordedTurn]
-    """What is recorded and not yet contradicted."""
+    """Records that nothing has contradicted yet."""
     request: Record = field(default_factory=dict)
-    """What the generator is asked for the turn that is being sampled."""
+    """The request to the generator for the turn in flight."""
     is_agents: bool = False
     """An agent asks for the turns, several at a time: they are found by what was asked, wherever they stand."""
     asked: dict[int, tuple[Generation, Record]] = field(default_factory=dict)
-    """What an agent's turns not yet recorded were asked with, by the identity of what was sampled."""
+    """The requests of an agent's turns that are not yet recorded, by the identity of their samples."""
 
     def turn(self, index: int) -> RecordedTurn | None:
         """The recorded turn; None if it is to be sampled."""
@@ -113,19 +116,18 @@ class JournaledGenerator(Generator):
         self._checksum = 0
         """Checksum of the context."""
 
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         """The recorded turn if it was asked for with the same words; else a new one. See `Generator`."""
         index = len(self._draft.turns)
-        request = {"seed": seed, "max_tokens": max_tokens, "context": self._checksum_of(prompt_ids)}
-        if (recorded := self._log.find(index, request)) is not None:
+        context = self._checksum_of(request.prompt_ids)
+        asked = {"seed": request.seed, "max_tokens": request.max_tokens, "context": context}
+        if (recorded := self._log.find(index, asked)) is not None:
             generation = recorded.generation
         else:
-            self._log.request = request
-            generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+            self._log.request = asked
+            generation = await self._generator.generate(request)
         if self._log.is_agents:
-            self._log.asked[id(generation)] = generation, request
+            self._log.asked[id(generation)] = generation, asked
         return generation
 
     def _checksum_of(self, prompt_ids: list[int]) -> int:
@@ -158,8 +160,8 @@ class JournaledEndpoint:
 # -------------------------------------------------------------------- how an environment comes back
 
 
-def resume_mode(env: Any) -> str:
-    """What the environment declares, "replay" or "restart", or the default for its kind.
+def resume_mode(env: object) -> str:
+    """The environment's declaration, "replay" or "restart", or the default for its kind.
 
     Raises:
         ValueError: the attribute has another value.
@@ -172,7 +174,7 @@ def resume_mode(env: Any) -> str:
     return str(declared)
 
 
-def users_object(env: Any) -> Any:
+def users_object(env: object) -> Any:
     """The object that the user wrote: of TRL's form the instance behind the adapter."""
     return env.environment if isinstance(env, TRLEnvAdapter) else env
 
@@ -184,7 +186,7 @@ def _has_no_state(env: Any) -> bool:
     return is_plain and not any(is_method(item, env) for item in env.tools)
 
 
-def is_method(item: Any, env: Any) -> bool:
+def is_method(item: object, env: object) -> bool:
     """Whether a tool is a method of the environment, whose state it may change."""
     fn = item.fn if isinstance(item, Tool) else item
     owners = [getattr(fn, "__self__", None), *getattr(fn, "args", ())]  # a bound method, a partial
@@ -199,7 +201,7 @@ class RecordedResults:
     results are those of the journal.
     """
 
-    def __init__(self, executor: Any, env: Any, results: Sequence[ToolResult]) -> None:
+    def __init__(self, executor: ToolExecutor, env: object, results: Sequence[ToolResult]) -> None:
         self._executor, self._env, self._results = executor, env, results
 
     def __getattr__(self, name: str) -> Any:

@@ -120,7 +120,7 @@ class JournalReplay:
         return rollout
 
 
-def _difference(wanted: dict[str, Any], recorded: Sequence[dict[str, Any]], found: Any) -> str:
+def _difference(wanted: dict[str, Any], recorded: Sequence[dict[str, Any]], found: object) -> str:
     """Why there is no trajectory for a request; `recorded`: the request in its place, if there is one."""
     if found is not None:
         return (

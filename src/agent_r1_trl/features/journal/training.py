@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -34,6 +34,11 @@ from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.checkpoints import fingerprint
 from agent_r1_trl.trainers.rollouts import Position
 from agent_r1_trl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +74,7 @@ class TrainingJournal(RolloutCallback):
         self._logs: list[RolloutLog] = []
         """The logs of the last two rollouts: a later one may begin while the trajectories of one are sampled again."""
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """Look at what decides which recorded rollouts can be used.
 
         Raises:
@@ -151,7 +156,9 @@ class TrainingJournal(RolloutCallback):
         environments = users_environments([None] * len(requests), self.trainer.env_factory)
         return ReplayedRollout(requests, trajectories, environments, position.optimizer_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """End a replay behind the last recorded rollout, so that `max_steps` and schedules can stay as they were."""
         micro_step = self.trainer._step  # the last step of an epoch may have fewer micro-batches than the others
         begins_rollout = micro_step % (args.steps_per_generation * args.num_iterations) == 0
@@ -256,10 +263,10 @@ class ReplayedRollout:
     requests: Sequence[RolloutRequest]
     trajectories: list[Trajectory]
     environments: list[Any] | None
-    """What reward functions receive; there is nothing in it."""
+    """An empty batch for reward functions."""
     synced_step: int
     rows: Sequence[dict[str, Any]] = ()
-    """Those of the data set; `Rollouts` puts them in."""
+    """The columns of the data set; `Rollouts` puts them in."""
     seconds: float = 0.0
 
     def wait(self) -> None:

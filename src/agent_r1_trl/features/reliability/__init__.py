@@ -1,11 +1,14 @@
-"""What a run does about failures, outages, rollouts that teach nothing, numbers that are not finite, and signals."""
+"""Protection against failures, outages, rollouts that teach nothing, numbers that are not finite, and signals."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.construction import TrainRows
 
 
-def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
+def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
     """All are on in every run."""
     from agent_r1_trl.features.reliability.failures import FailureBudget
     from agent_r1_trl.features.reliability.learning import LearningReport

@@ -81,7 +81,7 @@ class FailureBudget(RolloutCallback):
 
     def _end(self, problem: str | None, position: Position) -> None:
         if problem:
-            path = last_checkpoint(Path(self.trainer.args.output_dir), position.optimizer_step)
+            path = last_checkpoint(Path(self.trainer.args.output_dir), position.optimizer_step, self.trainer.run_id)
             raise NothingRolledOutError(f"{problem} The last checkpoint is {path or 'not written yet'}.")
 
     def end_run(self) -> None:

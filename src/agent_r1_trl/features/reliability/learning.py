@@ -1,4 +1,4 @@
-"""What a run says of its learning: at once when a rollout teaches nothing, and in a few lines at its end."""
+"""A run's report on its learning: at once when a rollout teaches nothing, and in a few lines at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.trajectory import ToolErrorKind, Trajectory
+from agent_r1_trl.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,10 @@ NUM_ERRORS = 3.0
 """Standard errors by which a reward has fallen for certain."""
 MIN_CALLS = 8
 """Answers after which a tool that never said another thing is named."""
-_FAILURES = (ToolErrorKind.EXCEPTION, ToolErrorKind.TIMEOUT, ToolErrorKind.INFRASTRUCTURE)
-"""What happens inside a tool; of other errors, it was never called."""
 
 
 class RolloutResult(NamedTuple):
-    """What the trajectories of one rollout earned."""
+    """The rewards of one rollout's trajectories."""
 
     step: int
     mean: float
@@ -40,7 +38,7 @@ class RolloutResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class Answers:
-    """What a tool has answered in this run; of texts and arguments two say all."""
+    """A tool's answers in this run; of texts and arguments two are enough."""
 
     num: int = 0
     num_failed: int = 0
@@ -92,8 +90,16 @@ class LearningReport(RolloutCallback):
     def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
         """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
         position, kept, num = batch.position, batch.is_kept, len(self.rollouts)
-        self.take(batch.trajectories, step=position.optimizer_step + 1, group_size=position.group_size)
-        is_skipped = not any(gather_object([kept is None or bool(kept.any())]))
+        taught = batch.has_advantage
+        has_advantage = None if taught is None else bool(taught.any())
+        self.take(
+            batch.trajectories,
+            step=position.optimizer_step + 1,
+            group_size=position.group_size,
+            has_advantage=has_advantage,
+        )
+        trained = kept if taught is None or kept is None else kept & taught
+        is_skipped = not any(gather_object([trained is None or bool(trained.any())]))
         if is_skipped and len(self.rollouts) > num:  # the filter kept none of its groups
             self.rollouts[-1] = self.rollouts[-1]._replace(teaches=False)
 
@@ -103,8 +109,13 @@ class LearningReport(RolloutCallback):
         if trainer.is_world_process_zero() and not trainer.args.disable_tqdm and (text := self.summary()):
             print(f"\n{text}")
 
-    def take(self, trajectories: Sequence[Trajectory], *, step: int, group_size: int) -> None:
-        """Take in this rank's trajectories, which `step` is the first to train on; warn of what teaches nothing."""
+    def take(
+        self, trajectories: Sequence[Trajectory], *, step: int, group_size: int, has_advantage: bool | None = None
+    ) -> None:
+        """Take in this rank's trajectories, which `step` is the first to train on; warn of what teaches nothing.
+
+        `has_advantage`: whether any of them has an advantage other than 0 in the loss; None where it is unknown.
+        """
         self._has_rolled_out = True
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
         groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
@@ -112,28 +123,56 @@ class LearningReport(RolloutCallback):
         groups = [group for group in groups if group]
         earned = [reward for group in groups for reward in group]
         if earned:
-            teaches = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
+            teaches = self._teaches(trajectories, groups if group_size > 1 else [earned], has_advantage)
             error = statistics.stdev(earned) / math.sqrt(len(earned)) if len(earned) > 1 else 0.0
             self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, teaches))
             if not teaches and len(earned) > 1:
-                self._warn_of_rewards(step, earned, len(groups))
+                is_weighted = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
+                self._warn_of_rewards(step, earned, len(groups), is_weighted=is_weighted)
         for name, answers in gather_object([*_answers(trajectories).items()]):
             self.answers.setdefault(name, Answers()).add(answers)
         for name, answers in self.answers.items():
             if answers.num >= MIN_CALLS and (silence := answers.silence(name)):
                 self._warn(name, "Step %d: %s Try the tool by hand.", step, silence)
 
-    def _warn(self, about: str, *message: Any) -> None:
+    def _teaches(
+        self, trajectories: Sequence[Trajectory], groups: Sequence[Sequence[float]], has_advantage: bool | None
+    ) -> bool:
+        """Whether anything can be learned from a rollout. All ranks must call it.
+
+        An advantage other than 0 says so. Beside a critic, or whitened over the batch, advantages are hardly ever 0:
+        there, rewards must differ as well, in their sum or in what single turns earned.
+        """
+        if has_advantage is None or not any(gather_object([has_advantage])):
+            return has_advantage is None and any(_differ(group) for group in groups)
+        if self.trainer.args.estimator.needs_group:
+            return True
+        weights = self.trainer.credit.weights(self.trainer._progress)
+        rewards = []
+        for item in trajectories:
+            if item.in_baseline:
+                turns = [round(weights["process"] * turn.reward, 9) for turn in item.turns]
+                while turns and turns[-1] == 0:  # a turn more that earned nothing is no other reward
+                    turns.pop()
+                outcomes = [item.outcome_of(seat) for seat in sorted(item.seat_rewards)] or [item.outcome_reward]
+                rewards.append((tuple(turns), *(round(weights["outcome"] * outcome, 9) for outcome in outcomes)))
+        return len({*gather_object(rewards)}) > 1
+
+    def _warn(self, about: str, *message: object) -> None:
         if about not in self._warned_of and is_main_process():
             logger.warning(*message)
         self._warned_of.add(about)
 
-    def _warn_of_rewards(self, step: int, earned: list[float], num_groups: int) -> None:
-        what = (
-            f"The trajectories of each of the {num_groups} groups earned the same"
-            if _differ(earned)
-            else f"All {len(earned)} trajectories earned exactly {earned[0]:g}"
-        )
+    def _warn_of_rewards(self, step: int, earned: list[float], num_groups: int, *, is_weighted: bool) -> None:
+        if is_weighted:
+            what = (
+                f"No trajectory of the {num_groups} groups has an advantage other than 0: with the weights that "
+                "rewards have in training, those of each group earned the same"
+            )
+        elif _differ(earned):
+            what = f"The trajectories of each of the {num_groups} groups earned the same"
+        else:
+            what = f"All {len(earned)} trajectories earned exactly {earned[0]:g}"
         self._warn(
             "",
             "Step %d: %s: nothing can be learned from them. Look at some%s. If answers that differ in worth earn the "
@@ -146,7 +185,7 @@ class LearningReport(RolloutCallback):
         )
 
     def summary(self) -> str:
-        """What the run did to the reward, a fact per line; "" without a rollout."""
+        """The change of the reward over the run, a fact per line; "" without a rollout."""
         if not self.rollouts:
             return "No trajectory was scored: the model has learned nothing." if self._has_rolled_out else ""
         seconds = {} if self.trainer is None else self.trainer.seconds
@@ -173,11 +212,11 @@ class LearningReport(RolloutCallback):
 
 
 def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
-    """What each tool answered in them; calls that reached no tool do not count, nor answers that end the episode."""
+    """Each tool's answers in them; calls that reached no tool do not count, nor answers that end the episode."""
     found: dict[str, Answers] = {}
     pairs = ((turn, result) for item in trajectories for turn in item.turns for result in turn.tool_results)
     for turn, result in pairs:
-        if result.error in _FAILURES:
+        if result.is_error and not result.is_refused:
             one = Answers(num_failed=1)
         elif not result.is_error and turn.observations:
             text = result.content if result.content.strip() else ""

@@ -23,7 +23,7 @@ from agent_r1_trl.features.reliability.failures import MAX_WARNINGS
 from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint, own_part
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.update.batching import TRAJECTORY_ROW
+from agent_r1_trl.update.entries import TRAJECTORY_ROW, Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ BATCH = {
 }
 """Entries of TRL's batch that enter the loss, in the order in which they are computed, and their names in messages."""
 _CRITICS = ("old_values", "returns")
-"""Those that the critic's mask holds for."""
+"""Quantities under the critic's mask."""
 FORWARD = {"log_probs": "the policy's log-probs", "values": "the critic's values"}
-"""What a forward pass gives, and its names in messages."""
+"""Results of a forward pass, and their names in messages."""
 LOSS = "the loss"
 QUANTITIES = (*BATCH.values(), *FORWARD.values(), LOSS)
 """The first of these that is not finite is named."""
@@ -51,7 +51,7 @@ class NonFiniteError(RunError):
 
 
 class NumberWatch(RolloutCallback):
-    """What was not finite in the optimizer step in flight, and how many steps were skipped.
+    """Numbers that were not finite in the optimizer step in flight, and the number of skipped steps.
 
     Args:
         max_in_a_row: the run ends with this many skipped steps in a row.
@@ -82,7 +82,7 @@ class NumberWatch(RolloutCallback):
         """Per micro-batch of the step: the names of its rollout, of which an optimizer step may take several; (B,)
         number of the trajectory; by quantity (B,) whether it is broken."""
 
-    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
         """Remember whose rows the next micro-batches hold, on whatever rank they lie then."""
         names = [f"example {item.example_id!r}, generation {item.generation}" for item in batch.trajectories]
         self._names = gather_object(names)
@@ -95,7 +95,7 @@ class NumberWatch(RolloutCallback):
     def _take(self, quantity: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         self._pending[quantity] = ((~torch.isfinite(values.detach())) & mask.bool()).any(dim=1)
 
-    def check_loss(self, loss: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    def check_loss(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """The loss of a micro-batch, NaN with all its gradients if something that it was computed from is not finite.
 
         Asks the device nothing: what was found is read when a step is skipped.
@@ -164,12 +164,12 @@ class NumberWatch(RolloutCallback):
         step.is_skipped = True
 
     def _advice(self) -> str:
-        path = last_checkpoint(self._output_dir, self._last_healthy_step)
+        path = last_checkpoint(self._output_dir, self._last_healthy_step, self.trainer.run_id)
         return "There is no healthy checkpoint." if path is None else f"The last healthy checkpoint is {path}."
 
 
 def _first_cause(found: Sequence[tuple[list[str], torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[int, str] | None:
-    """What in this rank's micro-batches was the first to be not finite, and its place among `QUANTITIES`."""
+    """The first quantity of this rank's micro-batches that is not finite, and its place among `QUANTITIES`."""
     for place, quantity in enumerate(QUANTITIES):
         for names, rows, broken in found:
             if quantity in broken and broken[quantity].any():

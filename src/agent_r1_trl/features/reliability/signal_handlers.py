@@ -15,13 +15,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
 from agent_r1_trl.safe_text import shown
 
+if TYPE_CHECKING:
+    from types import FrameType
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""What users, schedulers and closed terminals send; SIGUSR1 is a common warning before preemption."""
+"""Signals of users, schedulers and closed terminals; SIGUSR1 is a common warning before preemption."""
 REPEAT_S = 2.0
 """Seconds in which signals count as one: schedulers send them to launcher and workers, and launchers pass them on."""
 
@@ -83,7 +86,7 @@ class SignalListener:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._before:
             self.restore_handlers()
             self._writer.close()
@@ -133,7 +136,7 @@ def signals_raise() -> Iterator[None]:
     """
     received = []
 
-    def handle(signum: int, frame: Any) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
         received.append(time.monotonic())
         if len(received) == 1:
             raise_signal(signum)

@@ -1,4 +1,4 @@
-"""What a training run does when it is told to end, and when another rank has failed or the launcher has died.
+"""Endings of a training run: by a signal, by another rank's failure, by the launcher's death.
 
 A signal lets the update in flight finish and cancels a rollout, of which the journal keeps the whole turns. Then a
 checkpoint is written, environments and engines are closed, what tools have started is ended, and `train` raises
@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,11 @@ from agent_r1_trl.features.reliability.signal_handlers import REPEAT_S, SignalLi
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.rollout.processes import end_marked_processes, marked_processes
 from agent_r1_trl.trainers.callbacks import Agreement, RolloutCallback
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -65,7 +70,7 @@ class RunGuard(RolloutCallback):
         self._boundary: tuple[Any, ...] = (0, None, [])
         """TRL's `_step` and `_buffered_inputs` after the last optimizer step, and states of random generators then."""
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """See to it that ranks can agree, and that engines end with the program."""
         super().attach(trainer)
         self._agreement = Agreement(trainer.args.ddp_timeout_delta)
@@ -184,12 +189,16 @@ class RunGuard(RolloutCallback):
 
     # ---------------------------------------------------------------- the Trainer's events
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """A resumed run begins where its checkpoint stands."""
         self._saved_step = -1  # after a rollback, the checkpoint of that step is gone
         self._remember()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Between two optimizer steps: the place to end and to save."""
         self._remember()
         if self._watch is None:
@@ -201,8 +210,8 @@ class RunGuard(RolloutCallback):
             control.should_evaluate = False
             control.should_save |= args.failures.save_on_signal
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is saved need not be saved again."""
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """A saved step need not be saved again."""
         self._saved_step = state.global_step
 
     def _remember(self) -> None:

@@ -35,7 +35,7 @@ from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollouts import RolloutBatch
-from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
+from agent_r1_trl.trajectory import StopReason, ToolFault, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -55,12 +55,6 @@ MIN_EVIDENCE = math.log(1e4)
 _NOT_DOWN = (
     "If the tool answers wrong arguments in this way, declare its exceptions with @tool(user_errors=...); "
     "outages.max_failure_rise=1.0 switches this check off."
-)
-_MODELS_MISTAKES = (
-    ToolErrorKind.MALFORMED,
-    ToolErrorKind.UNKNOWN_TOOL,
-    ToolErrorKind.INVALID_ARGUMENTS,
-    ToolErrorKind.TOO_MANY,
 )
 
 
@@ -95,14 +89,14 @@ def count_calls(trajectories: Sequence[Trajectory]) -> dict[str, Calls]:
     counts: dict[str, Calls] = {}
     for trajectory in trajectories:
         for result in trajectory.tool_results:
-            if result.error in _MODELS_MISTAKES or result.is_models_mistake:
+            if result.fault is ToolFault.MODEL:
                 continue
-            is_suspect = result.error in (ToolErrorKind.INFRASTRUCTURE, ToolErrorKind.TIMEOUT)
-            is_suspect |= result.is_error and result.is_models_mistake is False
+            is_suspect = result.fault is ToolFault.TOOL
             cause = f"{shown(result.cause)} (first in example {trajectory.example_id!r})" if result.is_error else ""
             one = Calls(num=1, num_failed=result.is_error, num_suspect=is_suspect, first_cause=cause)
             counts[result.call.name] = counts.get(result.call.name, Calls()) + one
-        has_raised = trajectory.stop_reason is StopReason.TOOL_FAILURE and not trajectory.turns[-1].tool_results
+        has_ended_so = trajectory.stop_reason is StopReason.TOOL_FAILURE and bool(trajectory.turns)
+        has_raised = has_ended_so and not trajectory.turns[-1].tool_results
         if has_raised and "agent_error" not in trajectory.info:  # an agent's says nothing of a call
             for call in trajectory.turns[-1].message.get("tool_calls") or ():  # `step` itself raised
                 name = str(call.get("function", {}).get("name"))
@@ -196,7 +190,7 @@ class ToolWatch(RolloutCallback):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> str:
-        """What is known of the tools on this rank, as text; calls of rows that JSON does not hold are excluded."""
+        """Facts about the tools on this rank, as text; calls of rows that JSON does not hold are excluded."""
         past = {name: [asdict(calls) for calls in tallies] for name, tallies in self._past.items()}
         calls = {name: [text for call in calls if (text := call.to_json())] for name, calls in self._succeeded.items()}
         return json.dumps({"past": past, "succeeded": calls})

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.construction import TrainRows
 
 
-def make_callbacks(config: Any, train_dataset: Any) -> list[Any]:
-    """Those that the settings ask for, or that the echo guard may switch on."""
+def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
+    """The callbacks that the settings ask for, or that the echo guard may switch on."""
     from agent_r1_trl.features.sampling.group_filter import GroupFilter
     from agent_r1_trl.features.sampling.resampling import Resampling, check_can_draw
 

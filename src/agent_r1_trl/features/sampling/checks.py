@@ -1,4 +1,4 @@
-"""What the settings of filter, dynamic sampling and curriculum cannot mean; read with those of the trainer."""
+"""Problems of the settings of filter, dynamic sampling and curriculum, read with those of the trainer."""
 
 from __future__ import annotations
 

@@ -9,26 +9,39 @@ where p is an exponential moving average over its groups that begins at 1/2, so 
 weight, and one unlucky group does not end its days. Prompts are drawn without repetition inside a batch, each with a
 chance in proportion to w among those that are left (Efraimidis and Spirakis 2006).
 
+A pass rate belongs to the content of a row, not to its number: equal rows share one, and a run that is resumed with
+other data (`resume_without: [data]`) keeps the rates of the rows that are still there.
+
 All ranks hold the same numbers. A draw follows from the run's seed, the step and these numbers, which are in every
 checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from datasets import Dataset
 
 from agent_r1_trl.rollout import derive_seed
+
+if TYPE_CHECKING:
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 logger = logging.getLogger(__name__)
 
 STATE = "curriculum.pt"
 """In a checkpoint."""
+_NEW_RATE = 0.5
+"""Pass rate of a prompt that was not counted yet."""
 _LATEST = 1e9
 """End of a race between prompts, some of which may have the weight 0."""
 
@@ -36,14 +49,14 @@ _LATEST = 1e9
 class Curriculum:
     """Draws the prompts of each batch, in place of the Trainer's order."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: MultiTurnTrainer) -> None:
         args = trainer.args
         self.floor, self.rate = args.sampling.curriculum_floor, args.sampling.curriculum_rate
         num = len(trainer.train_dataset)
-        self.pass_rates = torch.full((num,), 0.5, dtype=torch.float64)
+        self.pass_rates = torch.full((num,), _NEW_RATE, dtype=torch.float64)
         """(P,) of each row of the data set."""
         self.num_groups = torch.zeros(num, dtype=torch.int64)
-        """(P,) groups of each row that were counted."""
+        """(P,) groups of each row, or of one that equals it, that were counted."""
         self._trainer = trainer
         self._drawn: dict[int, list[int]] = {}
         """Micro-step -> the row of each group, for rollouts that are not counted yet."""
@@ -70,7 +83,7 @@ class Curriculum:
         return chosen
 
     def draw_weights(self, prompts: Sequence[int]) -> dict[int, float]:
-        """What each prompt of a draw counts for, so that the draw speaks for all prompts alike: 1 / its chance.
+        """The weight of each prompt of a draw, so that the draw speaks for all prompts alike: 1 / its chance.
 
         A draw without repetition is a race: prompt i arrives after an exponential time of rate w_i, those are drawn
         that arrive before the time t at which as many are expected; its chance is 1 - exp(-w_i t). To be asked for
@@ -106,8 +119,9 @@ class Curriculum:
             if not counted:
                 continue
             share = sum(counted) / len(counted)
-            self.pass_rates[prompt] += self.rate * (share - self.pass_rates[prompt])
-            self.num_groups[prompt] += 1
+            equal_rows = self._rows_of_key[self._row_keys[prompt]]
+            self.pass_rates[equal_rows] += self.rate * (share - self.pass_rates[equal_rows])
+            self.num_groups[equal_rows] += 1
 
     def metrics(self) -> dict[str, float]:
         """The shares in which the next prompts are drawn."""
@@ -120,19 +134,99 @@ class Curriculum:
             "curriculum/effective_prompts": 1 / shares.square().sum().item(),
         }
 
+    # ---------------------------------------------------------------- rows
+
+    @functools.cached_property
+    def _row_keys(self) -> list[str]:
+        """(P,) `row_keys` of the data set, which are read once."""
+        return row_keys(self._trainer.train_dataset)
+
+    @functools.cached_property
+    def _rows_of_key(self) -> dict[str, list[int]]:
+        """Key -> the rows that have it, in their order."""
+        rows: dict[str, list[int]] = {}
+        for row, key in enumerate(self._row_keys):
+            rows.setdefault(key, []).append(row)
+        return rows
+
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write `STATE`."""
-        torch.save({"pass_rates": self.pass_rates, "num_groups": self.num_groups}, folder / STATE)
+        """Write `STATE`: the keys of the rows that were counted, and the numbers of each."""
+        counted: dict[str, int] = {}
+        for row in self.num_groups.nonzero().flatten().tolist():
+            counted.setdefault(self._row_keys[row], row)
+        rows = list(counted.values())
+        state = {"keys": list(counted), "pass_rates": self.pass_rates[rows], "num_groups": self.num_groups[rows]}
+        torch.save(state, folder / STATE)
 
     def load(self, folder: Path) -> None:
-        """Read it; where a checkpoint has none, or one of other data, every prompt is new."""
-        path, num = folder / STATE, len(self.pass_rates)
-        state = torch.load(path, map_location="cpu", weights_only=True) if path.exists() else None
-        if state is None or len(state["pass_rates"]) != num:
-            found = "no such file" if state is None else f"one of {len(state['pass_rates'])} prompts"
-            logger.warning("%s: %s for %d prompts. The curriculum begins anew.", path, found, num)
-            state = {"pass_rates": torch.full_like(self.pass_rates, 0.5), "num_groups": self.num_groups * 0}
-        self.pass_rates, self.num_groups = state["pass_rates"], state["num_groups"]
+        """Read it. Rows that are not in it are new, and all are where a checkpoint has none; a warning says so."""
         self._drawn.clear()
+        self.pass_rates.fill_(_NEW_RATE)
+        self.num_groups.zero_()
+        path = folder / STATE
+        if not path.exists():
+            logger.warning("%s: no such file. The curriculum begins anew.", path)
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if "keys" not in state:
+            logger.warning(
+                "%s holds pass rates by row number, as an earlier version of agent-r1-trl wrote them, and does not "
+                "say which rows they are of. The curriculum begins anew.",
+                path,
+            )
+            return
+        num_found = 0
+        rates, counts = state["pass_rates"].tolist(), state["num_groups"].tolist()
+        for key, rate, count in zip(state["keys"], rates, counts, strict=True):
+            rows = self._rows_of_key.get(key)
+            if rows is None:
+                continue
+            num_found += 1
+            self.pass_rates[rows] = rate
+            self.num_groups[rows] = count
+        if num_found == len(state["keys"]):
+            return
+        logger.warning(
+            "%s has pass rates of %d prompts, of which the data has %d. %s.",
+            path,
+            len(state["keys"]),
+            num_found,
+            "The others of the data begin anew" if num_found else "The curriculum begins anew",
+        )
+
+
+# -------------------------------------------------------------------- keys of rows
+
+
+def row_keys(dataset: Dataset | Sequence[object]) -> list[str]:
+    """(P,) a digest of the whole content of each row, the same in every process; equal rows have the same.
+
+    The `id` column alone is not enough: in many data sets it is the row's number.
+
+    >>> keys = row_keys([{"id": 0, "prompt": "a"}, {"prompt": "a", "id": 0}, {"id": 0, "prompt": "b"}])
+    >>> keys[0] == keys[1], keys[0] == keys[2]
+    (True, False)
+    """
+    return [_row_key(row) for row in _plain_rows(dataset)]
+
+
+def _plain_rows(dataset: Dataset | Sequence[object]) -> Iterable[object]:
+    if not isinstance(dataset, Dataset):
+        for index in range(len(dataset)):
+            yield dataset[index]
+        return
+    for table in dataset.with_format("arrow").iter(batch_size=1000):  # no transform runs, no image is decoded
+        yield from table.to_pylist()
+
+
+def _row_key(row: object) -> str:
+    content = dict(row) if isinstance(row, Mapping) else row
+    text = json.dumps(content, sort_keys=True, default=_stable_repr, ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _stable_repr(value: object) -> str:
+    """The `repr` without the address in memory, which differs between processes."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

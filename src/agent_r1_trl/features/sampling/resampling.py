@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -31,6 +31,12 @@ from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process, raised_everywhere
 from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from agent_r1_trl.trainers.construction import TrainRows
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 ADDED_UP = ("time/rollout_s", "time/wait_s", "time/outage_s", "tools/replayed_rollouts")
 """Metrics of a batch's rollouts that are sums over its rounds; the others are those of its first rollout."""
@@ -49,7 +55,7 @@ class Resampling(RolloutCallback):
         self.curriculum: Curriculum | None = None
         """Which prompts are drawn; None if the Trainer's order holds."""
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: MultiTurnTrainer) -> None:
         """The curriculum counts the rows of the data set."""
         super().attach(trainer)
         self.begin_run()
@@ -65,7 +71,7 @@ class Resampling(RolloutCallback):
         return self.curriculum is not None or self._is_on(self.trainer.num_generations)
 
     def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
-        """Those that the curriculum draws."""
+        """Rows that the curriculum draws."""
         return rows if self.curriculum is None else self.curriculum.choose_rows(rows, micro_step)
 
     def _is_on(self, group_size: int) -> bool:
@@ -159,12 +165,15 @@ class Resampling(RolloutCallback):
     # ---------------------------------------------------------------- rewards
 
     def _judge(self, batch: RolloutBatch, group_size: int) -> tuple[list[list[float]], list[list[float]], list[bool]]:
-        """Returns of each group's members on all ranks, which of them passed, and whether the returns differ."""
+        """Raw returns of each group's members on all ranks, which of them passed, and which groups have signal."""
         self.trainer.rewards.resolve_members(batch, group_size)
         values = [raw_returns(batch.trajectories).tolist(), passes(batch.trajectories, self.pass_reward).tolist()]
         both = torch.tensor(gather_object([*zip(*values, strict=True)])).view(-1, group_size, 2)
         returns, passed = both.unbind(dim=2)  # (G, n) each
-        return returns.tolist(), passed.tolist(), has_signal(returns).tolist()
+        compared = gather_object(self.trainer.compared_returns(batch.trajectories))
+        groups = torch.tensor(compared, dtype=torch.float32).view(*returns.shape, -1)  # (G, n, C)
+        signals = has_signal(groups.masked_fill(returns.isnan().unsqueeze(2), math.nan))
+        return returns.tolist(), passed.tolist(), signals.tolist()
 
     # ---------------------------------------------------------------- prompts
 
@@ -199,7 +208,9 @@ class Resampling(RolloutCallback):
             self.curriculum.load(folder)
 
 
-def choose_fresh(dataset: Any, num: int, order: Iterable[int], used: set[str]) -> list[int]:
+def choose_fresh(
+    dataset: Dataset | Sequence[dict[str, Any]], num: int, order: Iterable[int], used: set[str]
+) -> list[int]:
     """Indices of `num` rows, the first of `order` whose prompts are not in `used`; different ones, if there are.
 
     Where the data set has too few of them, used ones come next.
@@ -221,7 +232,7 @@ def choose_fresh(dataset: Any, num: int, order: Iterable[int], used: set[str]) -
     return [*itertools.islice(itertools.cycle([*fresh, *others]), num)]
 
 
-def check_can_draw(dataset: Any, config: Any) -> None:
+def check_can_draw(dataset: TrainRows, config: Any) -> None:
     """Refuse to draw prompts where there are none to draw from; `dataset` is None where the environment makes them.
 
     Raises:

@@ -1,8 +1,8 @@
 """Which groups of a batch are trained on: those whose trajectories earned different returns.
 
-A group is all trajectories of one prompt. How much it can teach is read from the spread of its *raw* returns: as the
-environment and the reward functions paid them, before any normalisation, truncation penalty or KL penalty. All
-functions are pure and see the rows of all ranks; what the trainers do with the choice is in
+A group is all trajectories of one prompt. How much it can teach is read from the spread of its returns as they are
+trained on: with the weights and schedules of process and outcome rewards, before any normalisation, truncation penalty
+or KL penalty. All functions are pure and see the rows of all ranks; what the trainers do with the choice is in
 `group_filter.py`.
 
 Float noise is no spread: a std of at most 1e-6 (of float64 returns: 1e-9) of the group's largest |return| is 0, and
@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from accelerate import Accelerator
 
 from agent_r1_trl.advantages.group import STD_EPS
 from agent_r1_trl.objects import OwnObject, OwnObjectError
@@ -55,7 +56,8 @@ def group_scores(groups: torch.Tensor) -> torch.Tensor:
     """The standard deviation of each group's returns over its members in the baseline, with Bessel's correction.
 
     Args:
-        groups: (G, n) raw returns of all ranks, NaN for trajectories outside the baseline.
+        groups: (G, n) returns of all ranks, NaN for trajectories outside the baseline; or (G, n, C), of estimators
+            that compare members by C returns, whose variances are added up.
 
     Returns:
         (G,) float64: 0 for a group without spread, NaN for one with fewer than two members in the baseline.
@@ -106,7 +108,7 @@ def select_groups(groups: torch.Tensor, *, rule: str = "top_fraction", value: fl
     kept = torch.zeros_like(scores, dtype=torch.bool)
     if not bool((scores > 0).any()):
         return kept
-    has_members = (~groups.isnan()).any(dim=1).tolist()
+    has_members = (~groups.isnan()).flatten(1).any(dim=1).tolist()
     order = [group for group in _descending(scores, noise) if has_members[group]]
     if rule == "top_fraction":
         order = order[: max(1, math.floor(value * len(order) * (1 + TIE)))]
@@ -141,14 +143,32 @@ def _spreads(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     precision = max(1e-9, 8 * torch.finfo(groups.dtype).eps)
     variances = torch.full((len(groups),), math.nan, dtype=torch.float64, device=groups.device)
     noise = torch.zeros_like(variances)
-    for place, group in enumerate(groups.double()):
-        members = group[~group.isnan()]
+    columns = groups.double() if groups.dim() == 3 else groups.double().unsqueeze(2)  # (G, n, C)
+    for place, group in enumerate(columns):
+        members = group[~group.isnan().any(dim=1)]  # (m, C)
         if len(members) < 2:
             continue
-        noise[place] = precision * members.abs().max().clamp(min=STD_EPS)
-        variance = members.var()
-        variances[place] = variance if variance.sqrt() > noise[place] else 0.0
+        noises = precision * members.abs().amax(dim=0).clamp(min=STD_EPS)  # (C,)
+        spreads = members.var(dim=0)  # (C,)
+        noise[place] = noises.max()
+        variances[place] = torch.where(spreads.sqrt() > noises, spreads, 0.0).sum()
     return variances, noise
+
+
+def trained_groups(
+    returns: Sequence[Sequence[float]], in_baseline: torch.Tensor, accelerator: Accelerator, *, group_size: int
+) -> torch.Tensor:
+    """(G, n, C) float32, the C returns of the trajectories of all ranks; NaN outside the baseline.
+
+    Args:
+        returns: C of each of this rank's B trajectories. All ranks must call it.
+        in_baseline: (B,) bool.
+        accelerator: of the trainer.
+        group_size: n, trajectories of one prompt.
+    """
+    own = torch.tensor(returns, dtype=torch.float32, device=in_baseline.device)  # the precision of TRL's rewards
+    own = own.masked_fill(~in_baseline.unsqueeze(1), math.nan)  # (B, C)
+    return accelerator.gather(own).view(-1, group_size, own.shape[1])
 
 
 def _descending(stds: torch.Tensor, noise: torch.Tensor) -> list[int]:

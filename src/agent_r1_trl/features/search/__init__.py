@@ -1,4 +1,4 @@
-"""What the search tool searches besides a local corpus: a server elsewhere.
+"""Search on a server elsewhere, beside a local corpus.
 
 retriever = open_retriever("http://10.0.0.7:8010")
 retriever.search("capital of Norway", k=5)             # list[Passage], best first

@@ -157,7 +157,7 @@ class _RequestError(Exception):
 # -------------------------------------------------------------------- the protocol
 
 
-def read_answer(answer: Any) -> list[Passage]:
+def read_answer(answer: object) -> list[Passage]:
     """The passages of the one query.
 
     Raises:

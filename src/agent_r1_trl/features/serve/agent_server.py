@@ -186,7 +186,7 @@ class _Part(_Strict):
     text: str
 
 
-def _joined(content: Any) -> Any:
+def _joined(content: object) -> Any:
     """The text of a message that is sent in parts."""
     if isinstance(content, list):
         return "\n".join(_Part.model_validate(part).text for part in content)
@@ -248,7 +248,7 @@ class ChatRequest(_Strict):
         return replace(default, **{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
 
-def read_request(body: Any, *, model: str) -> ChatRequest:
+def read_request(body: object, *, model: str) -> ChatRequest:
     """Check the JSON of a request, which must ask for `model`.
 
     Raises:

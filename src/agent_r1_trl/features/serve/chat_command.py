@@ -16,46 +16,33 @@ from typing import Any
 
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, users_mistakes
 from agent_r1_trl.features.serve import Conversation, ConversationError, Event
-from agent_r1_trl.features.serve.command_arguments import agent_of, environment_of, read_conversation_arguments
+from agent_r1_trl.features.serve.command_agent import agent_of, environment_of, read_conversation_arguments
+from agent_r1_trl.features.serve.command_arguments import CHAT_COMMANDS
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.recording import render_trajectory
 from agent_r1_trl.recording.store import encode_line
-from agent_r1_trl.rollout.runner import LoopThread
 from agent_r1_trl.safe_text import shown, visible
+from agent_r1_trl.tools.event_loop import shared_loop
 
 COMMAND = "agent-r1-trl chat"
-COMMANDS = {
-    "/help": "show this list",
-    "/reset": "begin another conversation",
-    "/mask": "show the conversation as training sees it, with its mask",
-    "/save FILE": "add the trajectory to a JSONL file, which agent-r1-trl view shows",
-    "/quit": "end (so does the end of the input)",
-}
 SHOWN_CHARS = 2000
 """Characters of one observation that are shown."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Read messages and answer them; returns the exit code."""
-    about = (
-        "Talk to an agent: agent-r1-trl chat MODEL. MODEL is the directory of a model, a checkpoint or an adapter, "
-        f"or a Hub id. In the chat: {', '.join(COMMANDS)}."
-    )
-    arguments = read_conversation_arguments(COMMAND, argv, about=about)
+    arguments = read_conversation_arguments("chat", argv)
     env_factory = environment_of(arguments)
     with agent_of(arguments) as agent:
         screen, how = Screen(), {"params": arguments.params, "seed": arguments.seed, "row": arguments.row or {}}
         with users_mistakes():
             conversation = Conversation(agent, env_factory, on_event=screen.show, **how)
         screen.line(f"{agent.name}; /help lists the commands.")
-        thread = LoopThread()  # so that an environment's connections live on while the user thinks
-        wait_for = functools.partial(_wait_for, thread.loop)
+        wait_for = functools.partial(_wait_for, shared_loop().loop)
         try:
             return _answer_all(conversation, screen, wait_for)
         finally:
             wait_for(conversation.close())
-            thread.end()
-            thread.join()
 
 
 def _wait_for(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -78,7 +65,7 @@ def _wait_for(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, An
 
 
 class Screen:
-    """What happens, on standard output; nothing that a model or a page says can control the terminal."""
+    """The conversation on standard output; nothing that a model or a page says can control the terminal."""
 
     def __init__(self) -> None:
         self._is_inside = False
@@ -154,10 +141,10 @@ def _say(conversation: Conversation, screen: Screen, wait_for: Callable[[Any], N
 
 def _command(conversation: Conversation, screen: Screen, name: str, argument: str) -> None:
     if name == "/help":
-        for command, text in COMMANDS.items():
+        for command, text in CHAT_COMMANDS.items():
             screen.line(f"{command:12} {text}")
     elif name not in ("/mask", "/save"):
-        screen.line(f"({name} is no command.{did_you_mean(name, ['/save', *COMMANDS])} /help lists them)")
+        screen.line(f"({name} is no command.{did_you_mean(name, ['/save', *CHAT_COMMANDS])} /help lists them)")
     elif conversation.trajectory is None:
         screen.line("(nothing has been said)")
     elif name == "/mask":
@@ -175,7 +162,7 @@ def _command(conversation: Conversation, screen: Screen, name: str, argument: st
             screen.line(f"({argument or '/save FILE'}: cannot be written: {error.strerror or error})")
 
 
-def _arguments(arguments: Any) -> str:
+def _arguments(arguments: object) -> str:
     if isinstance(arguments, dict):
         return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return str(arguments)

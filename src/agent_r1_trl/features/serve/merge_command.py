@@ -11,11 +11,15 @@ import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agent_r1_trl.cli.arguments import DTYPES
 from agent_r1_trl.cli.errors import DependencyError, PlainParser, loading
 from agent_r1_trl.recording.lines import check_is_new
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 COMMAND = "agent-r1-trl merge"
 
@@ -75,21 +79,75 @@ def _merge(arguments: argparse.Namespace) -> str:
     return f"{target}: {model.num_parameters():,} parameters, {dtype}; {done}"
 
 
-def _merged(peft_model: Any, source: str) -> Any:
+def _merged(peft_model: PeftModel, source: str) -> PreTrainedModel:
     """The base model with the adapter added to its weights."""
-    from torch import nn
+    import torch
 
-    outputs = peft_model.get_base_model().get_output_embeddings()
-    if hasattr(outputs, "get_base_layer"):  # peft would add the output layer's adapter to tied embeddings as well
-        layer = outputs.get_base_layer()
-        layer.weight = nn.Parameter(layer.weight.detach().clone())
+    base = peft_model.get_base_model()
+    was_tied = base.config.get_text_config().tie_word_embeddings
+    shared = _separate_weights(peft_model)
     try:
         model = peft_model.merge_and_unload(safe_merge=True)
-    except ValueError as error:
-        raise ValueError(
-            f"model={source!r}: {error}. Pass an earlier checkpoint, whose weights are finite."
-        ) from error
+    except (ValueError, RuntimeError) as error:
+        fix = "Pass the adapter as it is to agent-r1-trl serve, chat or eval."
+        if "NaN" in str(error):
+            fix = "Pass an earlier checkpoint, whose weights are finite."
+        raise ValueError(f"model={source!r}: {str(error).rstrip('.')}. {fix}") from error
+    for names in shared:
+        _share_again(model, names, source)
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    if outputs is not None and outputs.weight.data_ptr() != inputs.weight.data_ptr():
-        model.config.tie_word_embeddings = False  # they are two now, and both are saved
+    if not was_tied or outputs is None:
+        return model
+    is_tied = torch.equal(inputs.weight, outputs.weight)
+    if is_tied:
+        outputs.weight = inputs.weight
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = is_tied  # two that differ are both saved
     return model
+
+
+def _separate_weights(peft_model: PeftModel) -> list[list[str]]:
+    """Give layers that share a weight one each: embeddings and output layer, and others that a family ties.
+
+    peft adds in place, so that the adapter of one layer would change the others as well.
+
+    Returns:
+        Names of weights that the model's class ties, other than the ends: for each the layers that have it. None of
+        `layer_replication`, whose copies are layers of their own once they are merged.
+    """
+    import torch
+
+    base = peft_model.get_base_model()
+    has_copies = any(getattr(config, "layer_replication", None) for config in peft_model.peft_config.values())
+    of_embeddings = {id(parameter) for parameter in base.get_input_embeddings().parameters()}
+    names: dict[int, list[str]] = {}
+    for name, parameter in list(base.named_parameters(remove_duplicate=False)):
+        others = names.setdefault(id(parameter), [])
+        if others:
+            path, _, own_name = name.rpartition(".")
+            copied = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            setattr(base.get_submodule(path), own_name, copied)
+        others.append(name.replace(".base_layer.", "."))
+    if has_copies:
+        return []
+    return [found for key, found in names.items() if len(found) > 1 and key not in of_embeddings]
+
+
+def _share_again(model: PreTrainedModel, names: Sequence[str], source: str) -> None:
+    """Make the layers of a family that ties them share one weight again.
+
+    Raises:
+        ValueError: the adapter has made several of it, of which loading would take one for all.
+    """
+    import torch
+
+    first = model.get_parameter(names[0])
+    for name in names[1:]:
+        if not torch.equal(model.get_parameter(name), first):
+            raise ValueError(
+                f"model={source!r}: in {type(model).__name__} {names[0]} and {name} share one weight, and the adapter "
+                "adds something else to each, for which a merged model has no place. Pass the adapter as it is to "
+                "agent-r1-trl serve, chat or eval."
+            )
+        path, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(path), own_name, first)

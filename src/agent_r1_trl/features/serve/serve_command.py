@@ -9,40 +9,17 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from agent_r1_trl.cli.errors import users_mistakes
-from agent_r1_trl.cli.web import Port, serve_app
+from agent_r1_trl.cli.web import serve_app
 from agent_r1_trl.features.serve.agent_server import EVERY_ADDRESS, AgentServer
-from agent_r1_trl.features.serve.command_arguments import (
-    ConversationArguments,
-    agent_of,
-    environment_of,
-    read_conversation_arguments,
-)
-from agent_r1_trl.settings import setting
-
-COMMAND = "agent-r1-trl serve"
-ABOUT = (
-    "Serve an agent with its tools: agent-r1-trl serve MODEL. MODEL is the directory of a model, a checkpoint or an "
-    "adapter, or a Hub id. Each request in OpenAI's protocol runs a whole rollout. The model alone, for clients that "
-    "bring the tools, is served by vLLM (docs/chat-and-serving.md)."
-)
-
-
-@dataclass
-class ServeArguments(ConversationArguments):
-    """Settings of `serve`."""
-
-    host: str = setting("127.0.0.1", "Address; 0.0.0.0 for other machines. No password.")
-    port: Port = setting(8000, "Port; 0 for a free one.")
-    served_name: str | None = setting(None, "Name of the model for clients. None: the last part of MODEL.")
+from agent_r1_trl.features.serve.command_agent import agent_of, environment_of, read_conversation_arguments
 
 
 def run(argv: Sequence[str]) -> int:
     """Serve until told to end; returns the exit code."""
-    arguments = read_conversation_arguments(COMMAND, argv, ServeArguments, about=ABOUT)
+    arguments = read_conversation_arguments("serve", argv)
     env_factory = environment_of(arguments)
     if arguments.host in EVERY_ADDRESS:
         warning = (

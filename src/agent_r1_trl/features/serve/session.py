@@ -19,6 +19,7 @@ from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.generation.base import (
     Generation,
+    GenerationRequest,
     Generator,
     SamplingParams,
     TrajectorySlot,
@@ -182,7 +183,7 @@ class Conversation:
         return f"{limit} is reached"
 
 
-def refuse_agent(env: Any) -> None:
+def refuse_agent(env: object) -> None:
     """Raise a `ValueError` for an environment that is an agent (`drive`): nobody can talk in its place."""
     if hasattr(env, "drive"):
         raise ValueError(
@@ -202,14 +203,12 @@ class Tape(Generator):
         self.recorded: list[Generation] = []
         self.num_given = 0
 
-    async def generate(
-        self, prompt_ids: list[int], *, max_tokens: int, seed: int, params: SamplingParams
-    ) -> Generation:
+    async def generate(self, request: GenerationRequest) -> Generation:
         """See `Generator`."""
         self.num_given += 1
         if self.num_given <= len(self.recorded):
             return self.recorded[self.num_given - 1]
-        generation = await self._generator.generate(prompt_ids, max_tokens=max_tokens, seed=seed, params=params)
+        generation = await self._generator.generate(request)
         ids = [token_id for token_id in generation.token_ids if token_id not in self._chat.stop_token_ids]
         text = self._chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if text:
@@ -255,7 +254,7 @@ class Stage(EnvSession):
         return self._start
 
     async def step(self, message: Message) -> StepResult:
-        """What the environment, or after an answer the user, says to a message of the model."""
+        """The answer of the environment, or after an answer the user, to a message of the model."""
         if self._next == len(self.steps):
             self.has_acted = True
             self._tell_calls(message)

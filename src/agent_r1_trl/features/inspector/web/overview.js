@@ -41,8 +41,9 @@ function sentence() {
     if (known.length) parts.push(`${count(solved)} of ${plural(known.length, "trajectory", "trajectories")} are solved; ` +
       `the mean reward is ${show(mean, true, 2)}.`);
   }
-  const zero = last(run.metrics.frac_reward_zero_std);
-  if (zero) parts.push(`${Math.round(100 * zero)} % of the last groups earned the same throughout, and taught nothing.`);
+  const taught = last(run.metrics["group/taught_share"]);
+  const zero = taught === undefined || taught === null ? last(run.metrics.frac_reward_zero_std) : 1 - taught;
+  if (zero) parts.push(`${Math.round(100 * zero)} % of the last groups had no advantage, and taught nothing.`);
   const em = run.metrics["env/em"];
   if (em && first(em) !== null) parts.push(`Exact match ${show(first(em), false, 2)} → ${show(last(em), false, 2)}.`);
   const trained = table.eval.filter((isEval, i) => !isEval && table.run[i] === 0).length;

@@ -1,0 +1,92 @@
+"""`agent-r1-trl eval compare`: what changed between two evaluations of the same examples.
+
+agent-r1-trl eval compare scores-before scores-after
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from agent_r1_trl.cli.console import table_console
+from agent_r1_trl.cli.errors import PlainParser, UsageError
+from agent_r1_trl.cli.tables import changes_table, new_table
+from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, compare, read_examples
+from agent_r1_trl.evaluation.result import number_text
+
+COMMAND = "agent-r1-trl eval compare"
+ABOUT = """\
+Compare two evaluations of the same examples, by the directories that eval wrote (output_dir, or the folder of one row
+in it). Each metric's change from A to B has a 95% interval (paired bootstrap over examples). Rows of several are
+paired by data set and method.
+"""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print a table for each pair of rows; returns the exit code."""
+    parser = PlainParser(COMMAND, ABOUT)
+    for name in ("A", "B"):
+        parser.add_argument(name, help="Directory that eval wrote.")
+    parser.add_argument(
+        "--list",
+        choices=("lower", "higher"),
+        help="Also name the examples on which the first metric is lower, or higher, in B than in A.",
+    )
+    parser.add_argument("--metric", nargs="+", default=[], metavar="NAME", help="Only these; by default all of both.")
+    arguments = parser.read(argv)
+    first, second = (_rows(Path(folder)) for folder in (arguments.A, arguments.B))
+    if len(first) == len(second) == 1:
+        pairs = [(*first.values(), *second.values())]
+    else:
+        pairs = [(first[name], second[name]) for name in first if name in second]
+    if not pairs:
+        raise UsageError(
+            f"{arguments.A} and {arguments.B}: no row is in both. Pass the folders of two rows, such as "
+            f"{next(iter(first.values()))} {next(iter(second.values()))}."
+        )
+    console = table_console()
+    for one, two in pairs:
+        try:
+            before, after = read_examples(one / EXAMPLES_FILE), read_examples(two / EXAMPLES_FILE)
+            changes = compare(before, after)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"{one} and {two}: their {EXAMPLES_FILE} cannot be read ({error}). Pass directories that eval wrote, "
+                "or evaluate again."
+            ) from error
+        except ValueError as error:
+            raise UsageError(f"{one} and {two}: {error}") from error
+        unknown = [name for name in arguments.metric if name not in changes]
+        if unknown:
+            raise UsageError(f"--metric {unknown[0]}: not in both. Pass some of {', '.join(changes)}.")
+        chosen = {name: changes[name] for name in arguments.metric or changes}
+        console.print(changes_table(chosen, f"A: {one}, B: {two}, {before.num_examples} examples"))
+        if arguments.list:
+            console.print(*_list(arguments.list, *next(iter(chosen.items()))), sep="\n")
+    return 0
+
+
+def _rows(folder: Path) -> dict[tuple[str, str], Path]:
+    """(method, data set) -> folder."""
+    try:
+        content = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        if "rows" not in content:
+            return {(str(content.get("method")), str(content.get("dataset"))): folder}
+        return {(row["method"], row["dataset"]): folder / row["dataset"] / row["method"] for row in content["rows"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{folder}: holds no evaluation ({error}). Pass the output_dir of agent-r1-trl eval, or the folder of one "
+            "of its rows."
+        ) from error
+
+
+def _list(side: str, metric: str, change: MetricChange) -> list[str | Table]:
+    """On how many examples the metric is lower, or higher, in B than in A, and on which."""
+    sign = -1 if side == "lower" else 1
+    found = {name: pair for name, pair in change.pairs.items() if sign * (pair[1] - pair[0]) > 0}
+    ordered = sorted(found.items(), key=lambda item: sign * (item[1][0] - item[1][1]))
+    title = f"{metric} is {side} on {len(found)} of {len(change.pairs)} examples"
+    return [title, new_table("", ("example", "A", "B"), [[name, *map(number_text, pair)] for name, pair in ordered])]
