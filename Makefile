@@ -28,6 +28,10 @@ VERSIONS_PYTHON ?= 3.11
 KEEP ?=
 # What OpenReward's server needs beside the packages of the tests, some of which it would have older.
 OPENREWARD := openreward==0.1.167 structlog google-genai google-auth pyasn1 pyasn1-modules
+# verifiers with what it imports and the tests' environment lacks; connectrpc as prime-sandboxes takes it.
+VERIFIERS := verifiers==0.4.0 uv gepa math-verify latex2sympy2_extended antlr4-python3-runtime==4.13.2 renderers openai-harmony \
+  prime-pydantic-config prime-runs prime-sandboxes prime-traces prime-tunnel connectrpc==0.11.1 protobuf-py==0.1.1 \
+  protobuf-py-ext==0.1.1 pyqwest tomli tomli_w aiofiles fhaviary==0.37.0 httpx-aiohttp gem-llm==0.1.0
 # The quickstart's settings.
 ALGO ?= grpo
 SEED ?= 0
@@ -43,8 +47,13 @@ TEST_ENV := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 # early ends the run: another in its place would wait for ever.
 SHARED := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 PYTEST = $(TEST_ENV) $(BIN)/python -m pytest $(SHARED)
+# A test's markers (pyproject.toml) say which target runs it.
+SUITE := not release and not matrix
+WITHOUT_VLLM := $(if $(filter none,$(VLLM)), and not vllm)
+# Set where apt-get could not install one.
+BROWSER := TESTS_WITHOUT_BROWSER=$$(ls $(STAMPS)/no-browser 2> /dev/null)
 
-.PHONY: help quickstart install test test-fast fuzz soak nightly doors same traces kills lint types audit versions vllm-releases check format docs options notebooks clean
+.PHONY: help quickstart install test test-fast test-release durations fuzz soak nightly doors same weight traces kills lint types audit versions vllm-releases check format docs options notebooks clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -57,13 +66,21 @@ quickstart: $(STAMPS)/package ## install, train a small agent on the CPU (or GPU
 
 install: $(STAMPS)/package ## only make the environment and install the package
 
-test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run the whole suite; PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
+test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run the suite (about 13 minutes on two cores); PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
 	$(SAY) "Tests"
-	TESTS_WITHOUT_BROWSER=$$(ls $(STAMPS)/no-browser 2> /dev/null) $(PYTEST) $(if $(filter none,$(VLLM)),-m "not vllm and not matrix") $(PYTEST_ARGS)
+	$(BROWSER) $(PYTEST) -m "$(SUITE)$(WITHOUT_VLLM)" $(PYTEST_ARGS)
 
-test-fast: $(STAMPS)/test ## run what takes seconds: nothing slow, no vLLM; PYTEST_ARGS, WORKERS
+test-fast: $(STAMPS)/test ## run the tests that take seconds: nothing slow, no vLLM; PYTEST_ARGS, WORKERS
 	$(SAY) "Fast tests"
-	$(PYTEST) -m "not slow and not vllm and not matrix" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not vllm and $(SUITE)" $(PYTEST_ARGS)
+
+test-release: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run what a release needs beside `make test`; PYTEST_ARGS, WORKERS, VLLM
+	$(SAY) "Further tests of a release"
+	$(BROWSER) $(PYTEST) -m "release and not matrix$(WITHOUT_VLLM)" $(PYTEST_ARGS)
+
+durations: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run both, and write to tests/durations.json what each test costs
+	$(SAY) "Durations"
+	$(BROWSER) $(PYTEST) -m "not matrix" -p tests.durations --durations-file tests/durations.json $(PYTEST_ARGS)
 
 fuzz: $(STAMPS)/test ## run the property tests with more examples (minutes); FUZZ_FACTOR, FUZZ_SEED, PYTEST_ARGS, WORKERS
 	$(SAY) "Property tests, FUZZ_SEED=$(FUZZ_SEED)"
@@ -74,24 +91,29 @@ soak: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## short runs under random faults (s
 	$(TEST_ENV) $(BIN)/python -m tests.soak --runs $(RUNS) --seed $(SEED) --workers $(WORKERS) \
 	  $(if $(filter none,$(VLLM)),--samplers scripted transformers)
 
-nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what the suite leaves out: further seeds, every combination of launches, kills, a long soak, the doors (hours)
+nightly: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) ## what a release leaves out: further seeds, every combination of launches, kills, a long soak, the doors (hours)
 	$(SAY) "Tests with the marker matrix"
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
 	$(MAKE) soak kills doors
 
-doors: $(STAMPS)/test ## test the doors whose packages do not go with those of the other tests: OpenEnv, OpenReward, Inspect (needs the network)
+doors: $(STAMPS)/test ## test the doors whose packages do not go with those of the other tests: OpenEnv, OpenReward, Inspect, verifiers, aviary, gem (needs the network)
 	$(SAY) "Doors"
 	@test -x $(VENV)/openenv/bin/python || $(PYTHON) -m venv $(VENV)/openenv
 	@$(VENV)/openenv/bin/python -m pip install -qq 'openenv>=0.10,<0.11'
 	@test -x $(VENV)/inspect/bin/python || $(PYTHON) -m venv $(VENV)/inspect
 	@$(VENV)/inspect/bin/python -m pip install -qq 'inspect-ai>=0.3.285,<0.4' 'openai>=2'
 	@$(PIP) install -qq --upgrade --no-deps --target $(VENV)/openreward $(OPENREWARD)
+	@$(PIP) install -qq --upgrade --no-deps --target $(VENV)/verifiers $(VERIFIERS)
 	$(TEST_ENV) OPENENV_PYTHON=$(abspath $(VENV))/openenv/bin/python INSPECT_PYTHON=$(abspath $(VENV))/inspect/bin/python \
 	  PYTHONPATH=$(abspath $(VENV))/openreward $(BIN)/python -m pytest \
 	  tests/features/doors/test_openenv.py tests/features/doors/test_inspect.py tests/features/doors/test_trl_specs.py $(PYTEST_ARGS)
+	$(TEST_ENV) PYTHONPATH=$(abspath $(VENV))/verifiers $(BIN)/python -m pytest tests/features/doors/test_verifiers.py $(PYTEST_ARGS)
 
 same: $(STAMPS)/test ## play tiny trainings here and on BASE=commit; compare weights, logs and advantages (4 minutes)
 	$(BIN)/python -m tests.referee $(BASE)
+
+weight: $(STAMPS)/test ## say what each package weighs: lines of code, expressions and statements, parameters that are Any
+	$(BIN)/python -m tests.weight
 
 traces: $(STAMPS)/test ## judge simulated runs: how often a healthy one is acted upon, how late a collapse is (3 minutes)
 	$(SAY) "Traces"
@@ -99,7 +121,7 @@ traces: $(STAMPS)/test ## judge simulated runs: how often a healthy one is acted
 
 kills: $(STAMPS)/test ## kill and resume training runs, GRPO and PPO, one and two ranks (an hour); KILLS, JOURNAL_SEED
 	$(SAY) "$(KILLS) kills of each run"
-	JOURNAL_KILLS=$(KILLS) $(TEST_ENV) $(BIN)/python -m pytest -s -o timeout=7200 -m "slow or matrix" \
+	JOURNAL_KILLS=$(KILLS) $(TEST_ENV) $(BIN)/python -m pytest -s -o timeout=7200 -m "slow or release or matrix" \
 	  tests/features/journal/test_journal_kills.py
 
 lint: $(STAMPS)/dev ## ruff: rules and formatting

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("test", "tensorboard")
 """What is installed for the tests; `vllm` fixes torch and is checked by itself (`check_vllm.py`)."""
 SHOWN = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "pydantic", "pytest")
-TESTS = ("-m", "not slow and not vllm and not matrix")
+TESTS = ("-m", "not slow and not vllm and not release and not matrix")
 
 
 def main(argv: list[str] | None = None) -> int:
