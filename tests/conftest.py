@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from agent_r1_trl.rollout.runner import _FrozenHeap
+from agent_r1_trl.tools.event_loop import give_up_loop, shared_loop
 from tests.effort import PLAIN_EXAMPLES, SUITE_EXAMPLES
 from tests.own_process import forbid_ends, look_packages_up_once
 from tests.without_vllm import search_path
@@ -55,6 +56,13 @@ def policy_server(tmp_path_factory):
 
     with serve_policy(tmp_path_factory.mktemp("server"), 3) as url:
         yield url
+
+
+@pytest.fixture
+def own_loop():
+    """The loop of the rollouts, a fresh one, on which no earlier test has left a task that refuses to be cancelled."""
+    give_up_loop(shared_loop())
+    return shared_loop()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -134,7 +134,7 @@ def test_closing_a_runner_cancels_its_own_trajectories_alone(runner_of):
     assert futures[0].cancelled() and futures[1].result(30)[0].stop_reason is StopReason.DONE
 
 
-def test_a_run_goes_on_where_another_runner_gave_the_loop_up(runner_of, caplog):
+def test_a_run_goes_on_where_another_runner_gave_the_loop_up(runner_of, own_loop, caplog):
     """It waits longer than the other before it gives up, and the call comes back in time."""
     release, has_begun = threading.Event(), threading.Event()
 
@@ -149,18 +149,19 @@ def test_a_run_goes_on_where_another_runner_gave_the_loop_up(runner_of, caplog):
             release.wait(30)
             return await super().step(message)
 
-    asked, thread = [RolloutRequest(example={"prompt": PROMPT})], shared_loop()
+    asked = [RolloutRequest(example={"prompt": PROMPT})]
     patient = runner_of(Waits).start(asked)
     assert has_begun.wait(30)
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         (lost,) = runner_of(Blocks, stall_timeout=0.3).run(asked)
     assert lost.stop_reason is StopReason.ENVIRONMENT_ERROR and "held the event loop" in lost.error
     assert "is given up" in caplog.text
-    assert shared_loop() is not thread
+    assert shared_loop() is not own_loop
     release.set()
     assert patient.result(30)[0].stop_reason is StopReason.DONE
-    thread.join(10)
-    assert not thread.is_alive()
+    own_loop.join(10)
+    assert not own_loop.is_alive()
 
 
 def test_code_on_the_loop_that_waits_for_a_loop_gets_another_one():

@@ -721,20 +721,19 @@ def test_tools_that_reset_chooses_are_checked_and_rolled_out_in_every_row():
     assert_finds(choosing([], [tool_of(lambda: undefined_name)]), "error", "tools", "NameError")  # noqa: F821
 
 
-def test_a_call_that_is_left_alone_ends_its_event_loop_once_it_lets_go_of_it(monkeypatch):
+def test_a_call_that_is_left_alone_ends_its_event_loop_once_it_lets_go_of_it(monkeypatch, own_loop):
     monkeypatch.setattr(caller_module, "_GRACE_S", 0.0)
     caller, wakes_up = caller_module.Caller(0.1), threading.Event()
-    blocked = shared_loop()
 
     async def block():
         wakes_up.wait(10)
 
     assert "did not come back" in caller.call("env.reset", block()).failure
-    assert shared_loop() is not blocked and caller.call("env.reset", asyncio.sleep(0, "value")).value == "value"
+    assert shared_loop() is not own_loop and caller.call("env.reset", asyncio.sleep(0, "value")).value == "value"
     wakes_up.set()
     caller.close()
-    blocked.join(10)
-    assert blocked.loop.is_closed() and not shared_loop().loop.is_closed()
+    own_loop.join(10)
+    assert own_loop.loop.is_closed() and not shared_loop().loop.is_closed()
 
 
 def test_a_call_that_cannot_be_cancelled_leaves_the_event_loop_to_the_others(monkeypatch):
