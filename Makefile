@@ -162,7 +162,7 @@ docs: $(STAMPS)/venv ## build the site of the documentation under build/site, an
 	$(VENV)/docs/bin/python docs/build_site.py
 
 options: $(STAMPS)/package ## write the list of all options anew (train --help, docs/options.md)
-	$(BIN)/python -m agent_r1_trl.cli.options
+	$(BIN)/python -m agent_r1_trl.cli.options_page
 
 notebooks: $(STAMPS)/test ## run the notebooks and keep what they show
 	$(SAY) "Notebooks"

@@ -2,7 +2,7 @@
 
 1. Every module has a place in the data flow, and imports nothing from a later place. The step imports no feature:
    trainers load them by name from the table in `features/__init__.py`.
-2. There are no circles of imports: between files, and between packages.
+2. There are no circles of imports: between files, and between packages, imports inside functions included.
 3. Only `trainers` (and `chat`, inside functions) imports TRL; light packages load nothing heavy; optional packages
    are imported inside functions.
 4. No file is longer than 700 lines (files are split by collaborator, never by length), and no function longer than a
@@ -206,11 +206,21 @@ def is_inside(name: str, package: str) -> bool:
 
 
 def file_graph() -> dict[str, set[str]]:
-    """Module -> the modules that it imports when it is imported."""
+    """Module -> the modules that it imports, at its top or inside functions, by statement or by their whole name."""
     return {
-        name: {other for other, _ in imports_of(path, lazy=False) if other in FILES and other != name}
+        name: {other for other, _ in [*imports_of(path, lazy=True), *named_modules(path)] if other in FILES} - {name}
         for name, path in FILES.items()
     }
+
+
+def named_modules(path: Path) -> list[tuple[str, int]]:
+    """The modules that a file gives to `import_module`, and the lines."""
+    return [
+        (node.args[0].value, node.lineno)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module"
+        if node.args and isinstance(node.args[0], ast.Constant)
+    ]
 
 
 def package_graph() -> dict[str, set[str]]:
@@ -241,9 +251,17 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return [" <-> ".join(sorted(nodes)) for nodes in found]
 
 
+ALLOWED_CIRCLES = {
+    # `Trajectory.show()` prints itself: a line in a notebook, which should not need the printer's name. The printer
+    # reads trajectories and nothing else (`ALLOWED_UPWARDS`).
+    "agent_r1_trl.recording.terminal <-> agent_r1_trl.trajectory",
+}
+
+
 def test_no_files_import_each_other_in_a_circle():
-    found = circles(file_graph())
-    assert not found, "\n".join(found)
+    """Nor does a function import what imports its file: what two files share is a file that both import."""
+    found = set(circles(file_graph()))
+    assert found == ALLOWED_CIRCLES, "\n".join(["", *sorted(found ^ ALLOWED_CIRCLES)])
 
 
 def test_no_packages_import_each_other_in_a_circle():

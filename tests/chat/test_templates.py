@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agent_r1_trl.chat.calls import GRAMMARS, named_grammar
 from agent_r1_trl.chat.checks import is_sound
-from agent_r1_trl.chat.format import ChatFormat
-from agent_r1_trl.chat.templates import suggestion
+from agent_r1_trl.chat.format import ChatFormat, suggestion
 from tests.families import FAMILIES as FORMATS
 from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 

@@ -9,7 +9,8 @@ import pytest
 from agent_r1_trl.cli import find_commands, main, train
 from agent_r1_trl.cli.arguments import TrainArguments
 from agent_r1_trl.cli.errors import UsageError
-from agent_r1_trl.cli.options import PAGE, help_of, option_groups, page_text
+from agent_r1_trl.cli.options import help_of, option_groups
+from agent_r1_trl.cli.options_page import PAGE, page_text
 from agent_r1_trl.cli.parser import RecipeParser
 from agent_r1_trl.settings import plain
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig

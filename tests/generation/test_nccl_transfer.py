@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from agent_r1_trl.generation import GenerationError, VLLMServerGenerator
 from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm import weight_transfer
-from agent_r1_trl.generation.vllm.build import ServerSettings
 from agent_r1_trl.generation.vllm.server_routes import rpc
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.generation.vllm.weight_transfer import describe_gpu, reason_against
 from tests import fake_nccl
 from tests.fake_nccl import FakeNCCLLibrary, digest

@@ -15,7 +15,7 @@ from torch import nn
 from agent_r1_trl.generation import GenerationError, GenerationRequest, VLLMServerGenerator
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
 from agent_r1_trl.generation.vllm import server_routes
-from agent_r1_trl.generation.vllm.build import ServerSettings
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import BASE, FakeServer

@@ -12,7 +12,8 @@ from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation import VLLMGenerator, VLLMServerGenerator
 from agent_r1_trl.generation.sync import SyncError
 from agent_r1_trl.generation.vllm import server as server_module
-from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER, ServerSettings
+from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.calls import GRAMMAR_NAMES, Grammar, refused_names
+from agent_r1_trl.chat.checks import is_sound
 from agent_r1_trl.chat.encoding import TextEncoder, split_by_author
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.messages import readable
@@ -30,7 +31,7 @@ from agent_r1_trl.chat.templates import (
     choose_chat_template,
     choose_response_template,
     read_response_template,
-    suggestion,
+    suggested_template,
     text_grammar,
     without_tools,
 )
@@ -87,7 +88,7 @@ class ChatFormat:
                 "Load it with PreTrainedTokenizerFast.from_pretrained(...), which reads the model's tokenizer.json.",
             )
         self.chat_template, self.supports_tools = choose_chat_template(
-            tokenizer, chat_template, is_rendered_anew=strips_reasoning
+            tokenizer, chat_template, is_rendered_anew=strips_reasoning, suggest=suggestion
         )
         """Source of the template in use: save it with the model."""
         self.chat_template_kwargs = check_template_kwargs(self.chat_template, chat_template_kwargs)
@@ -358,3 +359,13 @@ class ChatFormat:
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
+
+
+def suggestion(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """The fix where `template` cannot be used: another one's name, if the doctor would find no error in it."""
+    name = suggested_template(
+        tokenizer, template, is_sound=lambda name: is_sound(ChatFormat(tokenizer, chat_template=name))
+    )
+    if name is None:
+        return GENERAL_FIX
+    return f'Pass chat_template="{name}", a template of TRL\'s that works with this tokenizer.'

@@ -10,10 +10,12 @@ import contextlib
 import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.chat.calls import GRAMMAR_NAMES, READERS, find_grammar, named_grammar
+from agent_r1_trl.chat.checks import control_tokens
 from agent_r1_trl.chat.errors import GENERAL_FIX, ChatFormatError
 from agent_r1_trl.chat.rendering import (
     PROBE_TOOL,
@@ -45,7 +47,11 @@ _PROBES: tuple[list[Message], ...] = (
 
 
 def choose_chat_template(
-    tokenizer: PreTrainedTokenizerBase, requested: str | None, *, is_rendered_anew: bool
+    tokenizer: PreTrainedTokenizerBase,
+    requested: str | None,
+    *,
+    is_rendered_anew: bool,
+    suggest: Callable[[PreTrainedTokenizerBase, str], str],
 ) -> tuple[str, bool]:
     """The training template's source, and whether it can render tool conversations.
 
@@ -54,6 +60,7 @@ def choose_chat_template(
         requested: source of a template, name of one that TRL ships (`qwen3_training`), path of a `.jinja` file, or
             None for the tokenizer's own.
         is_rendered_anew: the conversation is rendered before every turn, so a template may change earlier turns.
+        suggest: gives the fix where the tokenizer's own template cannot be used.
 
     Raises:
         ChatFormatError: if there is no template, or it renders earlier turns differently once later ones follow.
@@ -83,7 +90,7 @@ def choose_chat_template(
     raise ChatFormatError(
         f"chat_template of tokenizer={name} is not prefix preserving: it renders an assistant turn "
         "differently once a tool message follows, so the ids trained on would not be the ids of the conversation.",
-        suggestion(tokenizer, template) if requested is None else GENERAL_FIX,
+        suggest(tokenizer, template) if requested is None else GENERAL_FIX,
     )
 
 
@@ -248,15 +255,14 @@ def _with_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> 
     return carrier
 
 
-def suggestion(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """The chat_template to pass in place of `template`.
+def suggested_template(
+    tokenizer: PreTrainedTokenizerBase, template: str, *, is_sound: Callable[[str], bool]
+) -> str | None:
+    """The name of a template of TRL's to use in place of `template`; None if none is known to work.
 
-    A name only if the doctor would find no error in it, and something speaks for its family: lines in common with
-    `template` (or ChatML, which many families write), and the tokenizer's own tokens for calls, if it has such.
+    Something speaks for its family: lines in common with `template` (or ChatML, which many families write), and the
+    tokenizer's own tokens for calls, if it has such. `is_sound` tries a template, by name, with the tokenizer.
     """
-    from agent_r1_trl.chat.checks import control_tokens, is_sound
-    from agent_r1_trl.chat.format import ChatFormat
-
     lines, shipped, known = set(template.splitlines()), _shipped(), set(tokenizer.get_vocab())
     for_tools = {token for token in known if "tool" in token and control_tokens(token)}
     related = {}
@@ -267,11 +273,11 @@ def suggestion(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
         if num_lines or is_chatml:
             related[name] = (num_lines, is_chatml, len(control_tokens(source) & known))
     likely = ["qwen3_training"] if "<think>" in template else []
-    for name in [*likely, *sorted(related, key=related.__getitem__, reverse=True)[:_NUM_CANDIDATES]]:
+    candidates = [*likely, *sorted(related, key=related.__getitem__, reverse=True)[:_NUM_CANDIDATES]]
+    for name in candidates:
         try:
-            works = is_sound(ChatFormat(tokenizer, chat_template=name))
+            if is_sound(name):
+                return name
         except Exception:  # a template that does not fit the tokenizer fails in any way
             continue
-        if works:
-            return f'Pass chat_template="{name}", a template of TRL\'s that works with this tokenizer.'
-    return GENERAL_FIX
+    return None

@@ -23,7 +23,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, estimator_
 from agent_r1_trl.critic.attach import CRITIC_KINDS
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.generation.base import SamplingParams
-from agent_r1_trl.generation.vllm.build import ServerSettings
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.limits import RolloutLimits, RolloutSettings
 from agent_r1_trl.safe_text import SECRETS_HELP, SecretMapping

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.features import feature
-from agent_r1_trl.features.doctor.environment import NONSENSE, _answer, _broken_calls, _valid_messages
 from agent_r1_trl.features.doctor.episodes import Caller
+from agent_r1_trl.features.doctor.messages import NONSENSE, broken_calls, say_text, valid_messages
 from agent_r1_trl.features.doctor.report import Report
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedRequest
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
@@ -78,7 +78,7 @@ class _PlainChat:
         try:
             return dict(json.loads(self.decode(token_ids)))
         except ValueError:  # a stop string of the agent has cut it
-            return _answer(self.decode(token_ids))
+            return say_text(self.decode(token_ids))
 
 
 @dataclass
@@ -126,15 +126,15 @@ class _AgentRun:
         """Ids of the next turn; the first of its calls alone, or a text, where the template writes no more."""
         functions = [{"parameters": {}, **schema["function"]} for schema in self.tools]
         tools: list[Any] = [SimpleNamespace(name=each["name"], schema={"function": each}) for each in functions]
-        mistakes = {**_broken_calls(tools), SCRIPTS[4]: _answer("")}
+        mistakes = {**broken_calls(tools), SCRIPTS[4]: say_text("")}
         turns = [mistakes[self.script]] if self.script in mistakes else []
-        turns += [message for message in _valid_messages(tools) if message.get("tool_calls")][: MAX_CALLS // 2]
+        turns += [message for message in valid_messages(tools) if message.get("tool_calls")][: MAX_CALLS // 2]
         is_over = self.script == SCRIPTS[1] or request.index >= len(turns)
-        turn = _answer(NONSENSE) if is_over else turns[request.index]
+        turn = say_text(NONSENSE) if is_over else turns[request.index]
         for message in (turn, {**turn, "tool_calls": (turn.get("tool_calls") or [])[:1]}):
             with contextlib.suppress(Exception):
                 return list(self.chat.encode_reply(message))
-        return list(self.chat.encode_reply(_answer(NONSENSE)))
+        return list(self.chat.encode_reply(say_text(NONSENSE)))
 
 
 def is_agent(make: Callable[[], Any], timeout_s: float) -> bool:

@@ -29,7 +29,7 @@ from agent_r1_trl.chat.checks import (
     split_tokens,
 )
 from agent_r1_trl.chat.errors import ChatFormatError
-from agent_r1_trl.chat.templates import suggestion
+from agent_r1_trl.chat.format import suggestion
 from agent_r1_trl.environments.base import StepResult
 from agent_r1_trl.environments.factory import tool_schemas
 from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, SingleTurnEnv

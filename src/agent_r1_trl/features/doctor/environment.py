@@ -14,7 +14,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 from agent_r1_trl.environments.factory import made_and_closed
 from agent_r1_trl.environments.tool_env import ToolEnv
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
+from agent_r1_trl.features.doctor.agents import examine_agent, is_agent
 from agent_r1_trl.features.doctor.episodes import (
     DESCRIBE,
     Caller,
@@ -32,11 +32,19 @@ from agent_r1_trl.features.doctor.episodes import (
     check_tools,
     make_env,
 )
+from agent_r1_trl.features.doctor.messages import (
+    NONSENSE,
+    broken_calls,
+    call_tools,
+    odd_messages,
+    sample_call,
+    say_text,
+    valid_messages,
+)
 from agent_r1_trl.features.doctor.report import Finding, Report, describe_error, has_errors
 from agent_r1_trl.rewards import check_golds
 from agent_r1_trl.settings import Count, Seconds, check_value
 from agent_r1_trl.tools import Tool, shared_pool
-from agent_r1_trl.tools.json_schema import branches
 from agent_r1_trl.tools.pool import OwnThread
 from agent_r1_trl.trajectory import Message, StopReason, ToolErrorKind
 
@@ -49,8 +57,6 @@ DEFAULT_EXAMPLE = {
     "question": "What is the capital of Norway?",
     "answer": "Oslo",
 }
-NONSENSE = "zxqv wrong answer zxqv"
-_TEXTS = {"expression": "1 + 1", "query": "capital of Norway", "url": "https://example.org", "code": "print(1)"}
 # Objects of these modules count by identity: what they hold is machinery, not the state of an episode.
 _OPAQUE_MODULES = {*sys.stdlib_module_names, "agent_r1_trl"}
 
@@ -91,8 +97,6 @@ def examine_env(
 ) -> list[Finding]:
     """As `check_env`, with one finding of level "ok" or "skipped" from every check that found nothing."""
     import transformers.utils  # noqa: F401 - schemas of tools need it, and `reset` would wait for it
-
-    from agent_r1_trl.features.doctor.agents import examine_agent, is_agent  # they import these checks
 
     check_value("num_episodes", num_episodes, Count)
     check_value("timeout_s", timeout_s, Seconds)
@@ -174,90 +178,6 @@ def _check_reset(trial: EnvTrial, are_made_up: bool) -> None:
     report.ok("reset", f"reset gives the same valid prompt for the same example ({len(trial.rows)} rows).")
 
 
-# ---------------------------------------------------------------- what is sampled
-
-
-def _answer(text: str | None) -> Message:
-    return {"role": "assistant", "content": text}
-
-
-def _calls(*calls: tuple[Any, Any]) -> Message:
-    """An assistant message with these (name, arguments) calls, as the rollout's parser makes it."""
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    made = [{"type": "function", "id": f"check_{i}", "function": function} for i, function in enumerate(functions)]
-    return {"role": "assistant", "content": "", "tool_calls": made}
-
-
-def _valid_messages(tools: Sequence[Tool]) -> list[Message]:
-    """One valid call of each tool, all of them in one message, and a wrong answer."""
-    calls = [_sample_call(found) for found in tools]
-    return [*map(_calls, calls), *([_calls(*calls)] if len(calls) > 1 else []), _answer(NONSENSE)]
-
-
-def _broken_calls(tools: Sequence[Tool]) -> dict[str, Message]:
-    """Broken calls as real models write them, by what is wrong with them."""
-    name = tools[0].name if tools else "search"
-    return {
-        "an unknown tool": _calls(("no_such_tool", {})),
-        "arguments the tool does not have": _calls((name, {"no_such_argument": 1})),
-        "arguments that are a list": _calls((name, [1, 2])),
-        "arguments that are no JSON": _calls((name, '{"query": "un')),
-        "a call that is a number": {**_answer(""), "tool_calls": [5]},
-        "a call without a name": {**_answer(""), "tool_calls": [{"function": {}}]},
-        "a call cut off half way": {**_answer('<tool_call>{"name": "sea'), "malformed_tool_call": "it has no end"},
-    }
-
-
-def _odd_messages(tools: Sequence[Tool]) -> dict[str, Message]:
-    """Other unusual messages that `step` must survive, by what they are."""
-    return {
-        "a call without arguments": _calls((tools[0].name if tools else "search", None)),
-        "an empty answer": _answer(""),
-        "an answer without content (None)": _answer(None),
-        "an answer of odd characters": _answer("\u0000\u202e\U0001f600 e\u0301 <|im_end|> </answer> {{ x }}"),
-    }
-
-
-def _sample_call(tool: Tool) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call that the tool's schema allows."""
-    parameters = tool.schema["function"]["parameters"]
-    ways = branches(parameters)
-    if len(ways) == 1 and ways[0].properties == parameters.get("properties", {}):
-        return tool.name, _sample({"type": "object", **parameters})
-    names = ways[0].required or list(ways[0].properties)
-    return tool.name, {name: _sample(ways[0].properties.get(name), name) for name in names}
-
-
-def _sample(schema: object, name: str = "") -> Any:
-    """A value that a JSON schema allows; for free text, one that suits an argument of this name."""
-    schema = schema if isinstance(schema, dict) else {}
-    for key in ("const", "default"):
-        if key in schema:
-            return schema[key]
-    for key in ("enum", "examples", "anyOf", "oneOf"):
-        if schema.get(key):
-            return schema[key][0] if key in ("enum", "examples") else _sample(schema[key][0], name)
-    kind = schema.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind == "object":
-        properties: dict[str, Any] = schema.get("properties") or {}
-        return {key: _sample(properties.get(key), key) for key in schema.get("required", properties)}
-    if kind == "array":
-        return [_sample(item) for item in schema.get("prefixItems") or [schema.get("items")]]
-    number = _sample_number(schema)
-    values = {"integer": int(number), "number": float(number), "boolean": True, "null": None}
-    return values.get(kind, _TEXTS.get(name, "test"))
-
-
-def _sample_number(schema: dict[str, Any]) -> float:
-    """A number within the bounds of a schema, a whole one if there is one."""
-    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-    above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
-    low, high = max(least, above), min(most, below)
-    numbers = (1, low, low + 1, high, high - 1, (low + high) / 2)
-    return next((item for item in numbers if least <= item <= most and above < item < below), 1)
-
-
 # ---------------------------------------------------------------- episodes
 
 
@@ -266,7 +186,7 @@ def _check_steps(trial: EnvTrial) -> None:
     report, has_ended = trial.report, False
     for row in trial.rows:
         tools = trial.tools_of_row[id(row)]
-        left = _valid_messages(tools)
+        left = valid_messages(tools)
         while left:  # an episode may end before every tool was called: the next one goes on there
             episode = trial.run(row, "a valid call or a plain answer", left)
             has_ended |= episode.steps[-1].done
@@ -275,7 +195,7 @@ def _check_steps(trial: EnvTrial) -> None:
                     report.skip("tools", f"Tool {result.call.name!r}: no arguments that fit its schema were found.")
             left = left[len(episode.steps) :]
         has_ended = has_ended or _goes_on_to_the_end(trial, episode, tools)
-        for what, message in _broken_calls(tools).items():
+        for what, message in broken_calls(tools).items():
             step = trial.step(trial.fresh(row)[0], message, what)
             if step.done:
                 text = f"{what[:1].upper()}{what[1:]} ends the episode: the policy gets no chance to repair it."
@@ -283,7 +203,7 @@ def _check_steps(trial: EnvTrial) -> None:
             if step.reward > 0:
                 text = f"{what[:1].upper()}{what[1:]} earns {step.reward:g}."
                 report.warning("step", text, "Pay failing calls 0 or less.")
-        for what, message in _odd_messages(tools).items():
+        for what, message in odd_messages(tools).items():
             trial.step(trial.fresh(row)[0], message, what)
     if not has_ended:
         text = f"No episode ended within {MAX_STEPS} calls and answers: if none ever does, all run into limits."
@@ -298,7 +218,7 @@ def _check_steps(trial: EnvTrial) -> None:
 
 def _goes_on_to_the_end(trial: EnvTrial, episode: EnvEpisode, tools: Sequence[Tool]) -> bool:
     """Whether the episode ends if the model goes on answering and calling: after some user turns, or guesses."""
-    *calls, answer = _valid_messages(tools)
+    *calls, answer = valid_messages(tools)
     turns = itertools.cycle([pair for call in calls for pair in (answer, call)] or [answer])
     messages = itertools.islice(turns, MAX_STEPS)
     return any(trial.step(episode.session, message, "a valid call or a plain answer").done for message in messages)
@@ -346,7 +266,7 @@ def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
             continue
         is_tried, (column, gold) = True, found
         forms = (f"{gold}", f"<answer>{gold}</answer>", f"\\boxed{{{gold}}}", f"#### {gold}")
-        best = max(_score(trial, row, "the right answer", [_answer(text)], StopReason.DONE) for text in forms)
+        best = max(_score(trial, row, "the right answer", [say_text(text)], StopReason.DONE) for text in forms)
         if is_wrong := best <= wrong:
             text = f"The answer from the column {column!r} ({gold[:60]!r}) earns {best:g}, nonsense {wrong:g}."
             fix = (
@@ -369,11 +289,11 @@ def _find_gold(row: dict[str, Any]) -> tuple[str, str] | None:
 
 def _outcome_cases(tools: list[Tool]) -> dict[str, tuple[list[Message], StopReason]]:
     """Messages to take before the trajectory is scored, and how it ends, by what they are."""
-    invalid, nonsense = [_broken_calls(tools)["an unknown tool"]], _answer(NONSENSE)
-    calls = [_calls(_sample_call(tool)) for tool in tools[:1]] or invalid
+    invalid, nonsense = [broken_calls(tools)["an unknown tool"]], say_text(NONSENSE)
+    calls = [call_tools(sample_call(tool)) for tool in tools[:1]] or invalid
     return {
         "a wrong answer": ([nonsense], StopReason.DONE),
-        "an answer without content": ([_answer(None)], StopReason.DONE),
+        "an answer without content": ([say_text(None)], StopReason.DONE),
         "an empty trajectory (no turn at all)": ([], StopReason.MAX_COMPLETION_LENGTH),
         "a trajectory of invalid calls": (invalid, StopReason.INVALID_CALLS),
         "a trajectory cut at the turn limit": (calls, StopReason.MAX_TURNS),
@@ -400,7 +320,7 @@ def _check_shared_state(trial: EnvTrial) -> None:
     row, report = trial.rows[0], trial.report
     bystander = trial.fresh(row)[0].env
     before = _snapshot(bystander)
-    trial.run(row, "a valid call or a plain answer", _valid_messages(trial.tools_of_row[id(row)]))
+    trial.run(row, "a valid call or a plain answer", valid_messages(trial.tools_of_row[id(row)]))
     after = _snapshot(bystander)
     changed = sorted(name for name in before if before[name] != after.get(name, before[name]))
     if attributes := [name for name in changed if " of the tool " not in name]:

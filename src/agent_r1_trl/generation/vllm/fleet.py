@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agent_r1_trl.generation.base import GenerationError, TrajectorySlot
-from agent_r1_trl.generation.vllm.build import ServerSettings
 from agent_r1_trl.generation.vllm.server_routes import (
     HTTPClient,
     HTTPError,
@@ -31,6 +30,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     identity_of,
     refusal_of,
 )
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,6 @@ from agent_r1_trl.generation.base import (
     check_request,
     current_slot,
 )
-from agent_r1_trl.generation.vllm.build import ServerSettings
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.kept import MORE, num_logprobs, read_kept_ids
 from agent_r1_trl.generation.vllm.server_routes import (
@@ -57,6 +56,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     reset_prefix_cache,
     wait_for_servers,
 )
+from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.generation.vllm.weight_transfer import (
     GroupError,
     Named,
