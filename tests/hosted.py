@@ -3,7 +3,7 @@
 import contextlib
 import json
 
-from tests.features.search.retrieval_server import serving
+from agent_r1_trl.testing import local_server
 
 PROMPT_TOKENS = 100
 """Of the first request; each further message has `MESSAGE_TOKENS`."""
@@ -99,7 +99,7 @@ class Hosted:
 def hosted(turns=(), faults=(), delay_s=0.0):
     """(URL, what the server has seen, the `Hosted`)."""
     model = Hosted(turns or [said("5")], faults)
-    with serving(model, delay_s) as (url, seen):
+    with local_server(model, delay_s) as (url, seen):
         yield url, seen, model
 
 

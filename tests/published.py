@@ -19,8 +19,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 
 from agent_r1_trl.chat.checks import control_tokens
+from agent_r1_trl.testing.tokenizers import read_template
 from tests.families import FAMILIES
-from tests.tokenizers import read_template
 
 
 @functools.lru_cache

@@ -34,7 +34,7 @@ CLOCKS = ("time", "_s", "runtime", "per_second", "seconds")
 
 def three_turns(rng, turn):
     """Calls, and an answer in the third turn at the latest."""
-    from tests.toys import call, say
+    from agent_r1_trl.testing import call, say
 
     ends = turn == 2 or rng.random() < 0.25
     return say("x" * rng.randrange(1, 9)) if ends else call(a=rng.randrange(9), b=rng.randrange(9))
@@ -42,7 +42,7 @@ def three_turns(rng, turn):
 
 def long_turns(rng, turn):
     """Calls with long observations and reasoning; a script does not know the turn where contexts are rewritten."""
-    from tests.toys import call, say
+    from agent_r1_trl.testing import call, say
 
     if rng.random() < 0.35:
         return say("x" * rng.randrange(1, 9))
@@ -51,7 +51,7 @@ def long_turns(rng, turn):
 
 def hard(rng, turn):
     """One turn that is mostly wrong, so that some groups are all the same."""
-    from tests.toys import say
+    from agent_r1_trl.testing import say
 
     return say("x" * rng.choice((1, 3, 3, 3, 5, 2)))
 
@@ -69,10 +69,9 @@ def _variants(folder):
     """Name -> options of `make_trainer`; `resume` and `lost` are ours."""
     from peft import LoraConfig
 
+    from agent_r1_trl.testing import AddEchoEnv, make_policy, make_tokenizer
     from agent_r1_trl.trainers import MultiTurnPPOTrainer
-    from tests.tokenizers import make_tokenizer
-    from tests.toys import AddEchoEnv
-    from tests.trainers.helpers import PlainEnv, make_policy, questions
+    from tests.trainers.helpers import PlainEnv, questions
 
     make_policy(make_tokenizer("qwen3")).save_pretrained(folder / "policy")
     reference = {"model": str(folder / "policy"), "beta": 0.1}

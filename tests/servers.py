@@ -14,7 +14,7 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tests.tokenizers import make_tokenizer
+from agent_r1_trl.testing import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,7 +40,7 @@ def vllm_server(model, folder, *options, environment=None):
 @contextlib.contextmanager
 def serve_policy(folder, seed, *options, environment=None):
     """The URL of a server of `make_policy`'s model, which is written to `folder`/model."""
-    from tests.trainers.helpers import make_policy
+    from agent_r1_trl.testing import make_policy
 
     tokenizer = make_tokenizer("qwen3")
     make_policy(tokenizer, seed=seed, hidden_size=64).save_pretrained(folder / "model")

@@ -7,8 +7,8 @@ import pytest
 from agent_r1_trl import SearchQAEnv, ToolEnv
 from agent_r1_trl.evaluation.baselines import OneAnswerEnv, check_baseline, one_answer_limits
 from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.tools import InfrastructureError, Passage
-from tests.toys import AddEnv
 
 ROW = {"question": "Who?", "answer": "Ada"}
 

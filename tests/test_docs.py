@@ -216,8 +216,7 @@ def test_the_script_of_the_readme_trains(tmp_path, monkeypatch, tiny_model_folde
 @pytest.fixture
 def tiny_model_folder(tmp_path):
     """An untrained two-layer Qwen2 with a small tokenizer of the Qwen family."""
-    from tests.tokenizers import make_tokenizer
-    from tests.trainers.helpers import make_policy
+    from agent_r1_trl.testing import make_policy, make_tokenizer
 
     tokenizer = make_tokenizer("qwen2_5")
     folder = tmp_path / "tiny-model"

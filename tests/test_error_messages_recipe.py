@@ -11,8 +11,9 @@ import yaml
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_records
+from agent_r1_trl.testing import judge_server
+from agent_r1_trl.testing.judge import parts_of, texts_of
 from tests.hosted import error
-from tests.judges import judge_server, parts_of, texts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "recipes" / "error_messages"

@@ -19,10 +19,8 @@ from agent_r1_trl.evaluation import (
 from agent_r1_trl.evaluation.result import example_sums, to_json, trajectory_sums
 from agent_r1_trl.generation import SamplingParams, ScriptedGenerator
 from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv
-from tests.trainers.helpers import make_policy
 
 
 def rolled_out(*, turns=1, results=(), reward=0.0, reason=StopReason.DONE, **info) -> Trajectory:

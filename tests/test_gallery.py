@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages import CreditInputs
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trajectory import Author
 from tests.learning.tasks import BanditEnv, learn
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_trainer, scored_batch
 
 GALLERY = Path(__file__).parents[1] / "recipes" / "gallery"

@@ -32,6 +32,7 @@ from agent_r1_trl.evaluation.baselines import OneAnswerEnv
 from agent_r1_trl.features.doors import OpenEnv
 from agent_r1_trl.features.sandbox import PythonTool, SandboxLimits
 from agent_r1_trl.rollout.draft import record_step
+from agent_r1_trl.testing import call, calls, chat_of, make_tokenizer, say
 from agent_r1_trl.tools import (
     InfrastructureError,
     ReportedError,
@@ -49,9 +50,7 @@ from tests.environments.helpers import finished, message
 from tests.features.doors.agents import TOOLS, ask, checked
 from tests.features.doors.agents import roll_out as roll_out_agent
 from tests.features.games.test_games import counter
-from tests.rollout.helpers import chat_of, roll_out
-from tests.tokenizers import make_tokenizer
-from tests.toys import call, calls, say
+from tests.rollout.helpers import roll_out
 
 SRC = Path(agent_r1_trl.__file__).parent
 PENALTY = -0.1

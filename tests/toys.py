@@ -1,47 +1,9 @@
-"""What many tests use: two tools, the environments that offer them, and what a policy says in them."""
+"""What many tests use beside `agent_r1_trl.testing`: open environments, options, objects that are gone."""
 
 import gc
 import time
 
-from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.rollout import RolloutLimits
-from agent_r1_trl.tools import tool
-
-
-@tool
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One number.
-        b: The other.
-    """
-    return a + b
-
-
-@tool
-def echo(text: str) -> str:
-    """Repeat a text.
-
-    Args:
-        text: What to repeat.
-    """
-    return text
-
-
-class AddEnv(ToolEnv):
-    """One tool; the answer is right (+1) if it has an even number of characters."""
-
-    tools = (add,)
-
-    def outcome_reward(self, trajectory):
-        return len(trajectory.final_text) % 2 == 0
-
-
-class AddEchoEnv(AddEnv):
-    """Two tools; the same answers are right."""
-
-    tools = (add, echo)
 
 
 def counted(env_class):
@@ -57,22 +19,6 @@ def counted(env_class):
             is_open.discard(id(self))
 
     return Counted, is_open
-
-
-def say(text="5"):
-    """An assistant message without a tool call."""
-    return {"role": "assistant", "content": text}
-
-
-def calls(*pairs):
-    """An assistant message that calls several tools: pairs of name and arguments."""
-    functions = [{"name": name, "arguments": arguments} for name, arguments in pairs]
-    return say("") | {"tool_calls": [{"type": "function", "function": function} for function in functions]}
-
-
-def call(name="add", /, **arguments):
-    """An assistant message that calls one tool; without arguments, with those of 2 + 3."""
-    return calls((name, arguments or {"a": 2, "b": 3}))
 
 
 def unfold(options):

@@ -17,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl.chat.format import ChatFormat
+from agent_r1_trl.testing import make_tokenizer
+from agent_r1_trl.testing.tokenizers import read_template
 from agent_r1_trl.trajectory import Author
 from tests.effort import examples
-from tests.tokenizers import make_tokenizer, read_template
 
 REVISIONS = [pytest.param(family, marks=pytest.mark.matrix) for family in ("llama3_2", "gemma4_v5")]
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "gemma4", "gptoss", *REVISIONS)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.patterns import PatternTimeoutError
+from agent_r1_trl.testing import FAMILIES as OF_TRL
+from agent_r1_trl.testing import make_tokenizer
 from tests.effort import examples, short
 from tests.families import FAMILIES as FAMILIES_OF_MODELS
-from tests.tokenizers import FAMILIES as OF_TRL
-from tests.tokenizers import make_tokenizer
 
 REVISIONS = [pytest.param(family, marks=pytest.mark.matrix) for family in ("llama3_2", "gemma4_v5")]
 FAMILIES = ("qwen3", "qwen2_5", "llama3", "gemma4", "gptoss", *REVISIONS)

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerFast
 from agent_r1_trl.chat.calls import GRAMMARS, named_grammar
 from agent_r1_trl.chat.checks import is_sound
 from agent_r1_trl.chat.format import ChatFormat, suggestion
+from agent_r1_trl.testing import FAMILIES, make_tokenizer
+from agent_r1_trl.testing.tokenizers import read_template
 from tests.families import FAMILIES as FORMATS
-from tests.tokenizers import FAMILIES, make_tokenizer, read_template
 
 CHATML = """\
 {%- if tools %}<|im_start|>system

@@ -57,8 +57,7 @@ def word_count_reward(completions, **kwargs):
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """An untrained two-layer Qwen2 with a small tokenizer of the Qwen family."""
-    from tests.tokenizers import make_tokenizer
-    from tests.trainers.helpers import make_policy
+    from agent_r1_trl.testing import make_policy, make_tokenizer
 
     folder = tmp_path_factory.mktemp("cli") / "tiny-model"
     tokenizer = make_tokenizer("qwen2_5")

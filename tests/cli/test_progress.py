@@ -24,13 +24,13 @@ from agent_r1_trl.cli.progress import (
     table,
     trajectory_progress,
 )
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.ppo import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
 from tests.cli.terminals import Terminal
 from tests.environments.helpers import finished
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import answering, make_trainer, questions
 
 WIDTHS = (60, 80, 120, 200)

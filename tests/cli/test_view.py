@@ -14,9 +14,9 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
-from tests.tokenizers import make_tokenizer
 
 
 def short(name, **changes):
@@ -211,7 +211,7 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(run_folder,
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     for command in (
         ["view", str(run_folder), "--terminal", "--tokenizer", str(folder)],
-        ["doctor", "--model", str(folder), "--env", "tests.toys.AddEnv"],
+        ["doctor", "--model", str(folder), "--env", "agent_r1_trl.testing.toys.AddEnv"],
     ):
         assert main(command) != 0
         said = "".join(capsys.readouterr())

@@ -7,9 +7,10 @@ from peft import LoraConfig
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Credit
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.kept_ids import KeptIds
+from agent_r1_trl.testing import call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, fill, num_processes
-from tests.trainers.helpers import LikelihoodTrainer, call, make_trainer, questions, say, scored_batch
+from tests.trainers.helpers import LikelihoodTrainer, make_trainer, questions, scored_batch
 from tests.trainers.test_hooks import WorldModel
 
 NUM_STEPS = 3

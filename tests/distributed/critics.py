@@ -8,9 +8,9 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from agent_r1_trl.critic.attach import base_causal_lm
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 
 POLICY_FOLDER = "policy"
 """Below the output folder: the tiny policy. Loading it from there makes ZeRO-3 share it out from the start."""

@@ -16,11 +16,10 @@ from accelerate import PartialState
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import TransformersGenerator
+from agent_r1_trl.testing import AddEnv, call, make_tokenizer, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.distributed.critics import POLICY_FOLDER
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_args, questions, scripted
 
 NUM_ROLLOUTS = {"ddp": 50, "zero3": 20}

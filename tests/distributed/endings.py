@@ -41,7 +41,7 @@ def run_rank(folder, rank, ending, num_ranks=NUM_RANKS, port=0):
 
 
 def train(folder, rank, ending):
-    from tests.toys import AddEnv
+    from agent_r1_trl.testing import AddEnv
     from tests.trainers.helpers import make_trainer
 
     begun = threading.Event()

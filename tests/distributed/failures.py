@@ -14,9 +14,9 @@ from accelerate.utils import gather_object
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.rollout import runner
+from agent_r1_trl.testing import say
 from agent_r1_trl.trainers.saving import ROLLOUT_STATE
 from tests.distributed import saving
-from tests.toys import say
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 
 FOUND_FILE = "found.json"

@@ -8,11 +8,12 @@ import itertools
 import torch
 from accelerate.utils import gather_object
 
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.distributed.agreement import ragged
 from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.distributed.nonfinite import state_of
-from tests.trainers.helpers import AddEnv, make_trainer
+from tests.trainers.helpers import make_trainer
 
 FLAT_STEP = 1
 CASES = {

@@ -14,10 +14,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from agent_r1_trl.features.journal.training import fingerprint
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.distributed.rows import trained_weights
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_trainer, questions
 
 FOUND_FILE = "found.pt"

@@ -5,11 +5,11 @@ The rollout has three groups of four; the second is on both ranks.
 
 from agent_r1_trl.recording import read_metrics, read_records, read_steps
 from agent_r1_trl.recording.explain import explain
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.distributed.critics import POLICY_FOLDER, num_processes
 from tests.distributed.resampling import Coin, talk
 from tests.distributed.rows import BY_TOKENS, HALF
-from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_rows import three_turns
 

@@ -7,8 +7,8 @@ import torch
 from accelerate.utils import gather_object
 
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.testing import say
 from tests.distributed.critics import POLICY_FOLDER, num_processes
-from tests.toys import say
 from tests.trainers.helpers import make_trainer, questions
 
 METRICS = (

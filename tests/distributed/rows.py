@@ -14,10 +14,10 @@ from peft import LoraConfig
 
 from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.generation import GenerationError
+from agent_r1_trl.testing import say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer, multi_turn
 from tests.distributed.critics import POLICY_FOLDER, CatchGradients, fill, num_processes
 from tests.features.doors.agents import post
-from tests.toys import say
 from tests.trainers.helpers import make_trainer
 from tests.trainers.test_rows import MANY, split
 

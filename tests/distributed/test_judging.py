@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from agent_r1_trl.testing import judge_server
+from agent_r1_trl.testing.judge import parts_of, texts_of
 from tests.distributed import judging
 from tests.distributed.launch import launch
-from tests.judges import judge_server, parts_of, texts_of
 
 pytestmark = pytest.mark.release
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from accelerate import PartialState
 from peft import LoraConfig
 
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import AddEnv, make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 
 CELLS_FILE = "cells.json"
 POLICY_FOLDER = "policy"

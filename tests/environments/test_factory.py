@@ -11,7 +11,7 @@ from agent_r1_trl import ToolEnv
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.resolve import resolve_env
 from agent_r1_trl.environments.factory import makes_environments, read_form, resolve_env_factory, tool_schemas
-from tests.toys import AddEnv
+from agent_r1_trl.testing import AddEnv
 
 
 class Counted(AddEnv):

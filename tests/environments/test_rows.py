@@ -6,8 +6,8 @@ import re
 import pytest
 from datasets import Dataset
 
+from agent_r1_trl.testing import AddEnv, say
 from agent_r1_trl.trainers.construction import trl_dataset
-from tests.toys import AddEnv, say
 from tests.trainers.helpers import make_args
 
 ROWS = [

@@ -21,8 +21,8 @@ from transformers import PrinterCallback, TrainerCallback
 
 from agent_r1_trl import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agent_r1_trl.rollout import NothingRolledOutError
+from agent_r1_trl.testing import make_tokenizer
 from tests.families.configurations import build
-from tests.tokenizers import make_tokenizer
 
 LAYOUTS = ("padded", "grouped", "packed", "shared")
 TOLERANCE = 3e-5

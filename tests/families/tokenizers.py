@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from transformers import PreTrainedTokenizerFast
 
-from tests.tokenizers import build_tokenizer, make_tokenizer, read_template
+from agent_r1_trl.testing import make_tokenizer
+from agent_r1_trl.testing.tokenizers import build_tokenizer, read_template
 
 _MISTRAL_TOKENS = (
     "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "

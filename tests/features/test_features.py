@@ -46,7 +46,7 @@ for module in pkgutil.walk_packages(agent_r1_trl.__path__, "agent_r1_trl.", oner
         importlib.import_module(module.name)
 from agent_r1_trl import MultiTurnGRPOConfig
 from agent_r1_trl.cli import find_commands, main
-from tests.toys import AddEnv
+from agent_r1_trl.testing import AddEnv
 from tests.trainers.helpers import make_trainer, questions
 checkpoints = {"save_strategy": "steps", "save_steps": 1, "eval_dataset": questions(2)}
 trainer = make_trainer(Path(sys.argv[2]), env=AddEnv, max_steps=2, **checkpoints)

@@ -7,9 +7,9 @@ from transformers import LlamaConfig
 
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.weights import check_adapters, policy_weights, served_adapter
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from tests.generation.helpers import PROMPTS, make_generator, run, tiny_model
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import PlainEnv, make_policy, make_trainer
+from tests.trainers.helpers import PlainEnv, make_trainer
 
 Q = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 FOLLOWED = {

@@ -7,10 +7,10 @@ import pytest
 from agent_r1_trl.generation import Generation, GenerationRequest, Generator, ScriptedGenerator
 from agent_r1_trl.generation.base import GenerationError, as_generator, check_generation
 from agent_r1_trl.generation.sync import SyncError, policy_scores, sync_weights
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.generation.helpers import tiny_model
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import AddEnv, make_args, make_policy, questions
+from tests.trainers.helpers import make_args, questions
 
 
 class OnlyGenerates:

@@ -7,10 +7,10 @@ import pytest
 
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation.vllm.server_routes import HTTPClient, UnfitServerError, rpc
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trajectory import StopReason
 from tests.servers import RealServer
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.release]
 

@@ -14,10 +14,9 @@ from agent_r1_trl.generation.rotary import (
     vllm_default_length,
 )
 from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.testing import AddEnv, make_tokenizer
 from tests.families.configurations import build
 from tests.generation.helpers import PROMPTS, forward_logprobs, run, tiny_model
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv
 
 SWITCH = 64
 FAMILIES = ["phi3_longrope", "phimoe_longrope", "minicpm3_longrope", "llama_dynamic"]

@@ -17,11 +17,11 @@ from agent_r1_trl.generation.base import TrajectorySlot, current_slot
 from agent_r1_trl.generation.vllm import server_routes
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import AddEchoEnv, chat_of
 from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import BASE, FakeServer
 from tests.generation.helpers import SAMPLED, tiny_model
-from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import AddEchoEnv
+from tests.rollout.helpers import PROMPT
 
 QUICK = {"retry_window": 6, "health_timeout": 0.6, "sync_timeout": 5, "request_timeout": 20}
 

@@ -14,9 +14,9 @@ import torch
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.generation.vllm.generator import VLLMGenerator
 from agent_r1_trl.rollout import RolloutRunner
+from agent_r1_trl.testing import AddEchoEnv, chat_of
 from tests.generation.helpers import GREEDY, run, tiny_model
-from tests.rollout.helpers import chat_of
-from tests.toys import AddEchoEnv, limits_of
+from tests.toys import limits_of
 
 
 class Engine:

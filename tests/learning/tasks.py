@@ -16,8 +16,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
 
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from tests.tokenizers import make_tokenizer
 
 KEY_DOOR = {"k": "to", "d": "ot", "x": "to"}
 """What the observation says (key, door, exit) -> the words that can be said, the one that leads on first."""

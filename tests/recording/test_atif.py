@@ -26,7 +26,7 @@ def export(tmp_path, trajectories, *arguments, recipe="seed: 0\n"):
 
 
 def test_a_document_holds_messages_calls_results_ids_and_rewards(tmp_path):
-    recipe = "env: tests.toys.AddEnv\nmodel_name_or_path: some/model\n"
+    recipe = "env: agent_r1_trl.testing.toys.AddEnv\nmodel_name_or_path: some/model\n"
     (name, document), = export(tmp_path, [two_turns()], recipe=recipe).items()  # fmt: skip
     assert name == document.trajectory_id == "train_step_000007_0000"
     assert (document.schema_version, document.session_id) == ("ATIF-v1.8", "run")

@@ -141,7 +141,7 @@ def test_whole_conversations_above_the_reward_are_written_with_their_tools(tmp_p
     run = tmp_path / "run"
     TrajectoryStore(run).write(1, [*rolled_out, *left_out])
     TrajectoryStore(run).write(1, [two_turns()], "eval")
-    (run / "recipe.yaml").write_text("env: tests.toys.AddEnv\n")
+    (run / "recipe.yaml").write_text("env: agent_r1_trl.testing.toys.AddEnv\n")
     rows = sft(tmp_path, run, "--min_reward", "0.5")
     assert [row["messages"] for row in rows] == [item.messages for item in rolled_out[:2]]
     assert all(row["tools"][0]["function"]["name"] == "add" for row in rows)

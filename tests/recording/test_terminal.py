@@ -6,9 +6,9 @@ import pytest
 
 from agent_r1_trl.recording import Record, render_trajectory, summary_table
 from agent_r1_trl.recording.terminal import decode_spans, render
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory, Turn
 from tests.recording.examples import empty, two_turns
-from tests.tokenizers import make_tokenizer
 
 BLUE, GREY, ORANGE = "\x1b[38;5;32m", "\x1b[38;5;244m", "\x1b[38;5;166m"
 PIECES = [

@@ -22,8 +22,9 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.rewards import JudgeReward
 from agent_r1_trl.rewards.function import with_options
 from agent_r1_trl.rewards.judge import read_scores
+from agent_r1_trl.testing import judge_server, verdict
+from agent_r1_trl.testing.judge import parts_of, texts_of
 from tests.hosted import error, said, whole
-from tests.judges import judge_server, parts_of, texts_of, verdict
 from tests.recording.examples import two_turns
 from tests.servers import vllm_server
 from tests.trainers.helpers import make_trainer, scored_batch
@@ -111,7 +112,7 @@ def test_a_group_is_ranked_at_once_in_an_order_that_does_not_tell_who_wrote_what
 
 def test_a_ranking_that_is_too_short_scores_nobody_in_its_group_alone():
     def short(body):
-        return whole(verdict(*[5] * (1 + ("p" not in parts_of(body)["The task"]))))
+        return verdict(*[5] * (1 + ("p" not in parts_of(body)["The task"])))
 
     with judge_server() as (url, seen):
         seen.respond = lambda body, number: short(body)
@@ -129,12 +130,12 @@ def test_a_ranking_that_is_too_short_scores_nobody_in_its_group_alone():
         (whole(said("ten of ten!")), "no JSON object with a list of scores: 'ten of ten!'"),
         (whole(said(None) | {"content": None}), "no JSON object"),
         (whole(said('{"scores": 7}')), "no JSON object with a list"),
-        (whole(verdict(11)), r"scores that are not from 0 to 10: \[11\]"),
-        (whole(verdict(-1)), "scores that are not from 0 to 10"),
-        (whole(verdict("7")), "scores that are not from 0 to 10"),
-        (whole(verdict(True)), "scores that are not from 0 to 10"),
+        (verdict(11), r"scores that are not from 0 to 10: \[11\]"),
+        (verdict(-1), "scores that are not from 0 to 10"),
+        (verdict("7"), "scores that are not from 0 to 10"),
+        (verdict(True), "scores that are not from 0 to 10"),
         (whole(said('{"scores": [NaN]}')), "scores that are not from 0 to 10"),
-        (whole(verdict()), "0 scores for 1 texts"),
+        (verdict(), "0 scores for 1 texts"),
         ((200, "<html>gateway</html>"), "JSONDecodeError"),
         ((200, {"error": "busy"}), "KeyError"),
         (error(401, "wrong key"), "HTTP 401: .*wrong key"),
@@ -243,7 +244,7 @@ def test_the_cost_never_exceeds_its_limit_also_while_calls_are_in_flight():
 
 @pytest.mark.parametrize("usage", [{"prompt_tokens": 3}, {"prompt_tokens": 3, "completion_tokens": None}, None])
 def test_a_server_that_does_not_count_has_cost_the_most_and_its_verdict_counts(usage):
-    status, answer = whole(verdict(5))
+    status, answer = verdict(5)
     with judge_server(faults=[(status, answer | {"usage": usage})]) as (url, _):
         metrics = {}
         assert scored(judge(url, output_price=1e6, max_tokens=9), "a", log_metric=metrics.__setitem__)[0] == [0.5]
@@ -307,7 +308,7 @@ def test_a_summary_has_no_score_and_without_a_verdict_no_turn_has_one():
     assert one.turns[0].is_summary
     with judge_server(score=lambda text: 4) as (url, _):
         assert judge(url, turns=True)(trajectory=[one]) == [[None, 0.4]]
-    with judge_server(faults=[whole(verdict(1.0))]) as (url, _):
+    with judge_server(faults=[verdict(1.0)]) as (url, _):
         assert judge(url, turns=True)(trajectory=[cut := two_turns()]) == [None]
     assert cut.error == "judge: 1 scores for 2 texts"
 

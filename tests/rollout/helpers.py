@@ -1,53 +1,27 @@
 """Scripted conversations: what the policy says, and environments that answer in a known way."""
 
 import asyncio
-import functools
 import random
 
 import pytest
 
-from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl import testing
 from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.generation import Generator
+from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, add, call, chat_of, echo, say
 from agent_r1_trl.tools import InfrastructureError
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEchoEnv, add, call, echo, limits_of, say
+from tests.toys import unfold
 
 PROMPT = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
-@functools.cache
-def chat_of(family="qwen3"):
-    return ChatFormat(make_tokenizer(family))
-
-
-class Script:
-    """Turns of the policy, as messages or as raw ids; remembers what was sampled."""
-
-    def __init__(self, chat, turns, **options):
-        self.chat = chat
-        self.turns = [self.ids_of(turn) for turn in turns]
-        self.generator = ScriptedGenerator(self.turns, stop_token_ids=chat.stop_token_ids, **options)
-
-    def ids_of(self, turn):
-        if isinstance(turn, dict):
-            return self.chat.encode_reply(turn)
-        if isinstance(turn, str):  # text as a model might write it, ended properly
-            ids = self.chat.tokenizer(turn, add_special_tokens=False)["input_ids"]
-            return [*ids, self.chat.encode_reply(say())[-1]]
-        return turn
-
-
 def roll_out(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, limits=None, **options):
-    """Roll out; returns the trajectories (or the only one) and the script."""
+    """Roll out; returns the trajectories (or the only one) and the policy that said the turns."""
     chat = chat or chat_of(family)
-    script = turns if isinstance(turns, Script) else Script(chat, turns)
-    runner = RolloutRunner(env, script.generator, chat, limits_of(**(limits or {})), **options)
-    requests = [RolloutRequest(example={"prompt": PROMPT}, example_id=str(i), seed=i) for i in range(examples)]
-    trajectories = runner.run(requests)
-    runner.close()
-    return (trajectories[0] if examples == 1 else trajectories), script
+    policy = turns if isinstance(turns, ScriptedPolicy) else ScriptedPolicy(turns, chat)
+    rows = [{"prompt": PROMPT}] * examples
+    trajectories = testing.roll_out(env, policy, rows, chat=chat, **unfold(limits or {}), **options)
+    return (trajectories[0] if examples == 1 else trajectories), policy
 
 
 def mostly_nightly(families, *kept):
@@ -64,7 +38,7 @@ def random_script(seed, turn):
     return rng.choice([call(), call("echo", text="hé <|im_end|> ok"), say("five"), call("nope", x=1)])
 
 
-class Recorder:
+class Recorder(Generator):
     """A generator around another that keeps what it was asked and what it handed out."""
 
     def __init__(self, generator):
@@ -93,13 +67,10 @@ class Recorder:
 
 
 def roll_out_recorded(turns, *, chat, env=AddEchoEnv, prompt=PROMPT, **limits):
-    """One trajectory of these turns, messages or ids, and the recorder of its requests."""
-    script = [chat.encode_reply(turn) if isinstance(turn, dict) else turn for turn in turns]
-    said = ScriptedGenerator(lambda request: script[request.index % len(script)], stop_token_ids=chat.stop_token_ids)
-    recorder = Recorder(said)
-    runner = RolloutRunner(env, recorder, chat, limits_of(**({"max_turns": len(turns)} | limits)))
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": prompt})])
-    runner.close()
+    """One trajectory of these turns, messages or ids, over and over, and the recorder of its requests."""
+    recorder = Recorder(ScriptedPolicy(lambda request: turns[request.turn % len(turns)], chat))
+    limits = {"max_turns": len(turns)} | unfold(limits)
+    (trajectory,) = testing.roll_out(env, recorder, [{"prompt": prompt}], chat=chat, **limits)
     return trajectory, recorder
 
 

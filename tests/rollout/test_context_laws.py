@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
+from agent_r1_trl.testing import add, call, make_tokenizer, say
+from agent_r1_trl.testing.tokenizers import read_template
 from agent_r1_trl.trajectory import Trajectory
 from tests.effort import examples
 from tests.families import FAMILIES
 from tests.rollout.helpers import check_rows, roll_out_recorded
-from tests.tokenizers import make_tokenizer, read_template
-from tests.toys import add, call, say
 
 pytestmark = pytest.mark.fuzz
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from agent_r1_trl.testing import AddEchoEnv, call, chat_of, say
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import chat_of, roll_out_recorded
-from tests.toys import AddEchoEnv, call, say
+from tests.rollout.helpers import roll_out_recorded
 
 
 def roll_out(turns, *, env=AddEchoEnv, **limits):

@@ -20,10 +20,10 @@ from agent_r1_trl.environments.factory import tool_schemas
 from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.generation import Generation, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, env_session, probe
+from agent_r1_trl.testing import AddEchoEnv, call, chat_of, echo, say
 from agent_r1_trl.tools import ToolSchemaError, tool
 from agent_r1_trl.trajectory import StopReason, Trajectory
-from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
-from tests.toys import AddEchoEnv, call, echo, say
+from tests.rollout.helpers import PROMPT, roll_out, sampled_ids
 
 GOOD, BAD = "good", "bad"
 ERRORS = (SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), ValueError("bad"),
@@ -152,7 +152,7 @@ def test_a_megabyte_is_cut_whoever_says_it():
         return megabyte
 
     with_tool = type("Bad", (BadEnv,), {"tools": (dump,)})
-    trajectory = bad_among_good(with_tool, [call("dump"), say("ok")], max_observation_tokens=100)
+    trajectory = bad_among_good(with_tool, [call("dump", a=2, b=3), say("ok")], max_observation_tokens=100)
     assert len(trajectory.turns[0].observations[0]["content"]) < 1000
     assert trajectory.tool_results[0].is_truncated
 
@@ -510,10 +510,10 @@ def test_an_environment_with_a_step_of_its_own_may_give_its_tools_as_schemas(is_
             raise AttributeError(name)
 
     turns = [call(), say("five")]
-    given, expected = (roll_out(turns, env=env)[0] for env in (Schemas, AddEchoEnv))
+    given, expected = (roll_out(turns, env=env)[0] for env in (lambda: Schemas(), AddEchoEnv))
     assert given.prompt_ids == expected.prompt_ids and given.completion_ids == expected.completion_ids
     assert tool_schemas(Schemas) == tool_schemas(AddEchoEnv) != []
     assert not [finding for finding in check_env(Schemas, [{"prompt": PROMPT}]) if finding.level == "error"]
     Schemas.__init__ = lambda self: setattr(self, "tools", [{"name": "add"}]) or setattr(self, "env", AddEchoEnv())
     with pytest.raises(ToolSchemaError, match=r"Tool schema.*must be"):
-        roll_out(turns, env=Schemas)
+        roll_out(turns, env=lambda: Schemas())

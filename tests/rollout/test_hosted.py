@@ -16,11 +16,12 @@ from agent_r1_trl.generation import SamplingParams, endpoint
 from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.hosted import HostedRunner
+from agent_r1_trl.testing import AddEchoEnv, calls, say
 from agent_r1_trl.tools.event_loop import shared_loop
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind, Trajectory
 from tests.hosted import MESSAGE_TOKENS, PROMPT_TOKENS, SAMPLED_TOKENS, called, error, hosted, said, whole
 from tests.rollout.helpers import PROMPT, roll_out, scene
-from tests.toys import AddEchoEnv, calls, limits_of, say
+from tests.toys import limits_of
 
 ADD = ("add", {"a": 2, "b": 3})
 

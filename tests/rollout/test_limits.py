@@ -7,9 +7,9 @@ import pytest
 
 from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, calls, chat_of, say
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import Script, chat_of, roll_out, sampled_ids, scene
-from tests.toys import AddEchoEnv, call, calls, say
+from tests.rollout.helpers import roll_out, sampled_ids, scene
 
 # -------------------------------------------------------------------- sampled tokens
 
@@ -17,15 +17,15 @@ from tests.toys import AddEchoEnv, call, calls, say
 @pytest.mark.parametrize("spare", [-1, 0, 1])
 def test_a_turn_of_just_its_limit_is_not_cut(spare):
     chat = chat_of()
-    script = Script(chat, [say("a longer answer"), say("ok")])
-    length = len(script.turns[0])
+    script = ScriptedPolicy([say("a longer answer"), say("ok")], chat)
+    length = len(script.turn_ids[0])
     trajectory, script = roll_out(script, chat=chat, limits={"max_tokens_per_turn": length + spare})
     first = trajectory.turns[0]
     assert first.is_truncated == (spare < 0)
     assert first.end - first.start == length + min(0, spare)
     assert trajectory.stop_reason is StopReason.DONE
     assert len(trajectory.turns) == (2 if spare < 0 else 1)
-    assert {request.max_tokens for request in script.generator.requests} == {length + spare}
+    assert {request.max_tokens for request in script.requests} == {length + spare}
 
 
 def rolled_out_to_the_end():
@@ -33,7 +33,7 @@ def rolled_out_to_the_end():
     chat = chat_of()
     trajectory, script = roll_out([call(), say("12345678")], chat=chat)
     first, second = trajectory.turns
-    return chat, script.turns[0], trajectory.completion_ids[first.end : second.start], script.turns[1]
+    return chat, script.turn_ids[0], trajectory.completion_ids[first.end : second.start], script.turn_ids[1]
 
 
 @pytest.mark.parametrize("spare", [0, 1])
@@ -42,7 +42,7 @@ def test_an_observation_must_leave_room_for_a_token(spare):
     budget = len(first) + len(between) + spare
     trajectory, script = roll_out([call(), say("12345678")], chat=chat, limits={"max_completion_length": budget})
     assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
-    assert len(script.generator.requests) == 1 + spare
+    assert len(script.requests) == 1 + spare
     assert len(trajectory.completion_ids) == (budget if spare else len(first))
     assert [bool(turn.observations) for turn in trajectory.turns] == ([True, False] if spare else [False])
 
@@ -68,7 +68,7 @@ def test_prompt_and_completion_share_the_models_length(spare):
         assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
     else:
         assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
-        assert script.generator.requests == []
+        assert script.requests == []
 
 
 # -------------------------------------------------------------------- observations
@@ -173,7 +173,7 @@ def test_a_tool_that_fails_was_called_rightly():
 
             super().__init__(tools=[broken])
 
-    trajectory, _ = roll_out([call("broken")] * 3 + [say()], env=Broken, limits={"max_invalid_calls": 0})
+    trajectory, _ = roll_out([call("broken", a=2, b=3)] * 3 + [say()], env=Broken, limits={"max_invalid_calls": 0})
     assert trajectory.stop_reason is StopReason.DONE
     assert {result.error for result in trajectory.tool_results} == {ToolErrorKind.EXCEPTION}
 
@@ -189,14 +189,14 @@ def test_time_that_runs_out_ends_the_trajectory_where_it_is(hangs_at):
     assert 0.3 <= time.perf_counter() - began < 5
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.stop_reason.is_truncated
-    assert sampled_ids(trajectory) == [token for turn in script.turns[: hangs_at + 1] for token in turn]
+    assert sampled_ids(trajectory) == [token for turn in script.turn_ids[: hangs_at + 1] for token in turn]
     assert trajectory.total_reward == 0.25 * hangs_at + 2.0, "the step that hangs earns nothing, the outcome counts"
     assert trajectory.duration_s >= 0.29
 
 
 def test_the_samplers_time_counts_too():
     chat = chat_of()
-    trajectory, _ = roll_out(Script(chat, [say()], delay_s=30), chat=chat, limits={"rollout_timeout": 0.2})
+    trajectory, _ = roll_out(ScriptedPolicy([say()], chat, delay_s=30), chat=chat, limits={"rollout_timeout": 0.2})
     assert trajectory.stop_reason is StopReason.TIMEOUT
     assert trajectory.completion_ids == []
     assert trajectory.turns == []

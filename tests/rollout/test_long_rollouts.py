@@ -14,10 +14,10 @@ from agent_r1_trl.generation.base import GenerationError, SamplingParams
 from agent_r1_trl.generation.vllm.server import _as_generation
 from agent_r1_trl.rollout import Draft, RolloutRequest
 from agent_r1_trl.rollout.contexts import Contexts
+from agent_r1_trl.testing import call, chat_of, say
 from agent_r1_trl.trajectory import Author, Trajectory, Turn
 from tests.generation.helpers import SAMPLED
-from tests.rollout.helpers import chat_of, roll_out
-from tests.toys import call, say
+from tests.rollout.helpers import roll_out
 
 CONTEXTS = [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8, 9], [1, 2], [1, 2, 3]]
 """Those of the turns of a trajectory; the fourth was rewritten."""
@@ -61,7 +61,7 @@ def test_the_parser_is_handed_the_end_of_the_context_and_reads_what_it_read_from
     turns = [call("echo", text=f"number {index} " * 20) for index in range(12)]
     trajectory, script = roll_out([*turns, say()], chat=chat, limits={"max_turns": 13, "max_completion_length": 10**6})
     assert len(trajectory.turns) == 13 and len(trajectory.completion_ids) > 20 * PREFIX_TOKENS
-    for (ids, end, message), request in zip(read, script.generator.requests, strict=True):
+    for (ids, end, message), request in zip(read, script.requests, strict=True):
         assert len(end) == PREFIX_TOKENS
         assert message == parse(ids, request.prompt_ids)  # the ids of its calls, too
     ids = [item["id"] for turn in trajectory.turns for item in turn.message.get("tool_calls", ())]

@@ -7,15 +7,17 @@ import pytest
 
 from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.generation.base import RequestTooLongError
+from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, calls, chat_of, say
 from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
-from tests.rollout.helpers import PROMPT, chat_of, roll_out, sampled_ids
-from tests.toys import AddEchoEnv, call, calls, say
+from tests.rollout.helpers import PROMPT, roll_out, sampled_ids
+from tests.toys import limits_of
 
 
 def test_a_call_and_an_answer_are_appended_token_by_token():
     chat = chat_of()
     trajectory, script = roll_out([call(), say("5")], chat=chat)
-    first, second = script.turns
+    first, second = script.turn_ids
     observation = {"role": "tool", "name": "add", "content": "5"}
     delta, _ = chat.encode_observations(call(), [observation], [AddEchoEnv.tools[0].schema])
     assert trajectory.completion_ids == first + delta + second
@@ -78,7 +80,7 @@ def test_a_turn_cut_by_its_own_limit_is_closed_and_the_model_is_told():
     assert trajectory.action_mask[first.end] == 0
     assert "cut off after 12 tokens" in first.observations[0]["content"]
     assert trajectory.stop_reason is StopReason.DONE
-    assert sampled_ids(trajectory) == script.turns[0][:12] + script.turns[1]
+    assert sampled_ids(trajectory) == script.turn_ids[0][:12] + script.turn_ids[1]
 
 
 def test_text_cut_by_the_turn_limit_is_no_malformed_call():
@@ -168,7 +170,10 @@ def test_a_request_of_the_environment_that_is_too_long_is_not_the_policys():
 
 def test_a_bug_in_the_outcome_reward_ends_its_trajectory_alone_where_that_is_asked():
     env = recorder("outcome")
-    trajectory, _ = roll_out([say("a")] * 3, env=env, limits={"max_turns": 1}, keep_going=True)
+    policy = ScriptedPolicy([say("a")])
+    runner = RolloutRunner(env, policy, policy.chat, limits_of(max_turns=1), keep_going=True)
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
+    runner.close()
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and trajectory.outcome_reward == 0.0
     assert re.search(r"outcome_reward raised RuntimeError: outcome is broken \(.*\.py, line \d+\)", trajectory.error)
     assert env.log[-1] == "close" and trajectory.completion_ids

@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import call, calls, chat_of, say
 from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.rows import pad_lists, pad_tokens
 from tests.effort import examples
-from tests.rollout.helpers import PROMPT, Recorder, chat_of, sampled_ids, scene
-from tests.toys import call, calls, limits_of, say
+from tests.rollout.helpers import PROMPT, Recorder, sampled_ids, scene
+from tests.toys import limits_of
 from tests.trainers.helpers import make_trainer, scored_batch
 
 pytestmark = pytest.mark.fuzz

@@ -4,8 +4,8 @@ import pytest
 
 from agent_r1_trl.generation import GenerationError, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, runner
-from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import AddEchoEnv, call, say
+from agent_r1_trl.testing import AddEchoEnv, call, chat_of, say
+from tests.rollout.helpers import PROMPT
 
 
 @pytest.fixture(autouse=True)

@@ -21,11 +21,12 @@ from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner, derive_seed
 from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.rollout.runner import _FrozenHeap
+from agent_r1_trl.testing import AddEchoEnv, call, chat_of, say
 from agent_r1_trl.tools.event_loop import shared_loop
 from agent_r1_trl.trajectory import StopReason
 from tests.effort import examples
-from tests.rollout.helpers import PROMPT, chat_of, random_script
-from tests.toys import AddEchoEnv, call, is_freed, say
+from tests.rollout.helpers import PROMPT, random_script
+from tests.toys import is_freed
 
 DIGEST = int.from_bytes(hashlib.blake2b(b'[7, "q1", 0]', digest_size=8).digest(), "big") >> 1
 

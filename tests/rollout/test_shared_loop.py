@@ -16,11 +16,12 @@ from aiohttp import web
 
 from agent_r1_trl.features.doctor import check_env
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, calls, chat_of, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.tools.event_loop import LoopThread, give_up_loop, run_on_loop, shared_loop
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import PROMPT, Script, chat_of, roll_out
-from tests.toys import AddEchoEnv, calls, limits_of, say
+from tests.rollout.helpers import PROMPT, roll_out
+from tests.toys import limits_of
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,8 @@ def runner_of():
     made = []
 
     def make(env, **limits):
-        script = Script(chat_of(), [say()])
-        made.append(RolloutRunner(env, script.generator, script.chat, limits_of(**limits)))
+        script = ScriptedPolicy([say()], chat_of())
+        made.append(RolloutRunner(env, script, script.chat, limits_of(**limits)))
         return made[-1]
 
     yield make

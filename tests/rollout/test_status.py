@@ -9,9 +9,9 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import Draft, RolloutLimits, RolloutRequest, RolloutRunner, rollout_status
 from agent_r1_trl.rollout.watchdog import publish
+from agent_r1_trl.testing import calls, chat_of, say
 from agent_r1_trl.tools import tool
-from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import calls, say
+from tests.rollout.helpers import PROMPT
 
 
 def requests_for(count):

@@ -2,10 +2,10 @@
 
 import pytest
 
+from agent_r1_trl.testing import AddEchoEnv, chat_of, say
 from agent_r1_trl.trajectory import StopReason, Trajectory
-from tests.rollout.helpers import PROMPT, chat_of
+from tests.rollout.helpers import PROMPT
 from tests.rollout.test_contexts import ECHOES, roll_out, text_of
-from tests.toys import AddEchoEnv, say
 
 STEP = {"context.policy": "step"}
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import StepResult
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import StopReason
 from tests.chat.test_family_calls import TOOLS
 from tests.effort import examples
 from tests.families import FAMILIES
 from tests.rollout.helpers import check_rows, mostly_nightly, roll_out_recorded
-from tests.tokenizers import make_tokenizer
 
 # In the style of R1 and its many distillations: no `reasoning_content`, reasoning of answers are cut out of `content`.
 FOREIGN = """\

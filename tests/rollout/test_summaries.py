@@ -13,12 +13,13 @@ from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.probe import recorded_calls
 from agent_r1_trl.rollout.requests import derive_seed
 from agent_r1_trl.rollout.summaries import CUT, HEADING, NO_SUMMARY
+from agent_r1_trl.testing import AddEchoEnv, call, chat_of, say
 from agent_r1_trl.trainers.metrics import rollout_metrics, trajectory_record
 from agent_r1_trl.trajectory import StopReason, Trajectory
 from agent_r1_trl.update.credit_inputs import anchors
 from tests.families import FAMILIES
-from tests.rollout.helpers import PROMPT, chat_of, check_rows, mostly_nightly
-from tests.toys import AddEchoEnv, call, limits_of, say
+from tests.rollout.helpers import PROMPT, check_rows, mostly_nightly
+from tests.toys import limits_of
 
 EVERY_TURN = {"context.policy": "summarise", "context.turns": 1, "context.summary_tokens": 60}
 QUESTION = "Write it down, in {summary_tokens} tokens."

@@ -8,10 +8,10 @@ from contextvars import ContextVar
 import pytest
 
 from agent_r1_trl.environments import ToolEnv, TRLEnvAdapter
+from agent_r1_trl.testing import call, calls, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason
 from tests.rollout.helpers import roll_out
-from tests.toys import call, calls, say
 
 name: ContextVar[str] = ContextVar("name", default="default")
 

@@ -19,11 +19,11 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import LoopLostError, RolloutLimits, RolloutRequest, RolloutRunner
 from agent_r1_trl.rollout.watchdog import Watchdog, reported
+from agent_r1_trl.testing import AddEchoEnv, call, calls, chat_of, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.tools.event_loop import LoopThread
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import AddEchoEnv, call, calls, say
+from tests.rollout.helpers import PROMPT
 
 
 def requests_for(count):

@@ -78,8 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _servers(plans: list[Plan], base: Path, stack: contextlib.ExitStack) -> tuple[list[Any], str]:
     """Two servers of one model, if a run needs them."""
-    from tests.tokenizers import make_tokenizer
-    from tests.trainers.helpers import make_policy
+    from agent_r1_trl.testing import make_policy, make_tokenizer
 
     if not any(plan.sampler in ("server", "engine") for plan in plans):
         return [], ""

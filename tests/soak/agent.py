@@ -25,12 +25,11 @@ from agent_r1_trl import InfrastructureError
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.soak.plan import MAX_STEPS, MODEL_LENGTH, Plan
-from tests.tokenizers import make_tokenizer
-from tests.toys import call, say
-from tests.trainers.helpers import make_args, make_policy, questions, scripted
+from tests.trainers.helpers import make_args, questions, scripted
 
 SHARE = 0.15
 """Of the places where a fault of the task could happen, those where it does."""

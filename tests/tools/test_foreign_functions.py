@@ -19,10 +19,10 @@ from typing_extensions import TypedDict
 from agent_r1_trl import ToolEnv
 from agent_r1_trl.environments.factory import read_form, resolve_env_factory
 from agent_r1_trl.rollout import EnvSession, RolloutRequest
+from agent_r1_trl.testing import FAMILIES, make_tokenizer
 from agent_r1_trl.tools import Tool, ToolCall, ToolExecutor, ToolSchemaError, tool
 from agent_r1_trl.tools.render import render_result
 from agent_r1_trl.tools.signature import read_type
-from tests.tokenizers import FAMILIES, make_tokenizer
 
 DOCSTRINGS = {
     "google": """Move a file.

@@ -19,10 +19,10 @@ import urllib3
 
 from agent_r1_trl import InfrastructureError, StopReason, Tool, ToolEnv, tool
 from agent_r1_trl.environments import FunctionToolsEnv, RewardError, TRLEnvAdapter
+from agent_r1_trl.testing import AddEnv, calls, say
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, ToolFault, as_tool
 from agent_r1_trl.tools.faults import is_lost_connection
 from tests.rollout.helpers import roll_out
-from tests.toys import AddEnv, calls, say
 
 SCHEMA = {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}}
 

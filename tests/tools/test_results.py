@@ -22,10 +22,10 @@ from openai.types.responses import ResponseOutputText
 
 from agent_r1_trl import ToolEnv, tool
 from agent_r1_trl.environments import FunctionToolsEnv
+from agent_r1_trl.testing import call
 from agent_r1_trl.tools import Tool, ToolCall, ToolErrorKind, ToolExecutor
 from agent_r1_trl.tools.blocks import warn_of_media
 from agent_r1_trl.tools.render import render_result
-from tests.toys import call
 
 
 def look(value, *, as_trl=False, **settings):

@@ -9,9 +9,9 @@ import pytest
 
 from agent_r1_trl import StopReason, ToolEnv, check_env, tool
 from agent_r1_trl.environments import FunctionToolsEnv, TRLEnvAdapter
+from agent_r1_trl.testing import calls, say
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor
 from tests.rollout.helpers import roll_out
-from tests.toys import calls, say
 
 CONNECTION = sqlite3.connect(":memory:")  # of the main thread
 

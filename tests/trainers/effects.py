@@ -12,8 +12,8 @@ from peft import LoraConfig
 from agent_r1_trl.generation.vllm import generator as in_process
 from agent_r1_trl.generation.vllm import server as servers
 from agent_r1_trl.generation.vllm.build import build_vllm
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, rollouts
-from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions, scored_batch, unfold
 
 CPU = {"output_dir": "unused", "bf16": False, "use_cpu": True}

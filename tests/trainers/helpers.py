@@ -5,14 +5,14 @@ import random
 
 import torch
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.generation.scripted import ScriptedGenerator, ScriptedTurn
+from agent_r1_trl.testing import AddEnv, call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say, unfold
+from tests.toys import unfold
 
 
 class PlainEnv(ToolEnv):
@@ -20,21 +20,6 @@ class PlainEnv(ToolEnv):
 
     def outcome_reward(self, trajectory):
         return float(sum(trajectory.completion_ids) % 5)
-
-
-def make_policy(tokenizer, seed=0, hidden_size=32):
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, 0.1)
-    return model
 
 
 def moving_reference(folder):

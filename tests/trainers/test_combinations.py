@@ -4,9 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from agent_r1_trl.testing import AddEchoEnv, call, calls, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.effort import random_rounds
-from tests.toys import AddEchoEnv, call, calls, say
 from tests.trainers.helpers import make_trainer, moving_reference, questions
 
 MAX_STEPS = 3

@@ -1,9 +1,9 @@
 """Which trajectories of a batch share their seeds."""
 
 from agent_r1_trl.rollout import rollout_requests
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOConfig, MultiTurnPPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import PlainEnv, make_args, make_policy
+from tests.trainers.helpers import PlainEnv, make_args
 
 
 class DealtEnv(PlainEnv):

@@ -7,9 +7,9 @@ from peft import LoraConfig
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers.dropout import disable_noise, noise_rates
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,12 +9,12 @@ import torch
 from agent_r1_trl.evaluation import evaluate
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rewards import required
+from agent_r1_trl.testing import AddEnv, say
 from agent_r1_trl.trainers import evaluation as evaluation_module
 from agent_r1_trl.trainers.evaluation import EvaluationRows
 from agent_r1_trl.trajectory import StopReason
 from tests.test_evaluation import rolled_out
-from tests.toys import say
-from tests.trainers.helpers import AddEnv, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_draws import DealtEnv
 
 

@@ -6,13 +6,12 @@ import torch
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.recording import read_records, read_steps, store
 from agent_r1_trl.recording.explain import explain
+from agent_r1_trl.testing import AddEnv, call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Author
 from tests.distributed.resampling import Coin, talk
 from tests.effort import nightly, short
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
-from tests.trainers.helpers import make_policy, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 
 WINDOW = {"context.policy": "window", "context.turns": 1}
 KL = {"beta": 0.3, "kl_placement": "reward", "learning_rate": 1e-2}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from agent_r1_trl.objects import OwnObjectError
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.effort import nightly
-from tests.toys import AddEnv
 from tests.trainers.helpers import LikelihoodTrainer, loss_and_gradients, make_trainer, scored_batch
 
 

@@ -5,11 +5,11 @@ import torch
 
 from agent_r1_trl.advantages import Credit
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, policy_loss
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.update.batches import whole_rows
 from tests.effort import nightly
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import loss_and_gradients, make_trainer, questions, scored_batch, step_gradients
 
 

@@ -7,11 +7,10 @@ import torch
 
 from agent_r1_trl.features.distillation import SelfDistillation
 from agent_r1_trl.rewards.function import RunningTotal
+from agent_r1_trl.testing import AddEnv, call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers.log_means import SeenMetrics, TokenMean, complete, fill_absent, logged_mean
 from agent_r1_trl.update.batches import MIN_COLUMNS, trim_padding
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
-from tests.trainers.helpers import LOST, LikelihoodTrainer, answering, make_policy, make_trainer, questions
+from tests.trainers.helpers import LOST, LikelihoodTrainer, answering, make_trainer, questions
 
 # -------------------------------------------------------------------- metrics that some rollouts do not log
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from agent_r1_trl.rollout import NothingRolledOutError, runner
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.rewards import leave_small_groups
 from tests.effort import nightly
 from tests.recording.examples import two_turns
-from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 
 

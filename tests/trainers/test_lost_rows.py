@@ -10,23 +10,13 @@ import pytest
 import torch
 from trl.trainer.utils import nanstd
 
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales, source_values
 from agent_r1_trl.trainers.metrics import return_metrics
 from agent_r1_trl.update.loss_weights import loss_weights, set_valid_scales
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv
-from tests.trainers.helpers import (
-    CUT,
-    LOST,
-    LikelihoodTrainer,
-    answering,
-    make_policy,
-    move_weights,
-    scored_batch,
-    step_gradients,
-)
+from tests.trainers.helpers import CUT, LOST, LikelihoodTrainer, answering, move_weights, scored_batch, step_gradients
 
 ROWS = ["xx", LOST, "x", LOST, LOST, "xxxxx", LOST, "xxxx"]
 """Two groups of four; an even number of letters is right."""

@@ -9,10 +9,9 @@ from trl import GRPOTrainer
 
 from agent_r1_trl.advantages import Credit
 from agent_r1_trl.chat import ChatFormat
+from agent_r1_trl.testing import call, make_policy, make_tokenizer
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.toys import call
-from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, scored_batch
+from tests.trainers.helpers import loss_and_gradients, make_trainer, scored_batch
 
 
 def watch_log_probs(trainer):

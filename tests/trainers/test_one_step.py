@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from tests.toys import AddEnv
+from agent_r1_trl.testing import AddEnv
 from tests.trainers.helpers import make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,9 @@ import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers.rollouts import Lookahead, training_order
-from tests.trainers.helpers import AddEnv, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 
 OVERLAP = {"overlap_rollout": True}
 

@@ -5,10 +5,10 @@ import torch
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, move_weights, questions, scored_batch
+from tests.trainers.helpers import loss_and_gradients, make_trainer, move_weights, questions, scored_batch
 from tests.trainers.trl_twin import plain_config
 
 

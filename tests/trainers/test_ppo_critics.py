@@ -7,12 +7,12 @@ from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agent_r1_trl.critic.attach import ValueHead, critic_parameters, is_critic_name
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.batches import trim_padding, whole_rows
 from agent_r1_trl.update.rows import TrainingRows
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import PlainEnv, Remember, make_policy, questions, scored_batch
+from tests.trainers.helpers import PlainEnv, Remember, questions, scored_batch
 from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
 
 # -------------------------------------------------------------------- values and padding

@@ -8,11 +8,11 @@ from accelerate.utils import DistributedType
 from transformers.trainer_utils import SchedulerType
 
 from agent_r1_trl.critic.attach import critic_parameters, is_critic_name
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOConfig
 from agent_r1_trl.trainers.ppo import check_deepspeed_config, check_optimizer_setup, clip_by_role
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import Remember, make_args, make_policy, questions
+from tests.trainers.helpers import Remember, make_args, questions
 from tests.trainers.test_ppo_trainer import make_ppo, random_head
 
 

@@ -8,8 +8,8 @@ from peft import LoraConfig
 
 from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, compute_step_gae, masked_whiten
 from agent_r1_trl.critic.attach import critic_parameters, is_critic_name
+from agent_r1_trl.testing import call, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from tests.toys import call, say
 from tests.trainers.helpers import loss_and_gradients, make_trainer, questions, scored_batch
 
 KINDS = ("adapter", "head", "model")

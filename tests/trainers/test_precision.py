@@ -8,10 +8,10 @@ from peft import LoraConfig
 from transformers import Trainer
 
 from agent_r1_trl.cli.recipe import read_recipe, shipped_recipes
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.metrics import LEAST_RATE, problem_of_recipe
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_ppo_trainer import make_ppo
 
 

@@ -10,13 +10,12 @@ import torch
 
 from agent_r1_trl.recording import TrajectoryStore, read_metrics, read_records, read_steps
 from agent_r1_trl.recording.store import decode, encode, sidecar
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.features.sampling.test_resampling import make as make_resampled
 from tests.features.sampling.test_resampling import taught
 from tests.recording.examples import two_turns as two_turns_recorded
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, say
-from tests.trainers.helpers import make_policy, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_ppo_trainer import random_head
 from tests.trainers.test_rows import three_turns
 

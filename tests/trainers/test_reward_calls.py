@@ -11,9 +11,10 @@ import torch
 from agent_r1_trl import InfrastructureError, StopReason
 from agent_r1_trl.environments import RewardError, ToolEnv
 from agent_r1_trl.environments.reward_values import finite_number
+from agent_r1_trl.testing import say
 from agent_r1_trl.trainers.rewards import RewardCalls, add_turn_rewards, wait_for
 from tests.recording.examples import two_turns
-from tests.trainers.helpers import make_trainer, say
+from tests.trainers.helpers import make_trainer
 
 NAN, INF = float("nan"), float("inf")
 

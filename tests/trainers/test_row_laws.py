@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic.attach import critic_parameters
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
 from agent_r1_trl.update.rows import TrainingRows
 from tests.effort import examples
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer, move_weights
+from tests.trainers.helpers import make_trainer, move_weights
 from tests.trainers.test_rows import LOSS_TYPES, MANY, assert_same_step
 
 LAST = 9

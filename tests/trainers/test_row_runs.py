@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from agent_r1_trl.features.echo_trap import guard
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.effort import nightly
 from tests.features.echo_trap.echo_helpers import guard_of, guarded, is_equal, weights_of
-from tests.toys import AddEnv
 from tests.trainers.helpers import make_trainer, questions
 from tests.trainers.test_rows import three_turns
 

@@ -8,12 +8,12 @@ from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agent_r1_trl.critic.attach import critic_parameters
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import layout as layout_module
 from agent_r1_trl.update.rows import trained_rows
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer, scored_batch
+from tests.trainers.helpers import make_trainer, scored_batch
 from tests.trainers.test_rows import three_turns
 
 LAYOUTS = {

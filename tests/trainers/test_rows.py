@@ -12,15 +12,14 @@ import torch
 
 from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.recording import read_trajectories
+from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.config_checks import WHOLE_ROWS
 from agent_r1_trl.trajectory import Segment, Trajectory, Turn
 from agent_r1_trl.update.rows import TrainingRows, trained_rows
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.toys import call, say
 from tests.trainers.effects import CPU
-from tests.trainers.helpers import make_policy, make_trainer, move_weights, questions
+from tests.trainers.helpers import make_trainer, move_weights, questions
 
 MANY = {"context": {"policy": "window", "turns": 99}}  # allows for rows, and rewrites nothing
 

@@ -11,10 +11,10 @@ from transformers import Qwen2ForCausalLM
 
 from agent_r1_trl.generation.local import decoding
 from agent_r1_trl.generation.sync import own_log_probs
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import multi_turn
 from agent_r1_trl.update import packing
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 from tests.trainers.test_row_scores import make_gpt2
 
 

@@ -10,12 +10,12 @@ import random
 import pytest
 import torch
 
+from agent_r1_trl.testing import call, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason, Trajectory, Turn
 from agent_r1_trl.update.credit_inputs import anchors
 from agent_r1_trl.update.entries import TURN_SHARES
 from tests.effort import short
-from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, move_weights, questions
 from tests.trainers.test_rows import ValuedTrainer
 

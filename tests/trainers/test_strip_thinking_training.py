@@ -5,11 +5,11 @@ import pytest
 from agent_r1_trl.evaluation import evaluate_model
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.testing import make_policy, make_tokenizer, say
+from agent_r1_trl.testing.tokenizers import read_template
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.effort import short
-from tests.tokenizers import make_tokenizer, read_template
-from tests.toys import say
-from tests.trainers.helpers import PlainEnv, make_policy, make_trainer, questions
+from tests.trainers.helpers import PlainEnv, make_trainer, questions
 
 
 def two_reasoning(rng, turn):

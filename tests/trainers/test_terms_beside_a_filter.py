@@ -9,9 +9,9 @@ import torch
 
 from agent_r1_trl import RolloutCallback
 from agent_r1_trl.features.distillation import SelfDistillation
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.effort import nightly
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_trainer, same, state_of
 from tests.trainers.test_hooks import WorldModel
 

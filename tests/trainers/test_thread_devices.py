@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.testing import calls, say
 from agent_r1_trl.tools import pool, tool
 from agent_r1_trl.trainers.construction import use_gpu_in_threads
-from tests.toys import calls, say
 from tests.trainers.helpers import make_trainer
 
 

@@ -13,12 +13,11 @@ import pytest
 
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.safe_text import set_rules, visible
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers.metrics import write_as_text
 from agent_r1_trl.trainers.recorder import make_trace
 from tests.cli.conftest import write_task
 from tests.recording.examples import two_turns
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy
 
 
 def test_conversations_become_text_that_shows_calls_and_what_is_text_stays():

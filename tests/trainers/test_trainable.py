@@ -6,10 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agent_r1_trl.cli import main
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_args, make_policy, make_trainer, questions
+from tests.trainers.helpers import make_args, make_trainer, questions
 
 LORA = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 BOTH = pytest.mark.parametrize("trainer", [MultiTurnGRPOTrainer, MultiTurnPPOTrainer])

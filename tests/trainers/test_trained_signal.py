@@ -5,9 +5,9 @@ import torch
 
 from agent_r1_trl.cli.progress import row_of
 from agent_r1_trl.features.sampling.rules import group_scores, has_signal, select_groups
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.metrics import spread
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_trainer, scored_batch
 
 FILTER = {"sampling.filter_groups": "top_p", "sampling.filter_value": 1.0}

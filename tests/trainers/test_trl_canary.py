@@ -11,12 +11,12 @@ import trl
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import trl_canary as canary
 from agent_r1_trl.trainers import trl_release as release
 from agent_r1_trl.trainers.inherited_settings import LOSS_TYPES
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 
 
 def change(monkeypatch, method, *replacements):

@@ -14,11 +14,11 @@ from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.callbacks import SyncRefModelCallback
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.construction import as_trl_sees
 from agent_r1_trl.trainers.trl_release import BODIES, hash_of_code
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scored_batch
+from tests.trainers.helpers import make_args, make_trainer, questions, scored_batch
 
 
 def source(name):

@@ -5,16 +5,9 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import (
-    loss_and_gradients,
-    make_args,
-    make_policy,
-    make_trainer,
-    questions,
-    scored_batch,
-)
+from tests.trainers.helpers import loss_and_gradients, make_args, make_trainer, questions, scored_batch
 
 TEXTS = Dataset.from_list([{"prompt": f"The answer to question {index} is"} for index in range(8)])
 

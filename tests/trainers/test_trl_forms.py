@@ -12,11 +12,10 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification
 from trl import GRPOTrainer
 
 from agent_r1_trl.environments.base import RewardError
+from agent_r1_trl.testing import AddEnv, call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.evaluation import EvaluationRows
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
-from tests.trainers.helpers import make_args, make_policy, questions, scored_batch
+from tests.trainers.helpers import make_args, questions, scored_batch
 from tests.trainers.trl_twin import build_pair, plain_config, roll_out_pair, scripted_rows
 
 
@@ -165,7 +164,8 @@ def metric(trainer, name):
         ),
         pytest.param({"max_completion_length": 9}, always_call, add, 1, id="call is cut"),
         pytest.param(
-            {"max_completion_length": 900}, lambda row, turn: call("nope") if turn < 5 else say("done"), add, 11,
+            {"max_completion_length": 900},
+            lambda row, turn: call("nope", a=2, b=3) if turn < 5 else say("done"), add, 11,
             id="unknown tools",
         ),
         pytest.param(

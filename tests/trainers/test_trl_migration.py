@@ -5,10 +5,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
+from agent_r1_trl.testing import add, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.toys import add
-from tests.trainers.helpers import make_args, make_policy, make_trainer, questions, scripted, two_turns
+from tests.trainers.helpers import make_args, make_trainer, questions, scripted, two_turns
 
 
 def plain_add(a: int, b: int) -> int:

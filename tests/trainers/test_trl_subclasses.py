@@ -8,10 +8,10 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from agent_r1_trl.testing import say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.construction import NEVER_CALLED
 from tests.effort import nightly
-from tests.toys import say
 from tests.trainers.helpers import make_trainer, scored_batch, two_turns
 
 

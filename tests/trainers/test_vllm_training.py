@@ -15,11 +15,11 @@ from agent_r1_trl.generation.vllm import server as server_module
 from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
 from agent_r1_trl.generation.vllm.settings import ServerSettings
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
 from tests.servers import Line, on, serve_policy
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import AddEnv, make_policy, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 

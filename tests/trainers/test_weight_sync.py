@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv
-from tests.trainers.helpers import Remember, make_args, make_policy, questions, scripted, two_turns
+from tests.trainers.helpers import Remember, make_args, questions, scripted, two_turns
 
 
 class Copying(ScriptedGenerator):

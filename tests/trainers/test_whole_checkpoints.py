@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trainers.checkpoints import (
     LOCK_FILE,
@@ -32,7 +33,6 @@ from agent_r1_trl.trainers.checkpoints import (
     problem_of,
     saving,
 )
-from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import make_trainer, questions
 
 STEPS = {"save_strategy": "steps", "save_steps": 1, "per_device_train_batch_size": 4, "max_completion_length": 300,

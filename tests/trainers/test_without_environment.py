@@ -6,11 +6,10 @@ from datasets import Dataset
 from agent_r1_trl.chat.plain_text import PlainText
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.testing import make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trajectory import StopReason
-from tests.tokenizers import make_tokenizer
-from tests.toys import say
-from tests.trainers.helpers import make_args, make_policy, questions, scored_batch, scripted
+from tests.trainers.helpers import make_args, questions, scored_batch, scripted
 
 
 def length_reward(completions, **kwargs):

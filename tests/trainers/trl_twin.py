@@ -6,9 +6,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, questions, scored_batch
+from tests.trainers.helpers import questions, scored_batch
 
 
 class ScriptedTRL(GRPOTrainer):

@@ -12,13 +12,13 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import entries
 from agent_r1_trl.update.entries import EXTRA_TOKENS, MICRO_BATCHES, OPEN_NAMES, RESERVED, STANDS_FOR, Entries
 from agent_r1_trl.update.sampling_masks import SamplingMasks
 from tests.test_layering import FILES
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer, questions, scored_batch, step_gradients
+from tests.trainers.helpers import make_trainer, questions, scored_batch, step_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = set(Entries.__annotations__)

@@ -11,6 +11,7 @@ from agent_r1_trl.features.journal.records import dump
 from agent_r1_trl.generation.base import Generation, SamplingParams, check_generation
 from agent_r1_trl.generation.vllm.kept import num_logprobs, read_kept_ids
 from agent_r1_trl.kept_ids import KeptIds
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batches import whole_rows
@@ -19,8 +20,7 @@ from agent_r1_trl.update.kept_head import KeptLogProbs, kept_head
 from agent_r1_trl.update.packing import pack
 from agent_r1_trl.update.rows import _warn_of_lost_masks
 from tests.effort import nightly
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, scored_batch, step_gradients
+from tests.trainers.helpers import loss_and_gradients, make_trainer, scored_batch, step_gradients
 
 ALL_THREE = {"top_p": 0.8, "top_k": 20, "min_p": 0.1}
 

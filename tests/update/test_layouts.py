@@ -7,15 +7,14 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, inherited_settings
 from agent_r1_trl.update.entries import MICRO_BATCHES
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
 from tests.effort import short
-from tests.tokenizers import make_tokenizer
 from tests.trainers.helpers import (
     loss_and_gradients,
     make_args,
-    make_policy,
     make_trainer,
     move_weights,
     scored_batch,

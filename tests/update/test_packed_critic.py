@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from agent_r1_trl.critic.attach import is_critic_name
+from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.update.layout import UpdateLayout
-from tests.tokenizers import make_tokenizer
-from tests.toys import call, say
-from tests.trainers.helpers import loss_and_gradients, make_policy, move_weights, scored_batch
+from tests.trainers.helpers import loss_and_gradients, move_weights, scored_batch
 from tests.trainers.test_ppo_critics import ragged
 from tests.trainers.test_ppo_trainer import KINDS, make_ppo, random_head
 

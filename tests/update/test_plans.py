@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.batches import take_rows
 from tests.effort import short
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import loss_and_gradients, make_policy, make_trainer, move_weights
+from tests.trainers.helpers import loss_and_gradients, make_trainer, move_weights
 
 SMALL = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_iterations": 2}
 

@@ -8,12 +8,11 @@ from datasets import Dataset
 from transformers import Qwen2ForCausalLM
 
 from agent_r1_trl.features.distillation import SelfDistillation
+from agent_r1_trl.testing import AddEnv, call, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.effort import nightly
 from tests.learning.tasks import LockedKeyDoorEnv, Progress, _config, tiny_tokenizer
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import loss_and_gradients, make_trainer, questions, scored_batch, step_gradients
 
 

@@ -9,8 +9,9 @@ import pytest
 from agent_r1_trl.features.doctor import run_doctor
 from agent_r1_trl.features.doctor.environment import check_env, examine_env
 from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.testing import chat_of
 from tests.features.doors.agents import TOOLS, ask, loop_agent, use
-from tests.rollout.helpers import PROMPT, chat_of
+from tests.rollout.helpers import PROMPT
 
 ROWS = [{"prompt": PROMPT}] * 2
 CLOCK = itertools.count()

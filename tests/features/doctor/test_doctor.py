@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor import Finding, has_errors, render, run_doctor
+from agent_r1_trl.testing import FAMILIES, make_tokenizer
+from agent_r1_trl.testing.tokenizers import build_tokenizer, read_template
 from tests.families import FAMILIES as FORMATS
-from tests.tokenizers import FAMILIES, build_tokenizer, make_tokenizer, read_template
 from tests.toys import counted
 
 QWEN = read_template("qwen2_5_training")

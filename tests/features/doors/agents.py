@@ -8,8 +8,9 @@ import aiohttp
 from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
-from tests.rollout.helpers import PROMPT, Recorder, chat_of, check_rows
-from tests.toys import add, echo, limits_of
+from agent_r1_trl.testing import add, chat_of, echo
+from tests.rollout.helpers import PROMPT, Recorder, check_rows
+from tests.toys import limits_of
 
 TOOLS = [add.schema, echo.schema]
 

@@ -15,10 +15,10 @@ from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.features.doors.agent.held import Held, HeldTurn
 from agent_r1_trl.features.doors.agent.session import _first_stop
 from agent_r1_trl.features.doors.agent.wire import read_request
+from agent_r1_trl.testing import AddEchoEnv, call, calls, chat_of, say
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out, use
-from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import AddEchoEnv, call, calls, say
+from tests.rollout.helpers import PROMPT
 
 FIELDS = ("prompt_ids", "completion_ids", "action_mask", "authors", "logprobs", "turn_ids", "stop_reason", "segments")
 

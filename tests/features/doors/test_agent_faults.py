@@ -18,12 +18,12 @@ from agent_r1_trl.features.doors.agent.wire import read_messages
 from agent_r1_trl.features.reliability.tool_watch import count_calls
 from agent_r1_trl.features.serve import Conversation
 from agent_r1_trl.generation.scripted import ScriptedGenerator
+from agent_r1_trl.testing import AddEnv, call, chat_of, say
 from agent_r1_trl.tools import InfrastructureError
 from agent_r1_trl.trajectory import StopReason, ToolErrorKind
 from tests.features.doors.agents import TOOLS, ask, checked, loop_agent, post, roll_out, use
-from tests.rollout.helpers import chat_of
 from tests.rollout.test_hosted import roll_out_hosted
-from tests.toys import AddEnv, call, limits_of, say
+from tests.toys import limits_of
 from tests.trainers.helpers import make_trainer
 
 ANSWER = [say("It is five.")]

@@ -12,11 +12,10 @@ import pytest
 
 from agent_r1_trl.environments.factory import resolve_env_factory
 from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.testing import call, chat_of, say
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import TOOLS, checked, roll_out
-from tests.rollout.helpers import chat_of
 from tests.test_docs import ROOT, code_blocks
-from tests.toys import call, say
 
 THREE = [call(), call(a=4, b=5), say("five")]
 

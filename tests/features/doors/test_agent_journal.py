@@ -9,10 +9,10 @@ from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import pack, read_file
 from agent_r1_trl.rollout import RolloutLimits
+from agent_r1_trl.testing import call, say
 from tests.features.doors.agents import ask, loop_agent
 from tests.features.journal.helpers import roll_out
 from tests.features.journal.test_journal import cut_points
-from tests.toys import call, say
 
 LIMITS = RolloutLimits(max_turns=8, max_completion_length=900, context="agent")
 

@@ -8,10 +8,10 @@ import torch
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.features.doors.agent import env as agent_env
+from agent_r1_trl.testing import call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory
 from tests.features.doors.agents import TOOLS, ask, checked, roll_out, use
-from tests.toys import call, say
 from tests.trainers.helpers import make_trainer
 
 SEATS = ("white", "black")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from agent_r1_trl.features.doors import AgentEnv
+from agent_r1_trl.testing import AddEchoEnv, call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.features.doors.agents import loop_agent
-from tests.toys import AddEchoEnv, call, say
 from tests.trainers.helpers import make_trainer
 
 LOOP = functools.partial(AgentEnv, loop_agent)

@@ -5,13 +5,12 @@ import functools
 import pytest
 
 from agent_r1_trl.features.doors import GymnasiumEnv, TextArenaEnv
+from agent_r1_trl.testing import make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.features.doors.test_textarena import first_free
 from tests.features.games.helpers import written
 from tests.features.journal.helpers import roll_out, without_times
-from tests.tokenizers import make_tokenizer
-from tests.toys import say
-from tests.trainers.helpers import make_args, make_policy, scripted
+from tests.trainers.helpers import make_args, scripted
 
 WAYS = ("Left", "Down", "Right", "Up")
 lake = functools.partial(GymnasiumEnv, "FrozenLake-v1", actions=WAYS)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1_trl.testing import calls, say
 from tests.features.doors.agents import checked
-from tests.toys import calls, say
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "doors.md"
 PYTHON = os.environ.get("INSPECT_PYTHON")

@@ -24,10 +24,10 @@ from pydantic import BaseModel, Field
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.features.doors import MCPToolset
+from agent_r1_trl.testing import call, calls, say
 from agent_r1_trl.tools import InfrastructureError, ToolCall, ToolErrorKind, ToolExecutor, ToolSchemaError
 from tests.features.doors.test_mcp_processes import say_in_turn
 from tests.rollout.helpers import roll_out
-from tests.toys import call, calls, say
 from tests.trainers.helpers import make_trainer
 
 

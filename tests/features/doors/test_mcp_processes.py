@@ -18,10 +18,9 @@ import pytest
 from agent_r1_trl.cli.resolve import resolve_env
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doors import MCPToolset
-from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl.testing import ScriptedPolicy, call, calls, say
 from agent_r1_trl.tools import InfrastructureError, ToolCall, ToolErrorKind, ToolExecutor
-from tests.rollout.helpers import Script, chat_of, roll_out
-from tests.toys import call, calls, say
+from tests.rollout.helpers import roll_out
 from tests.trainers.helpers import make_trainer
 
 pytestmark = pytest.mark.slow
@@ -78,12 +77,8 @@ def site():
 
 def say_in_turn(env, script, examples, **limits):
     """Trajectories that run at once, whose turns are `script(turn)`."""
-    chat = chat_of()
-    said = Script(chat, [])
-    said.generator = ScriptedGenerator(
-        lambda request: chat.encode_reply(script(request.turn)), stop_token_ids=chat.stop_token_ids, delay_s=0.05
-    )
-    found, _ = roll_out(said, env=env, chat=chat, examples=examples, limits={"max_concurrency": examples} | limits)
+    said = ScriptedPolicy(lambda request: script(request.turn), delay_s=0.05)
+    found, _ = roll_out(said, env=env, examples=examples, limits={"max_concurrency": examples} | limits)
     return found
 
 

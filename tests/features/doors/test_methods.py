@@ -11,8 +11,8 @@ import pytest
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.features.doors import tools_from
+from agent_r1_trl.testing import call, calls, say
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, ToolSchemaError, tool
-from tests.toys import call, calls, say
 from tests.trainers.helpers import make_trainer
 
 

@@ -21,12 +21,12 @@ from agent_r1_trl.features.doors import OpenEnv, training_trace
 from agent_r1_trl.features.doors.openenv import _text_of_call
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import call, calls, chat_of, say
 from agent_r1_trl.tools import InfrastructureError
 from agent_r1_trl.tools.faults import HandledError, ReportedError, ServerError
 from agent_r1_trl.trajectory import StopReason
 from tests.features.doors.agents import checked, loop_agent
-from tests.rollout.helpers import chat_of
-from tests.toys import call, calls, limits_of, say
+from tests.toys import limits_of
 from tests.trainers.helpers import make_trainer
 
 PYTHON = os.environ.get("OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else None)

@@ -16,11 +16,11 @@ from agent_r1_trl import check_env
 from agent_r1_trl.features.doors import TextArenaEnv
 from agent_r1_trl.features.doors.gym import WORD_GAMES
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import chat_of, say
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished
 from tests.features.games.helpers import begun, message, step, text_of
-from tests.rollout.helpers import chat_of
-from tests.toys import limits_of, say
+from tests.toys import limits_of
 from tests.trainers.helpers import scripted
 
 

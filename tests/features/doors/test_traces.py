@@ -5,9 +5,9 @@ import json
 import pytest
 
 from agent_r1_trl.features.doors import training_trace
+from agent_r1_trl.testing import call, say
 from agent_r1_trl.trajectory import USAGE
 from tests.features.doors.agents import checked, loop_agent
-from tests.toys import call, say
 
 FIELDS = {
     "node_id", "prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask", "response", "metadata",

@@ -20,10 +20,9 @@ import pytest
 from trl.experimental.harbor import HarborBashEnv, HarborSpec
 from trl.experimental.openreward import OpenRewardSpec
 
+from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.toys import call, say
-from tests.trainers.helpers import make_args, make_policy, scripted
+from tests.trainers.helpers import make_args, scripted
 
 BOTH = pytest.mark.parametrize("trainer", [MultiTurnGRPOTrainer, MultiTurnPPOTrainer])
 

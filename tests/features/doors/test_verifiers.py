@@ -12,9 +12,9 @@ import pytest
 from agent_r1_trl.features.doors import VerifiersEnv, verifiers_rows
 from agent_r1_trl.generation.scripted import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import calls, chat_of, say
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import chat_of
-from tests.toys import calls, limits_of, say
+from tests.toys import limits_of
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "doors.md"
 SHOP = {"taskset": {"id": "shop_v1"}, "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}

@@ -13,9 +13,9 @@ from transformers import TrainerState
 from agent_r1_trl.features.echo_trap.feature import EchoSignals, entropy_factor, signal_record
 from agent_r1_trl.features.echo_trap.settings import EchoSettings
 from agent_r1_trl.features.sampling.settings import SamplingSettings
+from agent_r1_trl.testing import call, say
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import Trajectory, Turn
-from tests.toys import call, say
 from tests.trainers.helpers import make_trainer, questions, two_turns
 
 

@@ -11,11 +11,11 @@ from agent_r1_trl import check_env
 from agent_r1_trl.features.doctor import run_doctor
 from agent_r1_trl.features.games import BanditEnv, CountdownEnv, FrozenLakeEnv, GameEnv, SokobanEnv
 from agent_r1_trl.rollout import rollout_requests
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished, message
 from tests.features.games.helpers import ROOM, begun, called, step, text_of, written
 from tests.rollout.helpers import roll_out as play
-from tests.tokenizers import make_tokenizer
 
 GAMES = [FrozenLakeEnv, SokobanEnv, CountdownEnv]
 ALL = {

@@ -1,10 +1,10 @@
 """A game in the trainer: no data set, groups that share a level, rewards and metrics that arrive."""
 
 from agent_r1_trl.features.games import FrozenLakeEnv
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.features.games.helpers import written
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_args, make_policy, scripted
+from tests.trainers.helpers import make_args, scripted
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 

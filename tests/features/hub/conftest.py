@@ -7,10 +7,9 @@ import yaml
 
 from agent_r1_trl import safe_text
 from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from tests.hub import TOKEN, running_hub
 from tests.recording.examples import two_turns
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def saved_model(tmp_path_factory):
 RECIPE = {
     "trainer": "grpo",
     "model_name_or_path": "Qwen/Qwen3-0.6B",
-    "env": "tests.toys.AddEnv",
+    "env": "agent_r1_trl.testing.toys.AddEnv",
     "dataset_name": "data/train.jsonl",
     "eval_dataset_name": "hotpotqa/hotpot_qa",
     "advantage_estimator": "grpo",

@@ -14,8 +14,8 @@ from agent_r1_trl import safe_text
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.generation.vllm.build import ADAPTER_FOLDER
+from agent_r1_trl.testing import AddEnv, add
 from agent_r1_trl.tools import tool
-from tests.toys import AddEnv, add
 from tests.trainers.helpers import make_trainer
 
 

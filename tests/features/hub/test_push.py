@@ -63,11 +63,11 @@ def test_the_card_says_what_was_trained_how_and_with_what_result(hub, run_folder
     assert metadata["datasets"] == ["hotpotqa/hotpot_qa"], "a path is no id of a data set"
     assert metadata["pipeline_tag"] == "text-generation" and "agent-r1-trl" in metadata["tags"]
     for part in (
-        "`tests.toys.AddEnv`", '"add"', "- evaluation: `hotpotqa/hotpot_qa`", "`data/train.jsonl`",
+        "`agent_r1_trl.testing.toys.AddEnv`", '"add"', "- evaluation: `hotpotqa/hotpot_qa`", "`data/train.jsonl`",
         "2511.14460", "2402.03300", "@misc{cheng2025agentr1", "| exact\\_match | 0.625 (0.5 to 0.75) |", "40 examples",
         "greedy",
         "| max_turns | 4 |",
-        "agent-r1-trl chat ada/adder --env tests.toys.AddEnv",
+        "agent-r1-trl chat ada/adder --env agent_r1_trl.testing.toys.AddEnv",
     ):  # fmt: skip
         assert part in body.replace("`add`", '"add"'), part
 

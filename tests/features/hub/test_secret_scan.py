@@ -18,9 +18,9 @@ from agent_r1_trl.features.hub.secret_files import MAX_BINARY_BYTES
 from agent_r1_trl.features.hub.secret_forms import FORMS, find_forms
 from agent_r1_trl.features.hub.secret_scan import SecretFoundError, check_files, scan_file
 from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.testing import make_tokenizer
 from tests.features.hub.secrets import KEY, NUMBER, WORDS, secret_like
 from tests.recording.examples import two_turns
-from tests.tokenizers import make_tokenizer
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = [(form.name, example) for form in FORMS for example in form.examples]

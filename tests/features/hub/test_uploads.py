@@ -39,7 +39,7 @@ def test_the_files_of_a_trainer_arrive_as_they_are_with_a_card_that_the_hub_take
     metadata, body = split_card(files["README.md"].decode())
     assert "datasets" not in metadata and "huggingface.co/datasets/data" not in body
     assert f"| exact\\_match | {RESULTS['exact_match']}" in body
-    assert "\nagent-r1-trl chat ada/adder --env tests.toys.AddEnv\n```" in body
+    assert "\nagent-r1-trl chat ada/adder --env agent_r1_trl.testing.toys.AddEnv\n```" in body
     assert "None" not in body.split("##")[1]
 
 

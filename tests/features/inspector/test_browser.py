@@ -18,10 +18,10 @@ import pytest
 from agent_r1_trl.features.inspector import write_page
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.recording.events import write_event
+from agent_r1_trl.testing import make_tokenizer
 from agent_r1_trl.trajectory import USAGE, Author, Segment, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 from tests.effort import for_release
 from tests.recording.examples import empty
-from tests.tokenizers import make_tokenizer
 from tests.trainers.test_explanations import recorded
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]

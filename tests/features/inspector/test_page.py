@@ -24,8 +24,8 @@ from agent_r1_trl.cli import main
 from agent_r1_trl.features.inspector import page, write_page
 from agent_r1_trl.features.inspector.pack import FLAGS, Block, numbered_groups
 from agent_r1_trl.recording import TrajectoryStore, read_records
+from agent_r1_trl.testing import make_tokenizer
 from tests.recording.examples import empty, two_turns
-from tests.tokenizers import make_tokenizer
 from tests.trainers.test_explanations import recorded
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from agent_r1_trl.features.inspector.token_bytes import TokenBytes
-from tests.tokenizers import make_tokenizer
+from agent_r1_trl.testing import make_tokenizer
 
 TEXTS = [
     "Hello world",

@@ -9,9 +9,9 @@ from agent_r1_trl.features.journal import RolloutLog
 from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.generation import Generation, Generator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import call, calls, chat_of, say
 from agent_r1_trl.tools import tool
-from tests.rollout.helpers import PROMPT, chat_of
-from tests.toys import call, calls, say
+from tests.rollout.helpers import PROMPT
 
 NUM_TRAJECTORIES = 3
 HEADER = {"size": NUM_TRAJECTORIES, "weights": "w"}

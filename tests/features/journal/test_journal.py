@@ -21,6 +21,7 @@ from agent_r1_trl.features.journal.recorders import resume_mode
 from agent_r1_trl.features.journal.records import Appender, dump, pack, pack_floats, read_file, unpack_floats
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRunner
+from agent_r1_trl.testing import AddEchoEnv, AddEnv, add, calls, chat_of
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trajectory import StopReason
 from tests.features.journal.helpers import (
@@ -35,8 +36,6 @@ from tests.features.journal.helpers import (
     shopper,
     without_times,
 )
-from tests.rollout.helpers import chat_of
-from tests.toys import AddEchoEnv, AddEnv, add, calls
 
 RECORDS = [
     {"kind": "a", "text": "é\ud800"},

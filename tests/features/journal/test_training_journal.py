@@ -14,10 +14,9 @@ from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.journal.records import pack, read_file
 from agent_r1_trl.features.journal.training import fingerprint, reads_environments
 from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv
-from tests.trainers.helpers import make_policy, make_trainer, questions
+from tests.trainers.helpers import make_trainer, questions
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 4}
 

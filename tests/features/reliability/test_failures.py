@@ -12,8 +12,9 @@ from agent_r1_trl.features.reliability.failures import MAX_WARNINGS, FailureBudg
 from agent_r1_trl.rewards import required
 from agent_r1_trl.rollout import NothingRolledOutError
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, what_to_do
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from tests.trainers.helpers import AddEnv, make_trainer, questions, scored_batch
+from tests.trainers.helpers import make_trainer, questions, scored_batch
 
 # -------------------------------------------------------------------- causes
 

@@ -10,8 +10,8 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.reliability.learning import LearningReport
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.rewards import required
+from agent_r1_trl.testing import AddEnv, calls, say
 from agent_r1_trl.tools import tool
-from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer
 
 

@@ -17,10 +17,10 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.features.reliability.signal_handlers import SIGNALS, SignalListener, open_signals
 from agent_r1_trl.rollout import processes
+from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.checkpoints import LOCK_FILE
 from tests.own_process import signal_this_process
-from tests.toys import AddEnv, call, say
 from tests.trainers.helpers import make_trainer
 
 NUM_ROWS = 8

@@ -14,8 +14,8 @@ from agent_r1_trl import InfrastructureError, tool
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError, ToolWatch, count_calls
 from agent_r1_trl.rollout import RolloutRequest
 from agent_r1_trl.rollout.probe import RecordedCall
+from agent_r1_trl.testing import AddEnv, calls, say
 from agent_r1_trl.trajectory import StopReason, ToolCall, ToolErrorKind, ToolFault, ToolResult, Trajectory, Turn
-from tests.toys import AddEnv, calls, say
 from tests.trainers.helpers import make_trainer, questions
 
 # Results, as letters: a call that succeeded, that timed out, failed by its infrastructure, by a lost connection, by an

@@ -12,8 +12,8 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.sampling.curriculum import STATE, Curriculum, row_keys
 from agent_r1_trl.features.sampling.resampling import check_can_draw
 from agent_r1_trl.features.sampling.settings import SamplingSettings
+from agent_r1_trl.testing import say
 from tests.features.journal.test_training_journal import is_same, train
-from tests.toys import say
 from tests.trainers.helpers import make_trainer, questions
 
 

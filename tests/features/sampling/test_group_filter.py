@@ -11,19 +11,17 @@ from peft import LoraConfig
 from agent_r1_trl import RolloutCallback
 from agent_r1_trl.features.sampling.rules import raw_returns
 from agent_r1_trl.features.sampling.settings import SamplingSettings
+from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.update.batches import join_rows, take_rows
 from agent_r1_trl.update.dealing import deal, plan_deal
 from agent_r1_trl.update.entries import IS_KEPT, TRAJECTORY_ROW
 from agent_r1_trl.update.exchange import DUMMY
 from agent_r1_trl.update.layout import UPDATE_LAYOUTS
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, say
 from tests.trainers.helpers import (
     CUT,
     LOST,
     answering,
-    make_policy,
     make_trainer,
     move_weights,
     same,

@@ -10,8 +10,8 @@ from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.features.sampling.resampling import choose_fresh
 from agent_r1_trl.recording.store import read_records
 from agent_r1_trl.rollout.requests import rollout_requests
+from agent_r1_trl.testing import say
 from tests.features.journal.test_training_journal import is_same, train
-from tests.toys import say
 from tests.trainers.helpers import make_trainer, questions, scored_batch
 
 

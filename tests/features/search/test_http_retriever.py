@@ -15,7 +15,7 @@ from agent_r1_trl.features.search.http import read_answer, read_hit
 from agent_r1_trl.tools import Passage, make_search_tool, open_retriever
 from agent_r1_trl.tools.search import join_contents
 from tests.environments.helpers import message
-from tests.features.search.retrieval_server import documents, scored, serving, usual
+from tests.features.search.retrieval_server import documents, queries_of, scored, serving, usual
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_no_more_requests_than_allowed_are_under_way_at_once():
     with serving(delay_s=0.02) as (url, seen):
         found = at_once(quick(url, max_connections=2).search, *[f"q{n}" for n in range(20)])
     assert [passages[0].id for passages in found] == [f"q{n}-0" for n in range(20)]
-    assert sorted(seen.queries) == sorted(f"q{n}" for n in range(20)) and seen.num_connections <= 2
+    assert sorted(queries_of(seen)) == sorted(f"q{n}" for n in range(20)) and seen.num_connections <= 2
 
 
 def test_an_answer_is_kept(monkeypatch):
@@ -128,9 +128,9 @@ def test_an_answer_is_kept(monkeypatch):
         assert len(retriever.search("same")) == 3, "what a caller does with its list changes nothing"
         retriever.search("same", 5)
         retriever.search("other")
-        assert seen.queries == ["same"] * 2 + ["other"]
+        assert queries_of(seen) == ["same"] * 2 + ["other"]
         retriever.search("same")  # 'other' had taken its place
-        assert seen.queries[-1] == "same"
+        assert queries_of(seen)[-1] == "same"
 
 
 def test_a_server_that_sends_too_much_is_cut():
@@ -144,7 +144,7 @@ def test_nothing_is_asked_for_an_empty_query_and_any_text_can_be_sent():
         assert retriever.search("  ") == [] and not seen.bodies
         retriever.search("half \ud800 \x00 北京")
         retriever.search("x" * 100_000)
-        assert seen.queries[0] == "half ? \x00 北京" and len(seen.queries[1]) == 10_000
+        assert queries_of(seen)[0] == "half ? \x00 北京" and len(queries_of(seen)[1]) == 10_000
         for query, k in ((5, 3), ("q", 0), ("q", True)):
             with pytest.raises(ValueError, match=r"query=5|k="):
                 retriever.search(query, k)

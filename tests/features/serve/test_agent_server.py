@@ -11,9 +11,8 @@ from aiohttp.test_utils import TestServer
 from agent_r1_trl.features.serve.agent_server import AgentServer
 from agent_r1_trl.generation import GenerationError, ScriptedGenerator
 from agent_r1_trl.generation.base import SamplingParams
+from agent_r1_trl.testing import ScriptedPolicy, call, chat_of, say
 from tests.features.serve.test_conversation import Heard, agent, talk
-from tests.rollout.helpers import Script, chat_of
-from tests.toys import call, say
 
 CHAT = chat_of("qwen2_5")
 TURNS = [call(), say("It is 5.")]
@@ -22,7 +21,7 @@ ASK = {"model": "tiny", "messages": [{"role": "user", "content": "What is 2 + 3?
 
 def served(test, turns=TURNS, *, env=Heard, script=None, limits=None, **options):
     """Run `test(session, url)` beside a server whose model follows a script; returns the script's generator."""
-    script = script or Script(CHAT, turns).generator
+    script = script or ScriptedPolicy(turns, CHAT)
 
     async def run():
         server = TestServer(AgentServer(agent(script, CHAT, **(limits or {})), env, name="tiny", **options).app())
@@ -248,7 +247,7 @@ def test_requests_run_at_the_same_time_each_with_its_environment():
         def close(self):
             closed.append(self)
 
-    script = Script(CHAT, TURNS, delay_s=0.2).generator
+    script = ScriptedPolicy(TURNS, CHAT, delay_s=0.2)
 
     async def test(session, url):
         answers = await asyncio.gather(*(post(session, url) for _ in range(3)))

@@ -9,10 +9,10 @@ from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.serve import Conversation, ConversationError
 from agent_r1_trl.generation import GenerationError, ScriptedGenerator
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, chat_of, say
 from agent_r1_trl.trajectory import StopReason
 from tests.families import FAMILIES
-from tests.rollout.helpers import Script, chat_of
-from tests.toys import AddEchoEnv, call, limits_of, say
+from tests.toys import limits_of
 
 SAID = ["What is 2 + 3? <|im_end|>", "And é 日本?", "Thanks"]
 TURNS = [
@@ -48,15 +48,14 @@ class Heard(AddEchoEnv):
 
 
 def agent(script, chat, **limits):
-    generator = script.generator if isinstance(script, Script) else script
     limits = {"max_turns": 20, "max_completion_length": 4000} | limits
-    return Agent(name="tiny", generator=generator, chat=chat, limits=limits_of(**limits))
+    return Agent(name="tiny", generator=script, chat=chat, limits=limits_of(**limits))
 
 
 def talk(turns=TURNS, said=SAID, *, env=Heard, chat=None, limits=None, **options):
     """The conversation, closed, after everything was said."""
     chat = chat or chat_of()
-    conversation = Conversation(agent(Script(chat, turns), chat, **(limits or {})), env, **options)
+    conversation = Conversation(agent(ScriptedPolicy(turns, chat), chat, **(limits or {})), env, **options)
 
     async def run():
         for text in said:
@@ -74,7 +73,7 @@ def tokens(trajectory):
 
 def trained(chat, limits, turns=TURNS):
     limits = limits_of(**({"max_turns": 20, "max_completion_length": 4000} | limits))
-    runner = RolloutRunner(Told, Script(chat, turns).generator, chat, limits)
+    runner = RolloutRunner(Told, ScriptedPolicy(turns, chat), chat, limits)
     (trajectory,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
     runner.close()
     return trajectory
@@ -123,8 +122,8 @@ def test_what_happens_is_told_in_order():
 
 @pytest.mark.parametrize("acts", [False, True])
 def test_a_message_that_cannot_be_answered_is_taken_back_unless_the_environment_has_acted_on_it(acts):
-    chat, script = chat_of(), Script(chat_of(), [say("a"), call(), say("b")])
-    first, called, last = script.turns
+    chat, script = chat_of(), ScriptedPolicy([say("a"), call(), say("b")], chat_of())
+    first, called, last = script.turn_ids
     answers = [first, *([called] if acts else []), GenerationError("down"), last]
     conversation = Conversation(
         agent(ScriptedGenerator(lambda request: answers.pop(0), stop_token_ids=chat.stop_token_ids), chat), Heard

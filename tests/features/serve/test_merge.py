@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from agent_r1_trl.cli import main
 from agent_r1_trl.critic.attach import is_critic_name
 from agent_r1_trl.evaluation.agent import load_agent
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from tests.families.configurations import build
 from tests.hub import running_hub
-from tests.tokenizers import make_tokenizer
-from tests.trainers.helpers import make_policy, make_trainer
+from tests.trainers.helpers import make_trainer
 
 IDS = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path, refusal):
 def test_training_does_not_start_from_an_adapter_and_says_how_it_can(base, tmp_path, refusal):
     folder = base()
     adapter(folder, tmp_path / "adapter", target_modules=["q_proj"])
-    run = ["--env", "tests.toys:AddEnv", "--max_steps", "1", "--output_dir", tmp_path / "run"]
+    run = ["--env", "agent_r1_trl.testing.toys:AddEnv", "--max_steps", "1", "--output_dir", tmp_path / "run"]
     message = refusal("train", "--model_name_or_path", tmp_path / "adapter", *run)
     assert f"model_name_or_path='{tmp_path}/adapter' is an adapter (LORA) of the model '{folder}'" in message
     assert f"agent-r1-trl merge {tmp_path}/adapter --output_dir" in message and "is_trainable=True" in message

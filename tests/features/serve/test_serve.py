@@ -23,13 +23,11 @@ from agent_r1_trl.generation.endpoint import Endpoint, EndpointUnusableError
 from agent_r1_trl.recording import read_trajectories
 from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.hosted import HostedRunner
+from agent_r1_trl.testing import AddEnv, add, call, make_policy, make_tokenizer
 from agent_r1_trl.tools import Tool, as_tool, calculator
 from agent_r1_trl.trajectory import StopReason
 from tests.cli.conftest import TASK
 from tests.servers import vllm_server
-from tests.tokenizers import make_tokenizer
-from tests.toys import AddEnv, add, call
-from tests.trainers.helpers import make_policy
 
 PAGE = Path(__file__).parents[3] / "docs" / "chat-and-serving.md"
 TOOL = as_tool(add).schema

@@ -1,9 +1,10 @@
 """Small byte-level BPE tokenizers with the real families' special tokens and TRL's own chat templates.
 
-    from tests.tokenizers import FAMILIES, make_tokenizer
+    from agent_r1_trl.testing import FAMILIES, chat_of, make_tokenizer
     tokenizer = make_tokenizer("qwen3")
 
-Training one takes well under a second; every call returns a fresh object, free to be changed.
+Nothing is downloaded. The first one takes well under a second; every call of `make_tokenizer` returns a fresh object,
+free to be changed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from agent_r1_trl.chat.format import ChatFormat
 
 # (spelling, special?) as the published tokenizers have it.
 _SPECIAL, _WORD = True, False
@@ -93,6 +96,7 @@ _SPECS = {
     "gptoss": (_GPTOSS, "<|startoftext|>", "<|return|>", "<|endoftext|>", "gptoss"),
 }
 FAMILIES = tuple(_SPECS)
+"""Names for `make_tokenizer` and `chat_of`: forms of calls that differ in as many ways as we know."""
 
 _CORPUS = """\
 You are a helpful assistant. You may call one or more functions to assist with the user query.
@@ -141,6 +145,17 @@ def make_tokenizer(family: str, *, chat_template: str | None = None) -> PreTrain
     """
     added, bos, eos, pad, template = _SPECS[family]
     return build_tokenizer(added, bos, eos, pad, chat_template or read_template(template))
+
+
+@functools.cache
+def chat_of(family: str = "qwen3") -> ChatFormat:
+    """The chat format of a family (see `FAMILIES`), the same object each time.
+
+    >>> chat = chat_of("qwen2_5")
+    >>> chat.encoder.to_text(chat.encode_reply({"role": "assistant", "content": "Oslo"}))
+    'Oslo<|im_end|>'
+    """
+    return ChatFormat(make_tokenizer(family))
 
 
 def build_tokenizer(
