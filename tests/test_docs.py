@@ -35,6 +35,9 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
     for line, source in code_blocks(page, "python"):
         padded = "\n" * (line - 1) + source  # so that a traceback names the line of the page
         exec(compile(padded, str(page), "exec"), namespace)
+    for name, value in [*namespace.items()]:  # a test file that the page shows
+        if name.startswith("test_"):
+            value()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

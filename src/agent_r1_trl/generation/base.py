@@ -170,6 +170,8 @@ class TrajectorySlot:
 
     place: int | None = None
     """Number of the server; None before the first request."""
+    seed: int = 0
+    """The trajectory's own, of which those of its requests are derived."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)

@@ -18,6 +18,7 @@ from agent_r1_trl.generation.base import (
     Generator,
     SamplingParams,
     check_request,
+    current_slot,
 )
 
 
@@ -44,6 +45,9 @@ class ScriptedRequest:
     """Number of requests before it."""
     max_tokens: int
     seed: int
+    """The request's own, a different one in each turn."""
+    trajectory_seed: int
+    """Seed of the trajectory, which tells the members of a group apart; 0 outside a rollout."""
     params: SamplingParams
 
 
@@ -87,13 +91,14 @@ class ScriptedGenerator(Generator):
             GenerationError: the script has no such turn. Whatever exception the script holds is raised as it is.
         """
         check_request(request)
-        ids = tuple(request.prompt_ids)
+        ids, slot = tuple(request.prompt_ids), current_slot.get()
         seen = ScriptedRequest(
             prompt_ids=ids,
             turn=self._find_turn(ids),
             index=len(self.requests),
             max_tokens=request.max_tokens,
             seed=request.seed,
+            trajectory_seed=slot.seed if slot is not None else 0,
             params=request.params,
         )
         self.requests.append(seen)

@@ -234,7 +234,7 @@ class RolloutRunner:
             answer.environments = self.environments = [each.session.env for each in slots]
 
     async def _try(self, each: _Slot, params: SamplingParams, journal: Journal | None) -> Trajectory:
-        current_slot.set(TrajectorySlot())
+        current_slot.set(TrajectorySlot(seed=each.draft.request.seed))
         if journal is not None and (finished := journal.finished(each.draft.request)) is not None:
             return finished
         trajectory = await self.run_one(each.draft, each.session, each.generator, params)

@@ -28,10 +28,13 @@ class ScriptedPolicy(ScriptedGenerator):
     a context policy asks for is a turn of the script too.
 
     Args:
-        turns: what each trajectory says, one item per turn; or a function of the `ScriptedRequest`, which knows the
-            turn, the trajectory's seed and the prompt's ids.
+        turns: what each trajectory says, one item per turn; or a function of the `ScriptedRequest`, which has the
+            turn, the prompt's ids and the trajectory's seed.
         chat: the format in which the turns are written; None for that of Qwen3.
         delay_s: seconds that every turn takes.
+
+    Raises:
+        ValueError: the chat template cannot write a message of the list, such as two calls in one turn with Llama's.
     """
 
     def __init__(
@@ -68,7 +71,12 @@ class ScriptedPolicy(ScriptedGenerator):
 
     def _encode(self, turn: Said) -> Answer:
         if isinstance(turn, dict):
-            return self.chat.encode_reply(turn)
+            try:
+                return self.chat.encode_reply(turn)
+            except Exception as error:  # a template raises what it likes
+                raise ValueError(
+                    f"turns: the chat template cannot write {turn!r:.300}: {error} Say it in another way, or as text."
+                ) from error
         if isinstance(turn, str):
             ids = self.chat.tokenizer(turn, add_special_tokens=False)["input_ids"]
             return [*ids, self.chat.encode_reply(say())[-1]]
@@ -117,7 +125,8 @@ def roll_out(
         B trajectories, in the order of the examples.
 
     Raises:
-        ValueError: the script is too short, a limit is out of range, or `env` makes no environments.
+        ValueError: the script is too short or cannot be written in the chat format, a limit is out of range, or `env`
+            makes no environments.
         Exception: what the environment's author got wrong in a reward, as in training.
     """
     if isinstance(turns, ScriptedPolicy):
