@@ -178,16 +178,6 @@ def test_what_is_no_call_is_answered_with_how_to_call(call):
     assert "no tool name" in result.content and "echo(text: string)" in result.content
 
 
-def test_an_exception_becomes_text_with_its_kind_and_message():
-    def fail():
-        raise KeyError("shelf 7")
-
-    (result,) = run([make_tool(fail)], ("t", {}))
-    assert result.error is ToolErrorKind.EXCEPTION
-    assert "KeyError: 'shelf 7'" in result.content and "t()" in result.content
-    assert "Traceback" not in result.content
-
-
 class Unprintable(Exception):
     def __str__(self):
         raise RuntimeError("no")

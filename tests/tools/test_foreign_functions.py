@@ -371,25 +371,6 @@ def test_chat_templates_render_these_schemas(family):
     assert "$ref" not in text and "$defs" not in text
 
 
-def test_mistakes_show_when_the_tool_is_made_and_a_schema_of_ones_own_cures_them():
-    class Handle:
-        """JSON cannot express it."""
-
-    def read(handle: Handle) -> str:
-        """Read.
-
-        Args:
-            handle: What to read.
-        """
-        return f"{handle}"
-
-    with pytest.raises(ToolSchemaError, match=r"'read'.*'handle'.*Handle.*schema="):
-        tool(read)
-    parameters = {"type": "object", "properties": {"handle": {"type": "string"}}, "required": ["handle"]}
-    cured = Tool(read, schema={"name": "read", "description": "Read.", "parameters": parameters})
-    assert run(cured, handle="h").content == "h"
-
-
 def undescribed(x: int): ...
 
 

@@ -120,12 +120,6 @@ def test_a_missing_file_is_no_mistake_of_a_model_that_did_not_name_it(path, is_c
     assert (result.error, result.is_charged) == (ToolErrorKind.EXCEPTION, is_charged)
 
 
-@pytest.mark.parametrize("code", ["undefined_name", "(1).nothing", "__import__('no_such_package')"])
-def test_what_evaluated_code_raises_may_be_the_models_mistake(code):
-    assert run(Tool(lambda: eval(code), schema=SCHEMA, attempts=1)).is_charged
-    assert run(failing(NameError("x"))).fault is ToolFault.TOOL, "in the tool's own code it is the tool's"
-
-
 def test_the_error_counts_wherever_it_stands_in_the_chain():
     def wrapped():
         try:

@@ -1,4 +1,4 @@
-"""Schemas as servers publish them: right calls are accepted, whatever the schema consists of, and none takes long."""
+"""Schemas as servers publish them, common forms and rare ones: right calls are accepted, and no check takes long."""
 
 import time
 
@@ -9,33 +9,35 @@ from agent_r1_trl.tools.json_schema import fits_pattern
 from agent_r1_trl.tools.references import inline_references
 from agent_r1_trl.tools.signature import ToolSchemaError
 
-TEXT, URL = {"content": {"type": "string"}}, {"url": {"type": "string"}}
+TEXT = {"type": "string"}
+BODY, URL = {"content": TEXT}, {"url": TEXT}
 
 
-def make(parameters, name="attach"):
+def make(parameters):
     def call(**arguments):
         return str(arguments)
 
-    return Tool(call, schema={"name": name, "description": "Attach.", "parameters": parameters})
+    return Tool(call, schema={"name": "attach", "description": "Attach.", "parameters": parameters})
 
 
-def problems(parameters, **arguments):
-    return make(parameters).check_arguments(arguments)[1]
+def problems(parameters, /, *arguments, **named):
+    """What is wrong with the arguments, which are given as to `dict`."""
+    return make(parameters).check_arguments(dict(*arguments, **named))[1]
 
 
 COMPOSED = {
-    "anyOf": {"type": "object", "anyOf": [{"properties": TEXT}, {"properties": URL}]},
+    "anyOf": {"type": "object", "anyOf": [{"properties": BODY}, {"properties": URL}]},
     "anyOf with required": {
-        "anyOf": [{"properties": TEXT, "required": ["content"]}, {"properties": URL, "required": ["url"]}]
+        "anyOf": [{"properties": BODY, "required": ["content"]}, {"properties": URL, "required": ["url"]}]
     },
-    "oneOf": {"oneOf": [{"properties": TEXT, "required": ["content"]}, {"properties": URL, "required": ["url"]}]},
-    "allOf": {"allOf": [{"properties": TEXT}, {"properties": URL}]},
-    "nested": {"allOf": [{"anyOf": [{"properties": TEXT}, {"properties": URL}]}]},
-    "if": {"properties": TEXT, "if": {"required": ["content"]}, "else": {"properties": URL, "required": ["url"]}},
-    "dependentSchemas": {"properties": TEXT, "dependentSchemas": {"content": {"properties": URL}}},
-    "a reference": {"$defs": {"way": {"properties": URL}}, "anyOf": [{"properties": TEXT}, {"$ref": "#/$defs/way"}]},
+    "oneOf": {"oneOf": [{"properties": BODY, "required": ["content"]}, {"properties": URL, "required": ["url"]}]},
+    "allOf": {"allOf": [{"properties": BODY}, {"properties": URL}]},
+    "nested": {"allOf": [{"anyOf": [{"properties": BODY}, {"properties": URL}]}]},
+    "if": {"properties": BODY, "if": {"required": ["content"]}, "else": {"properties": URL, "required": ["url"]}},
+    "dependentSchemas": {"properties": BODY, "dependentSchemas": {"content": {"properties": URL}}},
+    "a reference": {"$defs": {"way": {"properties": URL}}, "anyOf": [{"properties": BODY}, {"$ref": "#/$defs/way"}]},
     "draft 7": {
-        "$schema": "http://json-schema.org/draft-07/schema#", "anyOf": [{"properties": TEXT}, {"properties": URL}],
+        "$schema": "http://json-schema.org/draft-07/schema#", "anyOf": [{"properties": BODY}, {"properties": URL}],
     },
 }  # fmt: skip
 
@@ -53,7 +55,7 @@ def test_arguments_of_a_branch_are_known_and_checked_and_others_are_refused(kind
 
 
 def test_a_branch_that_takes_anything_and_pattern_properties_in_a_branch_keep_their_meaning():
-    assert not problems({"anyOf": [{"properties": TEXT, "additionalProperties": True}]}, anything=1)
+    assert not problems({"anyOf": [{"properties": BODY, "additionalProperties": True}]}, anything=1)
     assert not problems({"anyOf": [{"patternProperties": {"^x-": {"type": "string"}}}]}, **{"x-trace": "a"})
     assert problems({"anyOf": [{"patternProperties": {"^x-": {"type": "string"}}}]}, other="a")
 
@@ -142,3 +144,141 @@ def test_a_pattern_that_takes_for_ever_holds_nobody_up(place):
     problems(parameters, **arguments)
     assert time.perf_counter() - start < 5
     assert fits_pattern("^a+$", "aaa") and fits_pattern("^a+$", "aab") is False and fits_pattern(r"\cX[", "a") is None
+
+
+# -------------------------------------------------------------------- rare forms
+
+OPEN = {
+    "required without properties": ({"required": ["a"]}, {"a": 1}, {}),
+    "required by another": ({"dependentRequired": {"a": ["b"]}}, {"a": 1, "b": 2}, {"a": 1}),
+    "propertyNames": ({"propertyNames": {"pattern": "^[a-z]+$"}}, {"abc": 1}, {"ABC": 1}),
+    "propertyNames beside properties": (
+        {"properties": {"a": TEXT}, "propertyNames": {"maxLength": 3}}, {"b": 1}, {"long": 1},
+    ),
+    "minProperties": ({"minProperties": 1}, {"anything": 1}, {}),
+    "not": ({"not": {"properties": {"a": {"const": 1}}, "required": ["a"]}}, {"a": 2}, {"a": 1}),
+    "not, in a branch": ({"anyOf": [{"not": {"required": ["a", "b"]}}]}, {"a": 2}, {"a": 1, "b": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPEN)
+def test_arguments_that_something_other_than_properties_describes_are_accepted(kind):
+    parameters, right, wrong = OPEN[kind]
+    assert not problems(parameters, right) and problems(parameters, wrong)
+
+
+def test_a_schema_that_describes_nothing_still_takes_no_arguments():
+    assert problems({"type": "object"}, {"a": 1})
+    assert problems({"properties": {"a": TEXT}, "required": ["a"]}, {"b": 1})
+    assert make({"required": ["a"]}).signature == "attach(a: any)"
+
+
+BESIDE = {
+    "properties": ({"properties": {"b": TEXT}}, [{"a": "x"}, {"a": "x", "b": "y"}], [{"a": "x", "b": 1}, {"a": 1}]),
+    "required": ({"required": ["b"]}, [{"a": "x", "b": 1}], [{"a": "x"}, {"b": 1}]),
+    "one argument twice": ({"properties": {"a": {"maxLength": 2}}}, [{"a": "xy"}], [{"a": "xyz"}, {"a": 1}]),
+    "the same keyword": ({"maxProperties": 9}, [{"a": "x"}], [{"a": "x", "b": 1, "c": 1, "d": 1}]),
+    "allOf": ({"allOf": [{"required": ["b"]}]}, [{"a": "x", "b": 1}], [{"a": "x"}, {"b": 1}]),
+    "if": (
+        {"if": {"required": ["b"]}, "then": {"required": ["c"]}}, [{"a": "x", "b": 1, "c": 1}], [{"a": "x", "b": 1}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.parametrize("is_root", [True, False])
+def test_a_reference_and_what_stands_beside_it_hold_both(kind, is_root):
+    beside, right, wrong = BESIDE[kind]
+    target = {
+        "properties": {"a": TEXT, "b": {}, "c": {}, "d": {}}, "required": ["a"], "maxProperties": 3,
+        "allOf": [{"maxProperties": 8}], "if": {"required": ["c"]}, "then": {"required": ["b"]},
+    }  # fmt: skip
+    node = {"$ref": "#/$defs/way", **beside}
+    parameters = node if is_root else {"properties": {"way": node}}
+    parameters = {**parameters, "$defs": {"way": target}}
+    for arguments in (right, wrong):
+        for item in arguments:
+            item = item if is_root else {"way": item}
+            assert bool(problems(parameters, item)) == (arguments is wrong), item
+
+
+def test_in_older_drafts_a_reference_alone_counts_and_its_neighbours_only_describe():
+    parameters = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"a": {"$ref": "#/definitions/text", "maxLength": 1, "description": "A text."}},
+        "definitions": {"text": {"type": "string", "description": "Any."}},
+    }
+    assert not problems(parameters, {"a": "long"}) and problems(parameters, {"a": 1})
+    assert make(parameters).schema["function"]["parameters"]["properties"]["a"]["description"] == "A text."
+
+
+NAMES = ["default", "examples", "enum", "const", "nullable", "$ref", "$defs", "x-id", "properties", "title", "id"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_an_argument_may_have_the_name_of_a_keyword(name, is_nested):
+    own = {"properties": {name: {"$ref": "#/$defs/text"}, "other": True}, "required": [name]}
+    parameters = {"type": "object", "properties": {"way": own}} if is_nested else own
+    parameters = {**parameters, "$defs": {"text": {"type": "string", "nullable": True}}}
+    for value, is_right in (("x", True), (None, True), (1, False)):
+        arguments = {name: value}
+        assert bool(problems(parameters, {"way": arguments} if is_nested else arguments)) != is_right
+
+
+def test_data_under_keywords_of_an_authors_own_are_no_references():
+    assert not problems({"properties": {"a": {"type": "string", "x-form": {"$ref": "#/gone"}}}}, {"a": "x"})
+
+
+def test_dynamic_references_lead_where_they_say_or_are_refused():
+    node = {"$dynamicAnchor": "node", "properties": {"v": TEXT, "kids": {"items": {"$dynamicRef": "#node"}}}}
+    words = {**node["properties"], "w": {"$ref": "#/$defs/w"}}
+    for parameters in (node, {**node, "$defs": {"w": TEXT}, "properties": words}):
+        assert not problems(parameters, {"kids": [{"v": "x"}]}) and problems(parameters, {"kids": [{"v": 1}]})
+    named = {"a": {"$dynamicRef": "#text"}, "b": {"$ref": "#/$defs/text"}}
+    parameters = {"properties": named, "$defs": {"text": {"$dynamicAnchor": "text", "type": "string"}}}
+    assert not problems(parameters, {"a": "x", "b": "y"}) and problems(parameters, {"a": 1})
+    for gone in ({"$dynamicRef": "#gone"}, {"$dynamicRef": "https://example.org/gone"}):
+        with pytest.raises(ToolSchemaError, match="gone is named, but not defined"):
+            make({"properties": {"a": {"items": gone}}})
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [5, None, "https://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema", "mine"],
+)
+def test_a_draft_that_a_schema_declares_wrongly_is_no_reason_to_refuse_it(declared):
+    pair = {"type": "array", "items": [TEXT, {"type": "integer"}]}
+    parameters = {"$schema": declared, "properties": {"pair": pair}}
+    assert not problems(parameters, {"pair": ["a", 1]}) and problems(parameters, {"pair": [1, "a"]})
+
+
+def test_multiples_are_those_of_the_numbers_as_they_are_written():
+    parameters = {"properties": {"price": {"type": "number", "multipleOf": 0.01}}}
+    for price in (19.99, 0.07, 3, 1e308, 10**400, -4.35):
+        assert not problems(parameters, {"price": price}), price
+    for price in (19.995, float("inf"), float("nan"), "19.99"):
+        assert problems(parameters, {"price": price}), price
+    assert problems({"properties": {"price": {"multipleOf": 3}}}, {"price": 10**30})
+
+
+def test_unique_items_are_found_without_comparing_each_with_each():
+    parameters = {"properties": {"items": {"type": "array", "uniqueItems": True}}}
+    start = time.perf_counter()
+    many = [{"key": number, "parts": [number, str(number)]} for number in range(20_000)]
+    assert not problems(parameters, {"items": many}) and problems(parameters, {"items": [*many, many[7]]})
+    assert time.perf_counter() - start < 10
+    for right in ([1, "1"], [1, True], [0, False, None], [[1], [True]], [{"a": 1}, {"a": True}], [{}, []]):
+        assert not problems(parameters, {"items": right}), right
+    for wrong in ([1, 1.0], [[1], [1.0]], [{"a": 1, "b": 2}, {"b": 2.0, "a": 1}], [None, None]):
+        assert problems(parameters, {"items": wrong}), wrong
+
+
+def test_references_that_unfold_without_bounds_are_refused_at_once():
+    defs = {"d0": TEXT}
+    for level in range(1, 30):
+        defs[f"d{level}"] = {"properties": {name: {"$ref": f"#/$defs/d{level - 1}"} for name in "ab"}}
+    start = time.perf_counter()
+    with pytest.raises(ToolSchemaError, match=r"its references unfold to more than 20,000 parts"):
+        make({"properties": {"a": {"$ref": "#/$defs/d29"}}, "$defs": defs})
+    assert time.perf_counter() - start < 5

@@ -16,24 +16,6 @@ def test_it_runs_functions_on_daemon_threads():
     assert thread.daemon and thread is not threading.main_thread()
 
 
-def test_a_timeout_error_of_the_job_is_not_the_pools():
-    def fail():
-        raise TimeoutError("inner")
-
-    with pytest.raises(TimeoutError, match="inner"):
-        asyncio.run(DaemonThreadPool(1).run(fail, timeout_s=5))
-    with pytest.raises(JobTimeoutError):
-        asyncio.run(DaemonThreadPool(1).run(lambda: time.sleep(0.5), timeout_s=0.05))
-
-
-def test_a_thousand_jobs_all_come_back_in_their_place():
-    async def main():
-        pool = DaemonThreadPool(16)
-        return await asyncio.gather(*[pool.run(lambda number=number: number) for number in range(1000)])
-
-    assert asyncio.run(main()) == list(range(1000))
-
-
 def test_a_queued_job_that_is_cancelled_never_runs():
     ran = []
     release = threading.Event()

@@ -144,18 +144,6 @@ def test_a_table_is_read_with_all_its_rows_and_cells(is_inside):
     assert (rows[0] if is_inside else rows)[199] == {"city": "city 199", "note": "x" * 120}
 
 
-def test_a_long_table_is_cut_with_the_note():
-    pandas = pytest.importorskip("pandas")
-
-    def listing() -> str:
-        """List."""
-        return pandas.DataFrame(TABLE)
-
-    executor = ToolExecutor([Tool(listing, max_result_chars=500)])
-    (result,) = asyncio.run(executor.execute([ToolCall(name="listing", arguments={})]))
-    assert result.is_truncated and result.content.startswith("city,note\ncity 0,x") and result.error is None
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
