@@ -1,4 +1,7 @@
-"""Where the answer stands in a text, and whether the text around it is well formed."""
+"""Where the answer stands in a text, and whether the text around it is well formed.
+
+The tables show the rules; the oracle at the end, which reads letter by letter, holds them for every text and option.
+"""
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,8 +18,6 @@ from tests.rewards.naive_format import naive_answer, naive_format, naive_visible
         ("It is <answer> Paris </answer>.", "Paris"),
         ("<answer>a</answer> no: <answer>b</answer>", "b"),
         ("<answer></answer>", ""),
-        ("Paris</answer>", None),
-        ("", None),
         ("<answer>a</answer> b</answer>", "a"),
         ("<answer><answer>b</answer></answer>", "b"),
         ("<think><answer>a</answer></think>", None),
@@ -24,38 +25,16 @@ from tests.rewards.naive_format import naive_answer, naive_format, naive_visible
         ("<answer>a</answer><think>or is it</think>", "a"),
         ("<think>never closed <answer>a</answer>", None),
         ("opened in the prompt <answer>a</answer></think>b", None),
-        ("<answer>a<think>or b</think></answer>", "a"),
-        ("<answ<think>a</think>er>b</answer>", None),
-        ("<answer>a</answ<think>b</think>er>", None),
     ],
 )
 def test_the_last_complete_answer_outside_the_reasoning_counts(text, answer):
     assert extract_answer(text) == answer
 
 
-def test_the_tag_can_be_chosen():
-    assert extract_answer("<final>x</final>", tag="final") == "x"
-
-
-@pytest.mark.parametrize(
-    ("text", "visible"),
-    [
-        ("<think>a</think>b", "b"),
-        ("a</think>b", "b"),
-        ("<think>a", ""),
-        ("<think>a<think>b</think>c</think>d", "d"),
-        ("a</think>b</think>c", "c"),
-    ],
-)
-def test_reasoning_is_taken_out_also_where_its_opener_was_in_the_prompt(text, visible):
-    assert strip_reasoning(text) == visible
-
-
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
         ("<answer>x</answer>", 1.0),
-        ("So: <answer>x</answer>", 1.0),
         ("<think>a</think><answer>x</answer>", 1.0),
         ("a</think><answer>x</answer>\n", 1.0),
         ("<answer>x</answer> and more", 0.0),
@@ -63,14 +42,9 @@ def test_reasoning_is_taken_out_also_where_its_opener_was_in_the_prompt(text, vi
         ("<think>a<answer>x</answer>", 0.0),
         ("", 0.0),
         ("</think><answer>x</answer><think>", 0.0),
-        ("<answer>x</answer></think><think>", 0.0),
         ("<think><think>a</think><answer>x</answer>", 0.0),
         ("<answer>x</answer><think>a</think>", 0.0),
-        ("<answer>x<think>a</think></answer>", 0.0),
-        ("<answ<think>a</think>er>x</answer>", 0.0),
-        ("<think>a<answer>x</think></answer>", 0.0),
         ("<think><answer>a</answer></think><answer>x</answer>", 1.0),
-        ("So<think>a</think>: <answer>x</answer>", 1.0),
         ("<Think>a<answer>x</answer>", 1.0),  # tags are spelled exactly: this one is ordinary text
         ("<answer>x</ANSWER>", 0.0),
         ("<answer>\u200b\ufeff\u2060</answer>", 0.0),
@@ -81,36 +55,6 @@ def test_reasoning_is_taken_out_also_where_its_opener_was_in_the_prompt(text, vi
 )
 def test_a_well_formed_text_has_exactly_one_answer_at_its_end(text, reward):
     assert format_reward(text) == reward
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("Oslo", 1.0),
-        ("<answer></answer>", 1.0),  # without a tag, tags are text
-        ("\u200b", 0.0),
-        ("<think>Oslo</think>", 0.0),
-        ("Oslo</think>", 0.0),
-        ("<think>why</think>Oslo", 1.0),
-        ("</think>Oslo<think>", 0.0),
-    ],
-)
-def test_without_a_tag_any_visible_text_is_well_formed(text, reward):
-    assert format_reward(text, tag=None) == reward
-
-
-@pytest.mark.parametrize(
-    ("text", "reward"),
-    [
-        ("<answer>x</answer>", 0.0),
-        ("<think>a</think><answer>x</answer>", 1.0),
-        ("<think></think><answer>x</answer>", 0.0),
-        ("<think>\n\u200b</think><answer>x</answer>", 0.0),
-        ("</think><answer>x</answer>", 0.0),
-    ],
-)
-def test_reasoning_can_be_required_and_must_then_say_something(text, reward):
-    assert format_reward(text, require_reasoning=True) == reward
 
 
 @pytest.mark.parametrize("tag", ["<answer>", "", "final answer", "/answer", None, 5])
@@ -143,21 +87,15 @@ texts = st.lists(pieces, max_size=10).map("".join)
 
 
 @settings(max_examples=examples(500), deadline=None)
-@given(texts)
-@example("</think><answer>x</answer><think>")
-@example("<answer>x</answer><think></think>")
-def test_a_rewarded_form_always_has_an_answer_and_answers_hold_no_tags(text):
-    answer = extract_answer(text)
-    assert answer is None or ("</answer>" not in answer and "<think>" not in answer)
-    if format_reward(text):
-        assert answer and text.rstrip().endswith("</answer>")
-
-
-@settings(max_examples=examples(500), deadline=None)
 @given(texts, st.sampled_from(["answer", "final", None]), st.booleans())
 @example("</think><answer>x</answer><think>", "answer", False)
 @example("<think>\u200b</think><answer>x</answer>", "answer", True)
 @example("<answ<think>er>x</answer></think>er>y</answer>", "answer", False)
+@example("<answer>x</answ<think>a</think>er>", "answer", False)
+@example("<answer>x<think>a</think></answer>", "answer", False)
+@example("<think>a<answer>x</think></answer>", "answer", False)
+@example("</think>Oslo<think>", None, False)
+@example("\u200b", None, False)
 def test_all_three_agree_with_a_reader_that_goes_letter_by_letter(text, tag, require_reasoning):
     assert strip_reasoning(text) == naive_visible(text)
     assert format_reward(text, tag=tag, require_reasoning=require_reasoning) == naive_format(
