@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
 from agent_r1_trl.generation import TransformersGenerator
+from agent_r1_trl.update import one_call
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.packed_attention import (
     LENGTHS,
@@ -179,6 +180,14 @@ def test_flash_attention_knows_no_shared_prefixes(tmp_path):
     with pytest.raises(ValueError, match=r"'flash_attention_2', which knows no prefix.*Set update_layout='packed'"):
         UpdateLayout(make_args(tmp_path, update_layout="shared")).prepare(model)
     UpdateLayout(make_args(tmp_path, update_layout="packed")).prepare(model)
+
+
+def test_on_a_gpu_a_model_with_flash_attention_shares_prefixes_by_pytorchs(tmp_path, monkeypatch):
+    monkeypatch.setattr(one_call, "is_on_this_machine", lambda: True)
+    model = make_model("qwen3")
+    model.config._attn_implementation = "flash_attention_2"
+    UpdateLayout(make_args(tmp_path, update_layout="shared")).prepare(model)
+    assert model.config._attn_implementation == PACKED_ATTENTION
 
 
 def test_models_of_one_update_have_one_kind_of_attention(tmp_path):

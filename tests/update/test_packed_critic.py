@@ -6,6 +6,7 @@ import torch
 from agent_r1_trl.critic.attach import is_critic_name
 from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.update.layout import UpdateLayout
+from tests.fake_kernels import in_one_call
 from tests.trainers.helpers import loss_and_gradients, move_weights, scored_batch
 from tests.trainers.test_ppo_critics import ragged
 from tests.trainers.test_ppo_trainer import KINDS, make_ppo, random_head
@@ -51,23 +52,29 @@ def assert_as_padded(found):
             torch.testing.assert_close(own_gradients[name], gradient, atol=1e-5, rtol=1e-4, msg=f"{layout} {name}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_critic_reads_packed_rows(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [*((kind, None) for kind in KINDS), ("head", "flash"), ("adapter", "efficient"), ("model", "flash")],
+)
+def test_every_critic_reads_packed_rows(tmp_path, kind, kernel, monkeypatch):
     trainer = make_ppo(
         tmp_path, kind, train_dataset=ragged(), num_iterations=2, bootstrap_truncated=True,
         script=some_never_answer, max_turns=2,
     )  # fmt: skip
-    found = batches_and_losses(trainer)
+    with in_one_call(monkeypatch, kernel):
+        found = batches_and_losses(trainer)
     stops = [trajectory.stop_reason.is_truncated for trajectory in trainer.last_trajectories]
     assert any(stops), "some values are bootstrapped"
     assert not all(stops)
     assert_as_padded(found)
 
 
-def test_gradient_checkpointing_recomputes_the_critics_pass_under_its_adapter(tmp_path):
+@pytest.mark.parametrize("kernel", [None, "efficient"])
+def test_gradient_checkpointing_recomputes_the_critics_pass_under_its_adapter(tmp_path, kernel, monkeypatch):
     trainer = make_ppo(tmp_path, "adapter", gradient_checkpointing=True)
     trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_as_padded(batches_and_losses(trainer))
+    with in_one_call(monkeypatch, kernel):
+        assert_as_padded(batches_and_losses(trainer))
 
 
 def test_a_critic_may_train_on_rows_that_left_the_policys_loss(tmp_path):

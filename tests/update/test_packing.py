@@ -18,6 +18,7 @@ from agent_r1_trl.update.batches import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
 from agent_r1_trl.update.packing import PackedSegment, pack, packed_log_probs
+from tests.fake_kernels import in_one_call
 from tests.trainers.helpers import loss_and_gradients, make_trainer, scored_batch
 
 # -------------------------------------------------------------------- the row
@@ -181,22 +182,7 @@ def gradients_of(model, log_probs, entropies, weights):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    ("share_prefixes", "step"), [(False, 100), (True, 100), (True, 2)], ids=["packed", "shared", "shared, in steps"]
-)
-@pytest.mark.parametrize("rows", [ragged, forked])
-@pytest.mark.parametrize(
-    ("kind", "checkpointing"),
-    [
-        ("qwen3", False),
-        ("windows in some layers", False),
-        ("windows in all layers", False),
-        ("llama", True),
-        *(pytest.param(*both, marks=pytest.mark.matrix) for both in OTHERS),
-    ],
-)
-def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, step, checkpointing, rows, monkeypatch):
-    monkeypatch.setattr(packing, "STEP_ON_CPU", step)
+def assert_packed_equals_padded(kind, rows, *, share_prefixes, checkpointing):
     family, options = MODELS[kind]
     model = make_model(family, **options).train()
     ids, mask, scored = rows()
@@ -215,6 +201,25 @@ def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, step, chec
     for ours, theirs in zip(packed, expected, strict=True):
         torch.testing.assert_close(ours, theirs * scored, atol=1e-5, rtol=0)
     torch.testing.assert_close(gradients_of(model, *packed, weights), gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("share_prefixes", "step"), [(False, 100), (True, 100), (True, 2)], ids=["packed", "shared", "shared, in steps"]
+)
+@pytest.mark.parametrize("rows", [ragged, forked])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        ("qwen3", False),
+        ("windows in some layers", False),
+        ("windows in all layers", False),
+        ("llama", True),
+        *(pytest.param(*both, marks=pytest.mark.matrix) for both in OTHERS),
+    ],
+)
+def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, step, checkpointing, rows, monkeypatch):
+    monkeypatch.setattr(packing, "STEP_ON_CPU", step)
+    assert_packed_equals_padded(kind, rows, share_prefixes=share_prefixes, checkpointing=checkpointing)
 
 
 @pytest.mark.parametrize("share_prefixes", [False, True])
@@ -311,7 +316,9 @@ def assert_same_run(first, second):
     torch.testing.assert_close(second.model.state_dict(), first.model.state_dict(), atol=2e-4, rtol=1e-3)
 
 
-def test_a_lora_run_packs(tmp_path):
+@pytest.mark.parametrize("kernel", [None, "flash", "efficient"])
+def test_a_lora_run_packs(tmp_path, kernel, monkeypatch):
+    """Next to a reference, the model without its adapter."""
     from peft import LoraConfig
 
     losses = []
@@ -321,5 +328,6 @@ def test_a_lora_run_packs(tmp_path):
             tmp_path / layout, update_layout=layout, beta=0.1,
             peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
         )  # fmt: skip
-        losses.append(loss_and_gradients(trainer, scored_batch(trainer)))
+        with in_one_call(monkeypatch, kernel):
+            losses.append(loss_and_gradients(trainer, scored_batch(trainer)))
     torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=1e-5)

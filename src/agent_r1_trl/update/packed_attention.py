@@ -1,8 +1,9 @@
 """Attention in a packed row (`packing.py`), by what the model was loaded with.
 
-- `sdpa`: a call for each segment, sliding windows included; soft-capped scores and attention sinks are refused.
-- `flash_attention_2` and its kin: one call with the lengths of the rows, which transformers passes on; it knows no
-  shared prefixes.
+- `sdpa`: on a CUDA GPU one call for all segments (`one_call.py`), elsewhere a call for each segment. Sliding windows
+  are covered; soft-capped scores and attention sinks are refused.
+- `flash_attention_2` and its kin: one call with the lengths of the rows, which transformers passes on. It knows no
+  shared prefixes, so the layout `shared` computes these models as `sdpa` ones.
 
 Causal models that use transformers' attention interface are covered; all else is refused.
 """
@@ -17,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.utils.generic import is_flash_attention_requested
+
+from agent_r1_trl.update import one_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +56,27 @@ def packed_attention(
         )
     window = options.get("sliding_window")
     _check_layer(module, options)
+    kernel = one_call.choose_kernel(query, key, value)
+    if kernel is not None and packed_layout.offsets is not None:
+        together = one_call.attend(
+            kernel, query, key, value, packed_layout.offsets, scaling=scaling, dropout=dropout, window=window
+        )
+        return together, None
+    one_by_one = _attend_one_by_one(query, key, value, packed_layout, scaling=scaling, dropout=dropout, window=window)
+    return one_by_one, None
+
+
+def _attend_one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_layout: Layout,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    """(1, N, heads, D') by a call of PyTorch's attention for each segment; arguments as of `one_call.attend`."""
     groups = query.shape[1] // key.shape[1]
     outputs = []
     # Split, never sliced: the gradient of each slice is as large as the whole row.
@@ -77,7 +101,7 @@ def packed_attention(
             )
         )
     # Contiguous, as transformers' own functions return it: some models take a view of it.
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def _check_layer(module: nn.Module, options: dict[str, Any]) -> None:
@@ -115,9 +139,10 @@ def use_packed_attention(base: PreTrainedModel, *, name: str = "the model", shar
         raise ValueError(
             f"update_layout: {name} has {flaw}. {fix}{', or set' if fix else 'Set'} update_layout='grouped'."
         )
-    if used == "sdpa":
-        config._attn_implementation = PACKED_ATTENTION
-    return LENGTHS if _is_flash(used) else SEGMENTS
+    if _is_flash(used) and not share_prefixes:
+        return LENGTHS
+    config._attn_implementation = PACKED_ATTENTION
+    return SEGMENTS
 
 
 def _flaw(base: PreTrainedModel, *, share_prefixes: bool) -> tuple[str, str]:
@@ -131,7 +156,7 @@ def _flaw(base: PreTrainedModel, *, share_prefixes: bool) -> tuple[str, str]:
         return f"layers of the kinds {', '.join(sorted(others))}, which packed rows do not cover", ""
     if not _is_flash(used) and used not in ("sdpa", PACKED_ATTENTION):
         return f"{what}, which packed rows do not cover", "Load it with attn_implementation='sdpa'"
-    if _is_flash(used) and share_prefixes:
+    if _is_flash(used) and share_prefixes and not one_call.is_on_this_machine():
         fix = "Set update_layout='packed', load it with attn_implementation='sdpa'"
         return f"{what}, which knows no prefix that rows share", fix
     return "", ""

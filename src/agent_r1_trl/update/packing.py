@@ -24,21 +24,19 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from agent_r1_trl.update import one_call
 from agent_r1_trl.update.kept_head import kept_head
 from agent_r1_trl.update.packed_attention import SEGMENTS, attention_inputs
 from agent_r1_trl.update.sampling_masks import SamplingMasks
 
-if TYPE_CHECKING:
-    pass
-
 STEP, STEP_ON_CPU = 1024, 256
-"""Tokens of a branch that one call of the attention computes; on a GPU calls cost more than what they compute."""
+"""Tokens of a branch that one call of the attention computes, on devices where each segment has a call of its own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,8 @@ class Layout:
     """(number of scored tokens,) which of the S stands for each of them."""
     places: torch.Tensor
     """(number of scored tokens,) where each of them stands in the flattened (B, T)."""
+    offsets: one_call.Offsets | None = None
+    """All segments in one call of the attention; None on devices where each has a call of its own."""
     _masks: dict[tuple, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, queries: int, keys: int, like: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -192,9 +192,17 @@ def pack(
     copies = torch.arange(len(sources))
     kept = None if kept_ids is None else SamplingMasks.of(kept_ids).to("cpu")[scored]
     if share_prefixes:
-        sources, labels, copies, kept = _one_of_each(sources, labels, kept)
+        sources, labels, copies, kept = _one_of_each(sources, labels, kept, pieces)
+    segments = [piece.segment for piece in pieces]
+    offsets = None
+    if one_call.has_one_call(device) and attention == SEGMENTS:
+        ranges = [(segment.start, segment.end) for segment in segments]
+        offsets = one_call.make_offsets(ranges, [segment.prefix for segment in segments], device)
+    else:
+        segments = [step for segment in segments for step in _in_steps(segment, device)]
     layout = Layout(
-        segments=[step for piece in pieces for step in _in_steps(piece.segment, device)],
+        segments=segments,
+        offsets=offsets,
         scored=scored.to(device),
         sources=sources.to(device),
         copies=copies.to(device),
@@ -224,18 +232,52 @@ def _places(pieces: list[_Piece], starts: list[int], shape: torch.Size) -> torch
 
 
 def _one_of_each(
-    sources: torch.Tensor, labels: torch.Tensor, kept: SamplingMasks | None
+    sources: torch.Tensor, labels: torch.Tensor, kept: SamplingMasks | None, pieces: list[_Piece]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, SamplingMasks | None]:
-    """One of the scored tokens that have the same source, label and sampling mask, and which of these each one is."""
-    alike = [sources, labels]
+    """One of the scored tokens that have the same source, label and sampling mask, and which of these each one is.
+
+    They come in the order of their sources and labels. Only sources in pieces of several rows can have the same: these
+    alone are sorted, since sorting all of them would take most of the time of packing.
+    """
+    size = pieces[-1].segment.end
+    in_several_rows = torch.zeros(size, dtype=torch.bool)
+    for piece in pieces:
+        in_several_rows[piece.segment.start : piece.segment.end] = len(piece.rows) > 1
+    may_repeat = in_several_rows[sources]
+    columns = [sources[may_repeat], labels[may_repeat]]
     if kept is not None:
-        alike.append(kept.numbers())
-    different, copies = torch.stack(alike, dim=1).unique(dim=0, return_inverse=True)
+        columns.append(kept[may_repeat].numbers())
+    repeated, number_of_each = _number_rows(columns)
+    single_sources = sources[~may_repeat]
+
+    num_at = single_sources.bincount(minlength=size) + repeated.bincount(minlength=size)
+    first_at = num_at.cumsum(0) - num_at  # (N,) number of the first one with this source
+    rank = torch.arange(len(repeated)) - torch.searchsorted(repeated, repeated)
+    copies = torch.empty_like(sources)
+    copies[~may_repeat] = first_at[single_sources]
+    copies[may_repeat] = (first_at[repeated] + rank)[number_of_each]
+
+    one_of_each = torch.zeros(int(num_at.sum()), dtype=torch.long).scatter(0, copies, torch.arange(len(copies)))
     if kept is not None:
-        numbers = torch.arange(len(copies))
-        one_of_each = torch.zeros(len(different), dtype=torch.long).scatter(0, copies, numbers)
         kept = kept.select(one_of_each)
-    return different[:, 0], different[:, 1], copies, kept
+    return sources[one_of_each], labels[one_of_each], copies, kept
+
+
+def _number_rows(columns: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first column of the different rows of a table, in the order of their values, and the number of each row.
+
+    One number stands for each pair of values, since `unique(dim=0)` takes twenty times as long.
+
+    Args:
+        columns: (n,) each, not negative.
+    """
+    numbers = columns[0]
+    for column in columns[1:]:
+        numbers = numbers.unique(return_inverse=True)[1]
+        numbers = numbers * (int(column.max()) + 1 if len(column) else 1) + column
+    different, number_of_each = numbers.unique(return_inverse=True)
+    first = torch.zeros_like(different).scatter(0, number_of_each, columns[0])
+    return first, number_of_each
 
 
 def needed_columns(scored: torch.Tensor, num_prompt: int) -> torch.Tensor:

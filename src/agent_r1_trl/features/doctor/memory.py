@@ -176,7 +176,7 @@ class MemorySetup:
 
     @property
     def needs_masks(self) -> bool:
-        """PyTorch's own attention needs masks of padding and shared prefixes; flash and flex attention need none."""
+        """PyTorch's own attention needs masks of padding; flash and flex attention need none."""
         return self.attn_implementation in (None, "sdpa", "eager")
 
     @property
@@ -303,8 +303,12 @@ def _update(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     yield Line(
         f"activations of {setup.micro_batch_tokens:,} tokens", graphs * setup.micro_batch_tokens * per_token, "update"
     )
-    if setup.update_layout == "shared" and setup.needs_masks:  # of rows behind a shared prefix
-        yield Line("attention masks", graphs * scored * setup.row_tokens * setup.compute_bytes, "update")
+    if setup.update_layout == "shared":  # every row gathers the keys and values of its prefix
+        rows = -(-scored // setup.max_completion_length)
+        in_layer = 2 * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
+        kept_layers = 1 if setup.gradient_checkpointing else layers
+        gathered = rows * setup.prompt_tokens * in_layer * kept_layers
+        yield Line("keys and values behind prefixes", graphs * gathered, "update")
     # A tile of logits with two float32 copies; float32 gradients of hidden states and head.
     tile = min(scored, HEAD_TILE[0]) * min(shape.vocab_size, HEAD_TILE[1])
     head = 0 if shape.num_adapter_parameters else shape.vocab_size * shape.hidden_size
@@ -326,7 +330,6 @@ def token_bytes(setup: MemorySetup) -> float:
     shape, inner, outer = setup.shape, setup.compute_bytes, setup.weight_bytes
     joined = shape.num_heads * shape.head_dim
     in_head_norms = (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.has_head_norms else 0
-    # Packed rows share their masks among all layers.
     mask = setup.row_tokens * inner if setup.needs_masks and not setup.is_packed else 0
     common = 4 * shape.num_heads + mask
     if not shape.num_adapter_parameters:
