@@ -15,8 +15,7 @@ from agent_r1_trl.chat.errors import ChatFormatError
 from agent_r1_trl.chat.rendering import calling
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.features.doctor import run_doctor
-from agent_r1_trl.generation import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
+from agent_r1_trl.testing import roll_out
 from agent_r1_trl.tools import Tool
 from agent_r1_trl.trajectory import Author, StopReason
 from tests.chat.test_family_calls import TOOLS
@@ -165,13 +164,7 @@ def test_a_rollout_has_exact_ids_and_masks_and_makes_each_call_once(row):
         message["tool_calls"][0]["id"] = ""
     turns = [chat.encode_reply(message) for message in script]
     env = _Env(len(script))
-    limits = RolloutLimits(max_turns=9, max_completion_length=4000)
-    generator = ScriptedGenerator(turns, stop_token_ids=chat.stop_token_ids)
-    runner = RolloutRunner(lambda: env, generator, chat, limits)
-    try:
-        trajectory = runner.run([RolloutRequest(example={})])[0]
-    finally:
-        runner.close()
+    (trajectory,) = roll_out(lambda: env, turns, [{}], chat=chat, max_turns=9, max_completion_length=4000)
 
     assert trajectory.stop_reason is StopReason.DONE, trajectory.error
     # Masks: exactly what was sampled; authors: exactly what the environment said.

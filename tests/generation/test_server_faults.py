@@ -16,8 +16,7 @@ from agent_r1_trl.generation import GenerationError, GenerationRequest, VLLMServ
 from agent_r1_trl.generation.base import TrajectorySlot, current_slot
 from agent_r1_trl.generation.vllm import server_routes
 from agent_r1_trl.generation.vllm.settings import ServerSettings
-from agent_r1_trl.rollout import RolloutLimits, RolloutRequest, RolloutRunner
-from agent_r1_trl.testing import AddEchoEnv, chat_of
+from agent_r1_trl.testing import AddEchoEnv, chat_of, roll_out
 from agent_r1_trl.trajectory import StopReason
 from tests.fake_vllm import BASE, FakeServer
 from tests.generation.helpers import SAMPLED, tiny_model
@@ -320,15 +319,7 @@ class Echo(AddEchoEnv):
         return [{"role": "user", "content": "on"}], 0.0, False, {}
 
 
-def roll_out(generator, **limits):
-    """One trajectory of at most two turns, on a server; the prompt has some 20 tokens."""
-    limits = RolloutLimits(max_turns=2, **({"max_tokens_per_turn": 8} | limits))
-    runner = RolloutRunner(Echo, generator, chat_of(), limits, retry_failed=2)
-    try:
-        return runner.run([RolloutRequest(example={"prompt": PROMPT})])[0]
-    finally:
-        runner.stop()
-        runner.close()
+ON_A_SERVER = {"max_turns": 2, "max_tokens_per_turn": 8, "retry_failed": 2}
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["that tells its context", "that does not tell"])
@@ -341,7 +332,7 @@ def test_what_is_longer_than_the_context_of_a_server_ends_as_with_local_engines(
     with FakeServer() as server:
         server.context, server.tells_context = len(chat_of().encode_prompt(PROMPT)) + room, tells
         with generator_on(server) as generator:
-            trajectory = roll_out(generator)
+            (trajectory,) = roll_out(Echo, generator, **ON_A_SERVER)
     assert trajectory.stop_reason is stop and trajectory.failed_tries == []
     assert sum(trajectory.action_mask) == num_sampled and server.num_refused == (0 if tells else 1)
     assert (trajectory.error is None) == bool(room) or tells
@@ -350,7 +341,7 @@ def test_what_is_longer_than_the_context_of_a_server_ends_as_with_local_engines(
 def test_a_request_that_a_server_does_not_know_is_named_and_not_repeated():
     with FakeServer() as server, generator_on(server) as generator:
         server.refusal = "min_p must be in [0, 1], got 7."
-        trajectory = roll_out(generator)
+        (trajectory,) = roll_out(Echo, generator, **ON_A_SERVER)
     assert trajectory.stop_reason is StopReason.GENERATION_ERROR
     assert "min_p must be in [0, 1]" in trajectory.error and "correct what it names" in trajectory.error
     assert trajectory.failed_tries == [] and server.num_refused == 1

@@ -16,6 +16,7 @@ import time
 import pytest
 import torch
 
+from agent_r1_trl import testing
 from agent_r1_trl.environments.factory import tool_schemas
 from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.generation import Generation, ScriptedGenerator
@@ -56,15 +57,8 @@ def roll_out_each(envs, bad_turns, *, family="qwen3", **limits):
         turns = good_turns if request.prompt_ids[: len(good_prompt)] == good_prompt else bad_turns
         return turns[min(request.turn, len(turns) - 1)]
 
-    generator = ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids)
-    order = iter(envs)
-    runner = RolloutRunner(
-        lambda: next(order)(), generator, chat, RolloutLimits(**({"max_turns": 4, "max_concurrency": 1} | limits))
-    )
-    try:
-        return runner.run([RolloutRequest(example={"prompt": PROMPT}, example_id=str(i)) for i in range(len(envs))])
-    finally:
-        runner.close()
+    order, limits = iter(envs), {"max_turns": 4, "max_concurrency": 1} | limits
+    return testing.roll_out(lambda: next(order)(), script, [{"prompt": PROMPT}] * len(envs), chat=chat, **limits)
 
 
 def bad_among_good(env, bad_turns, *, family="qwen3", **limits):

@@ -14,17 +14,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.generation import ScriptedGenerator
+from agent_r1_trl import testing
 from agent_r1_trl.generation.scripted import ScriptedTurn
-from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
-from agent_r1_trl.testing import call, calls, chat_of, say
+from agent_r1_trl.testing import ScriptedPolicy, call, calls, chat_of, say
 from agent_r1_trl.trainers.rewards import environment_reward
 from agent_r1_trl.trainers.rollouts import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.rows import pad_lists, pad_tokens
 from tests.effort import examples
 from tests.rollout.helpers import PROMPT, Recorder, sampled_ids, scene
-from tests.toys import limits_of
+from tests.toys import unfold
 from tests.trainers.helpers import make_trainer, scored_batch
 
 pytestmark = pytest.mark.fuzz
@@ -145,17 +144,11 @@ class RolledOut(NamedTuple):
 
 def roll_out(family, conversation):
     chat = chat_of(family)
-    script = [turn if isinstance(turn, Exception) else _numbered(index, turn) for index, turn in _padded(conversation)]
-    sampler = Recorder(ScriptedGenerator(lambda request: script[request.turn], stop_token_ids=chat.stop_token_ids))
-    runner = RolloutRunner(conversation.env, sampler, chat, limits_of(**conversation.limits))
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
-    runner.close()
+    turns = [*conversation.turns, *[conversation.turns[-1]] * 3]  # it goes on until a limit is reached
+    script = [turn if isinstance(turn, Exception) else _numbered(index, turn) for index, turn in enumerate(turns)]
+    sampler = Recorder(ScriptedPolicy(script, chat))
+    (trajectory,) = testing.roll_out(conversation.env, sampler, chat=chat, **unfold(conversation.limits))
     return RolledOut(trajectory, sampler)
-
-
-def _padded(conversation):
-    """An empty prompt-and-answer cannot be told from its prompt, so the script is asked by turn and goes on."""
-    return enumerate([*conversation.turns, *[conversation.turns[-1]] * 3])
 
 
 def _numbered(index, ids):

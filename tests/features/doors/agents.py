@@ -5,12 +5,11 @@ import json
 
 import aiohttp
 
+from agent_r1_trl import testing
 from agent_r1_trl.features.doors import AgentEnv
-from agent_r1_trl.generation.scripted import ScriptedGenerator
-from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
-from agent_r1_trl.testing import add, chat_of, echo
+from agent_r1_trl.testing import ScriptedPolicy, add, chat_of, echo
 from tests.rollout.helpers import PROMPT, Recorder, check_rows
-from tests.toys import limits_of
+from tests.toys import unfold
 
 TOOLS = [add.schema, echo.schema]
 
@@ -58,16 +57,12 @@ def roll_out(
     chat = chat or chat_of(family)
 
     def script(request):
-        turn = turns(request) if callable(turns) else turns[request.index % len(turns)]
-        return chat.encode_reply(turn) if isinstance(turn, dict) else turn
+        return turns(request) if callable(turns) else turns[request.index % len(turns)]
 
-    said = generator or ScriptedGenerator(script, stop_token_ids=chat.stop_token_ids, delay_s=delay_s)
-    recorder = Recorder(said)
+    recorder = Recorder(generator or ScriptedPolicy(script, chat, delay_s=delay_s))
     env = env or functools.partial(AgentEnv, agent)
-    runner = RolloutRunner(env, recorder, chat, limits_of(**({"context": "agent"} | limits)))
-    requests = [RolloutRequest(example={"prompt": PROMPT}, example_id=str(i), seed=i) for i in range(examples)]
-    trajectories = runner.run(requests)
-    runner.close()
+    rows, limits = [{"prompt": PROMPT}] * examples, {"context": "agent"} | unfold(limits)
+    trajectories = testing.roll_out(env, recorder, rows, chat=chat, **limits)
     return (trajectories[0] if examples == 1 else trajectories), recorder
 
 
