@@ -36,11 +36,11 @@ def test_an_exception_is_raised_by_the_sampler_and_log_probs_are_those_of_the_tu
 
 
 def test_a_script_that_is_too_short_is_refused_with_what_the_environment_said_last():
-    with pytest.raises(ValueError, match=r"ends after 1 turns, and the environment goes on with '5'.*max_turns=1"):
+    with pytest.raises(ValueError, match=r"ends after 1 turn\(s\), and the environment goes on with '5'.*max_turns=1"):
         roll_out(AddEnv, [call("add", a=2, b=3)])
     (trajectory,) = roll_out(AddEnv, [call("add", a=2, b=3)], max_turns=1)
     assert trajectory.stop_reason is StopReason.MAX_TURNS
-    with pytest.raises(ValueError, match="ends after 0 turns"):
+    with pytest.raises(ValueError, match="ends after 0 turn"):
         roll_out(AddEnv, [])
 
 
@@ -98,6 +98,14 @@ def test_rows_limits_and_seeds_reach_the_environment():
 def test_a_message_that_the_template_cannot_write_is_refused_by_name():
     with pytest.raises(ValueError, match=r"(?s)turns: the chat template cannot write .*'add'.*single tool-calls"):
         roll_out(AddEnv, [calls(("add", {}), ("add", {})), say()], chat=chat_of("llama3"))
+
+
+@pytest.mark.parametrize("turn", [say(), "7.5"])
+def test_one_turn_or_one_row_is_no_list(turn):
+    with pytest.raises(ValueError, match=r"turns=.* is one turn\. Pass a list"):
+        roll_out(AddEnv, turn)
+    with pytest.raises(ValueError, match=r"examples=.* is one row\. Pass a list"):
+        roll_out(AddEnv, [turn], {"prompt": "Go."})
 
 
 @pytest.mark.parametrize(("env", "said"), [(AddEnv(), "instance"), (None, "env=None"), (str, "reset and step")])

@@ -34,7 +34,8 @@ class ScriptedPolicy(ScriptedGenerator):
         delay_s: seconds that every turn takes.
 
     Raises:
-        ValueError: the chat template cannot write a message of the list, such as two calls in one turn with Llama's.
+        ValueError: `turns` is a single turn, or the chat template cannot write a message of the list, such as two
+            calls in one turn with Llama's.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class ScriptedPolicy(ScriptedGenerator):
         *,
         delay_s: float = 0.0,
     ) -> None:
+        if isinstance(turns, (dict, str)):
+            raise ValueError(f"turns={turns!r:.200} is one turn. Pass a list of turns: [{turns!r:.40}].")
         self.chat = chat or _default_chat()
         self.num_missing = 0
         """Number of requests for a turn after the last one of the script; each ends its trajectory."""
@@ -125,8 +128,8 @@ def roll_out(
         B trajectories, in the order of the examples.
 
     Raises:
-        ValueError: the script is too short or cannot be written in the chat format, a limit is out of range, or `env`
-            makes no environments.
+        ValueError: the script is too short, no list, or cannot be written in the chat format; a limit is out of
+            range; or `env` makes no environments.
         Exception: what the environment's author got wrong in a reward, as in training.
     """
     if isinstance(turns, ScriptedPolicy):
@@ -136,6 +139,8 @@ def roll_out(
     factory = resolve_env_factory(env)
     if factory is None:
         raise ValueError("env=None makes no environments. Pass the class, or a function that makes one.")
+    if isinstance(examples, (dict, str)):
+        raise ValueError(f"examples={examples!r:.200} is one row. Pass a list of rows, one for each trajectory.")
     requests = [
         RolloutRequest(example=dict(row), example_id=str(row.get("id", index)), seed=index, reset_seed=reset_seed)
         for index, row in enumerate(examples)
@@ -163,7 +168,7 @@ def _check_script(generator: Generator, trajectories: Sequence[Trajectory]) -> N
     longest = max(trajectories, key=lambda item: len(item.turns))
     num_turns, told = len(longest.turns), longest.messages[-1].get("content")
     raise ValueError(
-        f"turns: the script ends after {num_turns} turns, and the environment goes on with {told!r:.300}. "
+        f"turns: the script ends after {num_turns} turn(s), and the environment goes on with {told!r:.300}. "
         f"Say one more turn, let the environment end there, or set max_turns={max(1, num_turns)}."
     )
 
