@@ -293,11 +293,7 @@ def test_an_environment_cannot_change_what_was_recorded_or_what_others_see():
             shared["content"] += "!"
             return [shared], 0.0, False, {}
 
-    chat = chat_of()
-    generator = ScriptedGenerator([chat.encode_reply(say("ok"))] * 3, stop_token_ids=chat.stop_token_ids)
-    runner = RolloutRunner(Meddler, generator, chat, RolloutLimits(max_turns=2, max_concurrency=1))
-    trajectories = runner.run([RolloutRequest(example=example, generation=i) for i in range(3)])
-    runner.close()
+    trajectories = testing.roll_out(Meddler, [say("ok")] * 3, [example] * 3, max_turns=2, max_concurrency=1)
     for index, trajectory in enumerate(trajectories):
         assert trajectory.prompt_messages == [{"role": "user", "content": f"{BAD} [1]"}]
         assert [turn.message["content"] for turn in trajectory.turns] == ["ok", "ok"]
@@ -483,10 +479,7 @@ def test_ids_that_cannot_be_read_end_their_trajectory_alone(monkeypatch):
         raise OverflowError("no such id")
 
     monkeypatch.setattr(chat.encoder, "decode", unreadable)
-    generator = ScriptedGenerator([chat.encode_reply(say())], stop_token_ids=chat.stop_token_ids)
-    runner = RolloutRunner(AddEchoEnv, generator, chat)
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": "x"})])
-    runner.close()
+    trajectory, _ = roll_out([say()], chat=chat)
     assert trajectory.stop_reason is StopReason.GENERATION_ERROR
     assert "OverflowError: no such id" in trajectory.error
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from agent_r1_trl import testing
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.recording.terminal import render_trajectory
 from agent_r1_trl.rewards import (
@@ -19,7 +20,7 @@ from agent_r1_trl.trajectory import StopReason, Trajectory
 from agent_r1_trl.update.credit_inputs import anchors
 from tests.families import FAMILIES
 from tests.rollout.helpers import PROMPT, check_rows, mostly_nightly
-from tests.toys import limits_of
+from tests.toys import limits_of, unfold
 
 EVERY_TURN = {"context.policy": "summarise", "context.turns": 1, "context.summary_tokens": 60}
 QUESTION = "Write it down, in {summary_tokens} tokens."
@@ -49,9 +50,7 @@ def roll_out(turns, summaries, *, chat=None, env=AddEchoEnv, asked=QUESTION, **l
     chat = chat or chat_of()
     generator = Log(chat, turns, summaries, asked)
     limits = {"max_turns": len(turns), "context.summary_prompt": QUESTION} | EVERY_TURN | limits
-    runner = RolloutRunner(env, generator, chat, limits_of(**limits))
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT}, seed=3)])
-    runner.close()
+    (trajectory,) = testing.roll_out(env, generator, [{"prompt": PROMPT}], chat=chat, **unfold(limits))
     return trajectory, generator.requests
 
 
@@ -89,7 +88,7 @@ def test_summaries_have_seeds_and_lengths_of_their_own_and_move_no_others():
     _, requests = roll_out(TURNS, NOTES, max_tokens_per_turn=40)
     expected = []
     for turn in range(4):
-        expected += [(derive_seed(3, turn), 40)] + [(derive_seed(3, turn, "summary"), 60)] * (turn < 3)
+        expected += [(derive_seed(0, turn), 40)] + [(derive_seed(0, turn, "summary"), 60)] * (turn < 3)
     assert [request[2:] for request in requests] == expected
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from agent_r1_trl import StopReason, ToolEnv, ToolErrorKind, tool
+from agent_r1_trl.generation import Generation
 from agent_r1_trl.testing import AddEchoEnv, AddEnv, ScriptedPolicy, ScriptedTurn, call, calls, chat_of, roll_out, say
 from tests.rollout.helpers import sampled_ids
 
@@ -98,6 +99,16 @@ def test_rows_limits_and_seeds_reach_the_environment():
 def test_a_message_that_the_template_cannot_write_is_refused_by_name():
     with pytest.raises(ValueError, match=r"(?s)turns: the chat template cannot write .*'add'.*single tool-calls"):
         roll_out(AddEnv, [calls(("add", {}), ("add", {})), say()], chat=chat_of("llama3"))
+
+
+def test_any_object_with_generate_is_a_generator():
+    class Parrot:
+        async def generate(self, request):
+            ids = chat_of().encode_reply(say("even"))
+            return Generation(token_ids=ids, logprobs=[0.0] * len(ids), stop="stop")
+
+    (trajectory,) = roll_out(AddEnv, Parrot())
+    assert trajectory.final_text == "even" and trajectory.logprobs == [0.0] * len(trajectory.completion_ids)
 
 
 @pytest.mark.parametrize("turn", [say(), "7.5"])

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from agent_r1_trl.chat.format import ChatFormat
 from agent_r1_trl.environments.factory import resolve_env_factory
-from agent_r1_trl.generation.base import Generator, TrajectorySlot, current_slot
+from agent_r1_trl.generation.base import Generator, TrajectorySlot, as_generator, current_slot
 from agent_r1_trl.generation.scripted import Answer, ScriptedGenerator, ScriptedRequest, ScriptedTurn
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.requests import RolloutRequest
@@ -115,7 +115,7 @@ def roll_out(
 
     Args:
         env: an environment class or a function that makes one, as the trainers take it.
-        turns: what the policy says, see `ScriptedPolicy`; or a generator of your own.
+        turns: what the policy says, see `ScriptedPolicy`; or a generator of your own, an object with `generate`.
         examples: B rows of a data set. Trajectory i has seed i, and the row's `id`, else i, as `example_id`.
         chat: the chat format (`ChatFormat(tokenizer)` for your model's); None: that of a scripted policy, else a tiny
             tokenizer with Qwen3's template.
@@ -135,7 +135,7 @@ def roll_out(
     if isinstance(turns, ScriptedPolicy):
         chat = chat or turns.chat
     chat = chat or _default_chat()
-    generator = turns if isinstance(turns, Generator) else ScriptedPolicy(turns, chat)
+    generator = as_generator(turns) if hasattr(turns, "generate") else ScriptedPolicy(turns, chat)
     factory = resolve_env_factory(env)
     if factory is None:
         raise ValueError("env=None makes no environments. Pass the class, or a function that makes one.")

@@ -16,7 +16,7 @@ from agent_r1_trl import check_env
 from agent_r1_trl.features.doors import TextArenaEnv
 from agent_r1_trl.features.doors.gym import WORD_GAMES
 from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
-from agent_r1_trl.testing import chat_of, say
+from agent_r1_trl.testing import chat_of, roll_out, say
 from agent_r1_trl.trajectory import StopReason
 from tests.environments.helpers import finished
 from tests.features.games.helpers import begun, message, step, text_of
@@ -245,10 +245,5 @@ def test_only_a_game_without_an_opponent_is_replayed_after_a_kill():
 
 
 def test_a_rollout_ends_with_the_game():
-    chat = chat_of()
-    runner = RolloutRunner(
-        tic_tac_toe, scripted(chat.tokenizer, lambda rng, turn: say(f"[{turn}]")), chat, limits_of()
-    )
-    (item,) = runner.run([RolloutRequest(example={"prompt": []}, example_id="0", seed=1)])
-    runner.close()
+    (item,) = roll_out(tic_tac_toe, lambda request: say(f"[{request.turn}]"), [{"prompt": []}])
     assert item.stop_reason is StopReason.DONE and item.outcome_reward in (-1.0, 0.0, 1.0)

@@ -8,11 +8,10 @@ from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.evaluation.agent import Agent
 from agent_r1_trl.features.serve import Conversation, ConversationError
 from agent_r1_trl.generation import GenerationError, ScriptedGenerator
-from agent_r1_trl.rollout import RolloutRequest, RolloutRunner
-from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, chat_of, say
+from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, chat_of, roll_out, say
 from agent_r1_trl.trajectory import StopReason
 from tests.families import FAMILIES
-from tests.toys import limits_of
+from tests.toys import limits_of, unfold
 
 SAID = ["What is 2 + 3? <|im_end|>", "And é 日本?", "Thanks"]
 TURNS = [
@@ -72,10 +71,8 @@ def tokens(trajectory):
 
 
 def trained(chat, limits, turns=TURNS):
-    limits = limits_of(**({"max_turns": 20, "max_completion_length": 4000} | limits))
-    runner = RolloutRunner(Told, ScriptedPolicy(turns, chat), chat, limits)
-    (trajectory,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
-    runner.close()
+    limits = {"max_turns": 20, "max_completion_length": 4000} | unfold(limits)
+    (trajectory,) = roll_out(Told, turns, [{"prompt": SAID[0]}], chat=chat, **limits)
     return trajectory
 
 
@@ -194,10 +191,9 @@ def in_order(chat, said):
 
 def both(chat, said, **limits):
     """The trajectory of training and that of a chat in which a person says `SAID`; the policy says the same."""
-    limits = limits_of(**({"max_turns": 20, "max_completion_length": 4000} | limits))
-    runner = RolloutRunner(Told, in_order(chat, said), chat, limits)
-    (expected,) = runner.run([RolloutRequest(example={"prompt": SAID[0]})])
-    runner.close()
+    limits = {"max_turns": 20, "max_completion_length": 4000} | unfold(limits)
+    (expected,) = roll_out(Told, in_order(chat, said), [{"prompt": SAID[0]}], chat=chat, **limits)
+    limits = limits_of(**limits)
     conversation = Conversation(Agent(name="tiny", generator=in_order(chat, said), chat=chat, limits=limits), Heard)
 
     async def run():
