@@ -235,6 +235,9 @@ class Trajectory:
     """Reward of the finished trajectory, counted once."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     """The outcome reward by source; sums to `outcome_reward` unless empty."""
+    truncation_penalty: float = 0.0
+    """The part of `outcome_reward` that the limit cost which ended it (`truncated_trajectories="penalise"`): the same
+    for all such trajectories, so no signal to filters and to the echo trap."""
     seat_rewards: dict[str, float] = field(default_factory=dict)
     """The outcome reward of each seat, whose mean is in `outcome_reward`; empty where all turns share that one.
     Whatever is added to `outcome_reward` later (by reward functions, as a penalty) counts for each seat."""

@@ -4,10 +4,14 @@ import functools
 
 import pytest
 import torch
+from accelerate import Accelerator
 
+from agent_r1_trl.features.echo_trap.feature import signal_record
+from agent_r1_trl.features.sampling.rules import passes, raw_returns
 from agent_r1_trl.rewards import required
 from agent_r1_trl.rollout.failures import failure_of
 from agent_r1_trl.trainers import MultiTurnGRPOConfig
+from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.rewards import (
     Rewards,
     add_turn_rewards,
@@ -39,6 +43,25 @@ def test_only_a_truncated_trajectory_is_penalised():
     assert (done.outcome_reward, cut.outcome_reward) == (1.1, pytest.approx(0.6))
     assert "truncation_penalty" not in done.reward_parts
     assert cut.reward_parts["truncation_penalty"] == -0.5
+    assert (done.truncation_penalty, cut.truncation_penalty) == (0.0, -0.5)
+
+
+def test_a_reward_function_called_like_the_penalty_is_a_reward():
+    """Filters look past the penalty for truncation, and at all that functions give, whatever they are called."""
+    done, cut = two_turns(), two_turns(stop_reason=StopReason.TIMEOUT)
+    rewards = rewards_of("penalise")
+    rewards.place_on_turns([done, cut], ROWS)
+    table = {"functions": [len], "names": ["truncation_penalty"], "weights": [1.0]}
+    rewards.place_on_outcomes([done, cut], torch.tensor([[-2.0], [-3.0]]), **table)
+    assert [item.reward_parts["truncation_penalty"] for item in (done, cut)] == [-2.0, -3.5]
+    assert [item.total_reward for item in (done, cut)] == pytest.approx([1.0 - 2.0, 1.0 - 3.0 - 0.5])
+    assert raw_returns([done, cut]).tolist() == pytest.approx([1.0 - 2.0, 1.0 - 3.0])
+    assert passes([done, cut], pass_reward=-1.5).tolist() == [1.0, 0.0]
+    assert signal_record(cut)["return"] == pytest.approx(1.0 - 3.0)
+    credit = CreditEstimator(MultiTurnGRPOConfig(output_dir="unused", use_cpu=True, bf16=False), Accelerator(cpu=True))
+    compared = credit.compared_returns([done, cut], 0.0, with_penalty=False)
+    assert [row[0] for row in compared] == pytest.approx([1.0 - 2.0, 1.0 - 3.0])
+    assert credit.trained_returns([done, cut], 0.0) == pytest.approx([1.0 - 2.0, 1.0 - 3.0])
 
 
 def test_weighted_rewards_are_added_but_for_the_environments_own_and_for_rows_without_one():

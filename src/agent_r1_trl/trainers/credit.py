@@ -74,7 +74,7 @@ class CreditEstimator:
         )
         compared = []
         for item in trajectories:
-            penalty = 0.0 if with_penalty else item.reward_parts.get("truncation_penalty", 0.0)
+            penalty = 0.0 if with_penalty else item.truncation_penalty
             row: list[float] = []
             for seat in named or [None]:
                 own = [turn for turn in item.turns if not item.seat_rewards or turn.seat == seat]
@@ -99,7 +99,7 @@ class CreditEstimator:
         """Per trajectory, its return with the weights of process and outcome, without `truncation_penalty`."""
         weights, returns = self.weights(progress), []
         for item in trajectories:
-            paid = weights["outcome"] * item.reward_parts.get("truncation_penalty", 0.0)
+            paid = weights["outcome"] * item.truncation_penalty
             total = weights["process"] * item.process_reward + weights["outcome"] * item.outcome_reward
             returns.append(total - paid)
         return returns

@@ -128,8 +128,8 @@ class Rewards:
         """Before the reward functions: the penalty for truncation, and the user's rewards for turns."""
         for trajectory in trajectories:
             if self._args.truncated_trajectories == "penalise" and trajectory.stop_reason.is_truncated:
-                trajectory.outcome_reward += self._args.truncation_penalty
-                trajectory.reward_parts["truncation_penalty"] = self._args.truncation_penalty
+                trajectory.truncation_penalty = self._args.truncation_penalty
+                add_outcome(trajectory, "truncation_penalty", trajectory.truncation_penalty)
         with raised_everywhere():
             scored = add_turn_rewards(trajectories, rows, self.turn_reward_funcs, self.turn_reward_weights)
         self._has_turn_reward = [self._pays_calls or item for item in scored]
@@ -164,8 +164,7 @@ class Rewards:
                 )
             for function, name, weight, value in zip(functions, names, weights, row, strict=True):
                 if not math.isnan(value) and function not in self.columns:
-                    trajectory.outcome_reward += weight * value
-                    trajectory.reward_parts[name] = trajectory.reward_parts.get(name, 0.0) + weight * value
+                    add_outcome(trajectory, name, weight * value)
 
     def in_loss(self, trajectory: Trajectory) -> bool:
         """Whether the trajectory's action tokens enter the loss, if some reward function scores it."""
@@ -188,6 +187,12 @@ class Rewards:
         )
         trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
         batch.in_loss = batch.in_baseline & torch.tensor(trained, device=device)
+
+
+def add_outcome(trajectory: Trajectory, source: str, value: float) -> None:
+    """Make a value part of the outcome reward; those of one source add up."""
+    trajectory.outcome_reward += value
+    trajectory.reward_parts[source] = trajectory.reward_parts.get(source, 0.0) + value
 
 
 def leave_small_groups(

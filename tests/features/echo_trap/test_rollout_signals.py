@@ -76,7 +76,7 @@ def test_a_group_of_one_has_no_spread_and_says_nothing_twice():
 
 
 def test_the_penalty_for_truncation_is_no_part_of_the_raw_return():
-    cut = rolled_out(0.5, [6], stop=StopReason.MAX_TURNS, reward_parts={"answer": 1.0, "truncation_penalty": -0.5})
+    cut = rolled_out(0.5, [6], stop=StopReason.MAX_TURNS, truncation_penalty=-0.5)
     found = signals(rolled_out(1.0, [5]), cut)
     assert (found["reward"], found["reward_std"], found["zero_std_share"]) == (1.0, 0.0, 1.0)
 

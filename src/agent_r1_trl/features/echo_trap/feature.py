@@ -191,7 +191,7 @@ def signal_record(trajectory: Trajectory) -> dict[str, Any]:
     num_actions = trajectory.numbers.get("num_actions", 0)  # of a game, whose moves need not be tool calls
     return {
         "in_baseline": trajectory.in_baseline,
-        "return": trajectory.total_reward - trajectory.reward_parts.get("truncation_penalty", 0.0),
+        "return": trajectory.total_reward - trajectory.truncation_penalty,
         "has_call": bool(trajectory.tool_results) or num_actions > 0,
         "turns": [_digest(trajectory.completion_ids[turn.start : turn.end]) for turn in trajectory.env_turns],
         "length": trajectory.num_action_tokens,

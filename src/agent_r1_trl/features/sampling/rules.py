@@ -30,10 +30,7 @@ TIE = 1e-6
 
 def raw_returns(trajectories: Sequence[Trajectory]) -> torch.Tensor:
     """(B,) float32, what each trajectory earned without the penalty for truncation; NaN outside the baseline."""
-    values = [
-        item.total_reward - item.reward_parts.get("truncation_penalty", 0.0) if item.in_baseline else math.nan
-        for item in trajectories
-    ]
+    values = [item.total_reward - item.truncation_penalty if item.in_baseline else math.nan for item in trajectories]
     return torch.tensor(values, dtype=torch.float32)  # the precision of TRL's rewards, and with it their noise
 
 
@@ -46,7 +43,7 @@ def passes(trajectories: Sequence[Trajectory], pass_reward: float) -> torch.Tens
 
     def has_passed(item: Trajectory) -> bool:
         success = item.numbers.get("success")
-        outcome = item.outcome_reward - item.reward_parts.get("truncation_penalty", 0.0)
+        outcome = item.outcome_reward - item.truncation_penalty
         return outcome >= pass_reward if success is None else success >= 0.5
 
     return torch.tensor([float(has_passed(item)) if item.in_baseline else math.nan for item in trajectories])
