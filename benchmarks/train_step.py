@@ -214,12 +214,11 @@ def make_trainer(args: argparse.Namespace, layout: str, folder: str) -> Any:
 
 def hand_over(trainer: Any, batch: dict[str, torch.Tensor]) -> None:
     """Let the trainer's next rollout be this batch."""
-    from agent_r1_trl.trainers.rollouts import RolloutBatch
 
     def generate(inputs: Any) -> dict[str, torch.Tensor]:
         num = len(batch["prompt_ids"])
-        trainer.last_batch = RolloutBatch([{}] * num, [None] * num, None)
-        trainer.last_batch.training_rows = SimpleNamespace(index=torch.arange(num))  # a row is a trajectory
+        rows = SimpleNamespace(index=torch.arange(num))  # a row is a trajectory
+        trainer.last_batch = SimpleNamespace(trajectories=[None] * num, training_rows=rows)
         return batch
 
     trainer._step, trainer._generate_and_score_completions = 0, generate

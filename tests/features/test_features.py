@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from agent_r1_trl import MultiTurnGRPOConfig, RolloutCallback
 from agent_r1_trl.features import FEATURES, feature, has_feature
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch, ScoredBatch, UpdateBatch
 from tests import without_vllm
 from tests.effort import short
 from tests.trainers.helpers import make_trainer, questions, scored_batch
@@ -288,6 +290,35 @@ def test_rollouts_that_are_thrown_away_again_and_again_are_said(tmp_path, caplog
     make_trainer(tmp_path, callbacks=[picky := Picky()], max_steps=2).train()
     said = [record.getMessage() for record in caplog.records if "Picky.after_rollout" in record.getMessage()]
     assert [text.split()[0] for text in said] == ["4", "4"] and picky.num == 13
+
+
+def test_each_event_gets_a_batch_that_has_all_that_its_class_declares(tmp_path):
+    """What a later stage finds out is a field of that stage's batch, not one that is empty before."""
+    seen = {}
+
+    def note(event, batch):
+        seen[event] = type(batch)
+        assert [item.name for item in fields(batch) if not hasattr(batch, item.name)] == []
+
+    class Looks(RolloutCallback):
+        def after_rollout(self, batch):
+            note("after_rollout", batch)
+
+        def after_scores(self, batch):
+            note("after_scores", batch)
+
+        def keep(self, batch):
+            note("keep", batch)
+
+        def rollout_end(self, batch, output):
+            note("rollout_end", batch)
+            assert batch is trainer.last_batch and len(batch.training_rows) == len(batch.trajectories)
+
+    trainer = make_trainer(tmp_path, callbacks=[Looks()])
+    scored_batch(trainer)
+    assert seen == {
+        "after_rollout": RolloutBatch, "after_scores": ScoredBatch, "keep": ScoredBatch, "rollout_end": UpdateBatch
+    }  # fmt: skip
 
 
 def test_after_scores_knows_who_is_in_the_baseline_and_in_the_loss(tmp_path):

@@ -148,8 +148,8 @@ def _taught(words, num_reading_steps=150, num_steps=300):
 class Shuffled:
     """A trainer whose rows get the advantages of other rows: all that learning is about is gone."""
 
-    def _advantages(self, output, rolled_out):
-        tensors = super()._advantages(output, rolled_out)
+    def _advantages(self, output, rolled_out, columns):
+        tensors = super()._advantages(output, rolled_out, columns)
         order = torch.randperm(len(rolled_out.trajectories), generator=torch.Generator().manual_seed(self._step))
         return {**tensors, "advantages": tensors["advantages"][order]}
 

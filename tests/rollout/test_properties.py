@@ -18,7 +18,7 @@ from agent_r1_trl import testing
 from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.testing import ScriptedPolicy, call, calls, chat_of, say
 from agent_r1_trl.trainers.rewards import environment_reward
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.rows import pad_lists, pad_tokens
 from tests.effort import examples

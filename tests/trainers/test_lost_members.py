@@ -6,7 +6,7 @@ import torch
 from agent_r1_trl.rollout import NothingRolledOutError, runner
 from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.trainers.rewards import leave_small_groups
+from agent_r1_trl.trainers.rewards import mark_small_groups
 from tests.effort import nightly
 from tests.recording.examples import two_turns
 from tests.trainers.helpers import make_trainer, questions, scored_batch
@@ -73,9 +73,10 @@ def test_without_groups_every_trajectory_counts(tmp_path):
 def test_groups_are_counted_by_hand():
     trajectories = [two_turns() for _ in range(6)]
     in_baseline = torch.tensor([True, True, True, False, False, False])
-    assert leave_small_groups(trajectories, in_baseline, 2, 2).tolist() == [True, True, False, False, False, False]
+    mark_small_groups(trajectories, in_baseline, 2, 1)
+    assert not any(item.is_group_too_small for item in trajectories)
+    mark_small_groups(trajectories, in_baseline, 2, 2)
     assert [item.is_group_too_small for item in trajectories] == [False, False, True, False, False, False]
-    assert leave_small_groups(trajectories, in_baseline, 2, 1) is in_baseline
 
 
 def test_an_evaluation_counts_what_is_left_of_a_group(tmp_path):

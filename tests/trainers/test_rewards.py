@@ -18,7 +18,7 @@ from agent_r1_trl.trainers.rewards import (
     class_reward,
     environment_reward,
 )
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import ScoredBatch
 from agent_r1_trl.trajectory import StopReason
 from tests.recording.examples import empty, two_turns
 
@@ -209,11 +209,12 @@ def test_a_batch_that_is_settled_again_leaves_the_same_groups_out():
     """Dynamic sampling and the curriculum settle a batch after every round, and the trainer once more."""
     rewards = rewards_of("keep")
     rewards.min_group_size = 3
-    batch = RolloutBatch([{}] * 4, [two_turns() for _ in range(4)], None)
-    batch.reward_values = torch.tensor([[1.0], [2.0], [NAN], [NAN]])
-    rewards.place_on_outcomes(
-        batch.trajectories, batch.reward_values, functions=[len], names=["length"], weights=[1.0]
-    )
+    trajectories, values = [two_turns() for _ in range(4)], torch.tensor([[1.0], [2.0], [NAN], [NAN]])
+    rewards.place_on_outcomes(trajectories, values, functions=[len], names=["length"], weights=[1.0])
+    in_baseline, in_loss = rewards.members(trajectories, values.device)
+    assert in_baseline.tolist() == in_loss.tolist() == [True, True, False, False]
+    parts = {"reward_values": values, "completions": [], "extra_columns": {}}
+    batch = ScoredBatch([{}] * 4, trajectories, None, **parts, in_baseline=in_baseline, in_loss=in_loss)
     for _ in range(4):
         rewards.resolve_members(batch, 4)
         assert [item.is_group_too_small for item in batch.trajectories] == [True, True, False, False]

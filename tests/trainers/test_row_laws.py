@@ -22,7 +22,7 @@ from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.critic.attach import critic_parameters
 from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
 from agent_r1_trl.update.rows import TrainingRows
 from tests.effort import examples

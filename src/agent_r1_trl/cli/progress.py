@@ -37,7 +37,7 @@ from agent_r1_trl.trajectory import ToolFault, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
-    from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+    from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch, UpdateBatch
     from agent_r1_trl.update.entries import Inputs
 
 TAUGHT = "taught"
@@ -287,7 +287,7 @@ class TrainingProgress(RolloutCallback):
             self._causes.add_failures(batch.trajectories)
         return False
 
-    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
+    def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """They are trained on."""
         self._enter("update")
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
     from agent_r1_trl.trainers.construction import TrainRows
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
-    from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+    from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch, ScoredBatch, UpdateBatch
     from agent_r1_trl.update.entries import Inputs
     from agent_r1_trl.update.rows import TrainingRows
 
@@ -297,14 +297,14 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
     def void(self, position: Position) -> None:
         """The rollout at this place must not be used, now or by a resumed run. Called by whoever voids it."""
 
-    def after_scores(self, batch: RolloutBatch) -> None:
+    def after_scores(self, batch: ScoredBatch) -> None:
         """Rewards are placed, and it is known who counts; in training. Trajectories may be replaced (`batch.put`)."""
 
-    def keep(self, batch: RolloutBatch) -> torch.Tensor | None:
+    def keep(self, batch: ScoredBatch) -> torch.Tensor | None:
         """(B,) bool, which trajectories are trained on; None for all. In training."""
         return None
 
-    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
+    def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """The rollout of a training step is whole: advantages are known, metrics are logged.
 
         `output` is TRL's batch of the rows. Scalars that are put into it stand in each of its micro-batches.
@@ -472,7 +472,7 @@ class Callbacks:
         self._num_void = 0
         return False
 
-    def keep(self, batch: RolloutBatch) -> torch.Tensor | None:
+    def keep(self, batch: ScoredBatch) -> torch.Tensor | None:
         """(B,) bool, the trajectories that all keep; None for all."""
         kept: torch.Tensor | None = None
         self.leave_out = []

@@ -38,6 +38,9 @@ class CreditEstimator:
         self.args, self.accelerator, self.estimator = args, accelerator, args.estimator
         self.facts: dict[str, Any] = {}
         """The facts behind the last result, besides the trajectories; for the record."""
+        self.bootstrap_values: torch.Tensor | None = None
+        """(B,) the critic's values that stood behind the last tokens of truncated trajectories in that result, 0 for
+        others; None without any."""
 
     # ---------------------------------------------------------------- returns as they are trained on
 
@@ -114,6 +117,7 @@ class CreditEstimator:
         in_baseline: torch.Tensor,
         group_size: int,
         progress: float,
+        bootstrap_values: torch.Tensor | None = None,
         **given: object,
     ) -> tuple[Credit, dict[str, float]]:
         """This rank's slice of the estimator's result on the rows of all ranks, and `credit/*` metrics.
@@ -126,8 +130,10 @@ class CreditEstimator:
             in_baseline: (B,) bool; the rows of the others get advantage 0.
             group_size: trajectories of one prompt, which are consecutive rows.
             progress: share of the run that is over.
-            **given: `kl_rewards` and `values`, (B, T), `bootstrap_values` and `is_kept`, (B,), `columns`.
+            bootstrap_values: (B,), as in `CreditInputs`; kept for the record.
+            **given: `kl_rewards` and `values`, (B, T), `is_kept`, (B,), `columns`.
         """
+        self.bootstrap_values = bootstrap_values
         weights = self.weights(progress)
         weighs_parts = self.weighs_parts
         factors = dict.fromkeys(weights, 1.0) if weighs_parts else weights
@@ -144,6 +150,7 @@ class CreditEstimator:
             turn_rewards=weighted_turn_rewards(trajectories, weight=factors["process"], source_scales=scales),
             outcome_weight=factors["outcome"],
             settings=credit_settings(self.args),
+            bootstrap_values=bootstrap_values,
             **given,
         )
         seats = SeatRows(gather_credit_inputs(local, self.accelerator))

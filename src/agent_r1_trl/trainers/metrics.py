@@ -21,7 +21,7 @@ from trl.trainer.utils import nanstd
 
 from agent_r1_trl.rewards.function import RunningTotal
 from agent_r1_trl.safe_text import shown_all
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.trajectory import Author, StopReason, Trajectory
 from agent_r1_trl.update.batches import row_means
 from agent_r1_trl.update.entries import Inputs
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def has_advantage(batch: RolloutBatch, output: Inputs) -> torch.Tensor:
+def has_advantage(batch: UpdateBatch, output: Inputs) -> torch.Tensor:
     """(B,) bool, which of this rank's trajectories have a token in the loss with an advantage other than 0."""
     mask = (output["completion_mask"] * output["tool_mask"]).bool()  # (R, T)
     rows = ((output["advantages"] != 0) & mask).any(dim=1)  # (R,)
@@ -42,17 +42,17 @@ def has_advantage(batch: RolloutBatch, output: Inputs) -> torch.Tensor:
 
 
 def gather_metrics(
-    batch: RolloutBatch, compared: Sequence[Sequence[float]], *, group_size: int
+    batch: UpdateBatch, output: Inputs, compared: Sequence[Sequence[float]], *, group_size: int
 ) -> tuple[dict[str, float], int]:
     """Metrics of the trajectories of all ranks, in data order, and the number of prompt and sampled tokens in them.
 
     `compared`: for each of this rank's, the returns that it is compared by.
     """
-    taught = batch.has_advantage
-    if taught is not None and batch.is_kept is not None:
+    taught = has_advantage(batch, output)
+    if batch.is_kept is not None:
         taught = taught & batch.is_kept
     own = [trajectory_record(item, returns) for item, returns in zip(batch.trajectories, compared, strict=True)]
-    for record, is_taught in zip(own, [None] * len(own) if taught is None else taught.tolist(), strict=True):
+    for record, is_taught in zip(own, taught.tolist(), strict=True):
         record["taught"] = is_taught
     records = gather_object(own)
     metrics = length_metrics(records) | rollout_metrics(records, num_generations=group_size)
@@ -200,7 +200,7 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else float("nan")
 
 
-def log_rewards(trainer: MultiTurnTrainer, batch: RolloutBatch, output: Inputs) -> None:
+def log_rewards(trainer: MultiTurnTrainer, batch: UpdateBatch, output: Inputs) -> None:
     """TRL's reward metrics and its table of completions, of all ranks, with what is trained on. All must call it.
 
     The table's texts cannot control a terminal and hold no secrets.

@@ -48,7 +48,7 @@ from agent_r1_trl.trainers.credit import CreditEstimator
 from agent_r1_trl.trainers.dropout import report_noise
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
 from agent_r1_trl.trainers.log_means import TokenMean, weigh_token_means
-from agent_r1_trl.trainers.metrics import RoundingWarning, gather_metrics, has_advantage, log_rewards
+from agent_r1_trl.trainers.metrics import RoundingWarning, gather_metrics, log_rewards
 from agent_r1_trl.trainers.policy_loss import (
     KeptRows,
     LossPass,
@@ -70,7 +70,8 @@ from agent_r1_trl.trainers.rewards import (
     check_reward_values,
     rows_not_logged,
 )
-from agent_r1_trl.trainers.rollouts import Position, RolloutBatch, Rollouts, training_order
+from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch, ScoredBatch, UpdateBatch
+from agent_r1_trl.trainers.rollouts import Rollouts, training_order
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
 from agent_r1_trl.trainers.score_check import check_scores
 from agent_r1_trl.trainers.scoring import score_rows, with_positions
@@ -119,10 +120,10 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
 
     env_factory: EnvFactory
     """Makes the environment of each trajectory."""
-    _scored: RolloutBatch | None = None
-    """The batch whose reward functions are running."""
-    last_batch: Any = None
-    """A `RolloutBatch` of this rank: the rollout that is trained on, or the last batch of an evaluation."""
+    _reward_calls: RewardCalls | None = None
+    """Set while the reward functions of a batch are running."""
+    last_batch: UpdateBatch | None = None
+    """This rank's rollout that is trained on, or its last batch of an evaluation; None before the first one."""
     features: Callbacks
     """The features that take part in the rollout besides the step itself."""
     last_norms: tuple[Any, ...] = ()
@@ -268,16 +269,21 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         if is_used_up or self._buffered_inputs is None:  # None also in a resumed run
             self.last_batch = None
             output = self._generate_and_score_completions(generation_batch)
-            if self.last_batch is None:
-                raise ValueError(
-                    f"{type(self).__name__}._generate_and_score_completions does not call super()'s, so there is no "
-                    "rollout. Call it and change what it returns; pass env= or generator= to sample in another way."
-                )
-            index, num = self.last_batch.training_rows.index, len(self.last_batch.trajectories)
+            batch = self._rolled_out()
+            num = len(batch.trajectories)
             order = training_order(num, seed=args.seed, step=self._step, is_seeded=args.overlap_rollout)
-            dealt = deal(output, index, order, args=args, accelerator=self.accelerator)
+            dealt = deal(output, batch.training_rows.index, order, args=args, accelerator=self.accelerator)
             self._buffered_inputs = self.layout.arrange(dealt, self.accelerator)
         return self._buffered_inputs[self._step % args.steps_per_generation]
+
+    def _rolled_out(self) -> UpdateBatch:
+        """The batch of the rollout that was just made."""
+        if self.last_batch is None:
+            raise ValueError(
+                f"{type(self).__name__}._generate_and_score_completions does not call super()'s, so there is no "
+                "rollout. Call it and change what it returns; pass env= or generator= to sample in another way."
+            )
+        return self.last_batch
 
     # ---------------------------------------------------------------- rollout, rewards, advantages
 
@@ -286,14 +292,17 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.max_completion_length = self.args.max_completion_length  # of Dr. GRPO's loss
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
-        batch = self.last_batch = self._generate_and_score(inputs)
+        scored = self._generate_and_score(inputs)
+        # Chosen before the advantages, which are whitened over the rows that are kept.
+        is_kept = self.features.keep(scored) if self.model.training else None
+        rows = TrainingRows.of(scored.trajectories, self.args)
+        batch = self.last_batch = UpdateBatch(**vars(scored), training_rows=rows, is_kept=is_kept)
         output = self._tensors(batch)
         if self.model.training and not self._is_score_checked:
             self._is_score_checked = check_scores(self, batch)
         self._add_log_probs(output, batch)
-        batch.columns = add_columns(output, batch.trajectories, batch.training_rows, (self, *self.features))
-        output |= self._advantages(output, batch)
-        batch.has_advantage = has_advantage(batch, output)
+        columns = add_columns(output, batch.trajectories, rows, (self, *self.features))
+        output |= self._advantages(output, batch, columns)
         for term in loss_terms(self):
             term.mark(output, self.accelerator)
         self._rollout_s += time.perf_counter() - start
@@ -303,32 +312,30 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self._record(batch, output)
         return output
 
-    def _generate_and_score(self, inputs: list[dict[str, Any]]) -> RolloutBatch:
+    def _generate_and_score(self, inputs: list[dict[str, Any]]) -> ScoredBatch:
         """One trajectory per row of the data, with its rewards; features may replace some."""
         position = self._position()
-        batch = self.rollouts.generate(inputs, self.model_wrapped, position)
+        sampled = self.rollouts.generate(inputs, self.model_wrapped, position)
         samples_more = position.is_training and self.features.samples_more
         if not samples_more:
             self.rollouts.finish(position)  # with `overlap_rollout` the next one begins, while this one is scored
-        self.score(batch)
+        batch = self.score(sampled)
         self.rewards.resolve_members(batch, self._group_size if position.is_training else 1)
         if position.is_training:
             self.features.call("after_scores", batch)
             self.rewards.resolve_members(batch, self._group_size)  # some may have been replaced
         if samples_more:
             self.rollouts.finish(position)
-        batch.training_rows = TrainingRows.of(batch.trajectories, self.args)
-        batch.compared = self.compared_returns(batch.trajectories)
-        batch.replaced_compared = self.compared_returns(batch.replaced)
         self.last_trajectories, self.environments = batch.trajectories, batch.environments
         self.add_metrics(batch.metrics)
         return batch
 
-    def score(self, batch: RolloutBatch, filler: RolloutBatch | None = None) -> None:
+    def score(self, batch: RolloutBatch, filler: RolloutBatch | None = None) -> ScoredBatch:
         """Reward turns, call the reward functions, and make their values part of the outcomes. All ranks must call it.
 
         Where ranks may have different numbers of trajectories, the first one of `filler` fills up those that have
-        fewer, since TRL gathers equally many values from all.
+        fewer, since TRL gathers equally many values from all. Groups of which too few are left are still in the
+        baseline of the result (`Rewards.resolve_members`).
         """
         # Rows of a stream may have different columns: functions get None where a row lacks what another row has.
         columns = dict.fromkeys(sorted(set().union(*gather_object([{*chain(*batch.rows)}]))))
@@ -338,40 +345,46 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             "is_single_turn": self.env_factory is SingleTurnEnv,
             "is_plain_text": isinstance(self.chat, PlainText),
         }
-        calls = batch.reward_arguments(**parts)
-        num, num_missing = len(calls), 0
+        arguments = batch.reward_arguments(**parts)
+        completions = [completion for _, _, completion, _ in arguments]
+        num, num_missing = len(arguments), 0
         if filler is not None:
             num_missing = max(gather_object([num])) - num
-            calls += [filler.reward_arguments(**parts)[0]] * num_missing
+            arguments += [filler.reward_arguments(**parts)[0]] * num_missing
         self.environments = None if batch.environments is None else [*batch.environments, *[None] * num_missing]
-        self._scored = batch
+        calls = self._reward_calls = RewardCalls(batch.trajectories, len(arguments))
         try:
-            examples, *rest = map(list, zip(*calls, strict=True))
+            examples, *rest = map(list, zip(*arguments, strict=True))
             values = self._calculate_rewards([columns | row for row in examples], *rest)
         finally:
-            self._scored = None
+            self._reward_calls = None
         check_reward_values(
-            values, self._calculate_rewards, (len(calls) * self.accelerator.num_processes, len(self.reward_funcs))
+            values, self._calculate_rewards, (len(arguments) * self.accelerator.num_processes, len(self.reward_funcs))
         )
         failed = [item.stop_reason.is_infrastructure_failure for item in batch.trajectories] + [True] * num_missing
         values[self.accelerator.gather(torch.tensor(failed, device=values.device))] = torch.nan  # earned nothing
-        first = self.accelerator.process_index * len(calls)
-        batch.reward_values = values[first : first + num]
-        if batch.reward_calls is not None:  # else a subclass has computed them without the functions
-            batch.reward_calls.resolve(batch.reward_values, self.reward_funcs, self.reward_func_names)
+        first = self.accelerator.process_index * len(arguments)
+        own = values[first : first + num]
+        if calls.has_begun:  # else a subclass has computed them without the functions
+            calls.resolve(own, self.reward_funcs, self.reward_func_names)
         check_finite(values, self._calculate_rewards)
-        batch.extra_columns = {
-            name: [*column, *[None] * num][:num] for name, column in self._pending_extra_logs.items()
-        }
+        extra = {name: [*column, *[None] * num][:num] for name, column in self._pending_extra_logs.items()}
         self._pending_extra_logs.clear()
-        table = {
-            "functions": self.reward_funcs,
-            "names": self.reward_func_names,
-            "weights": self.reward_weights.tolist(),
-        }
-        self.rewards.place_on_outcomes(batch.trajectories, batch.reward_values, **table)
+        names, weights = self.reward_func_names, self.reward_weights.tolist()
+        self.rewards.place_on_outcomes(
+            batch.trajectories, own, functions=self.reward_funcs, names=names, weights=weights
+        )
         if not self.model.training:  # once they are checked: those of repeated rows become NaN
             self.evaluation.take_rewards(values, batch.trajectories, rank=self.accelerator.process_index)
+        in_baseline, in_loss = self.rewards.members(batch.trajectories, own.device)
+        return ScoredBatch(
+            **vars(batch),
+            reward_values=own,
+            completions=completions,
+            extra_columns=extra,
+            in_baseline=in_baseline,
+            in_loss=in_loss,
+        )
 
     def _calculate_rewards(
         self,
@@ -381,15 +394,15 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         """TRL's (N, F) values of all ranks, from functions whose values are checked."""
-        if self._scored is None:
+        calls = self._reward_calls
+        if calls is None:
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        calls = self._scored.reward_calls = RewardCalls(self._scored.trajectories, len(inputs))
         interval = self.args.watchdog_interval and 6 * self.args.watchdog_interval  # judges take their time
         waiting = reported("The reward functions have been running", interval)
         with rows_not_logged(), waiting, calls.checked(self):
             return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
 
-    def _tensors(self, batch: RolloutBatch) -> Inputs:
+    def _tensors(self, batch: UpdateBatch) -> Inputs:
         """TRL's batch of R rows: ids, and which of them count where."""
         args, accelerator, rows = self.args, self.accelerator, batch.training_rows
         widths = {"pad_token_id": self._tokenizer.pad_token_id, "multiple_of": self.pad_to_multiple_of}
@@ -399,8 +412,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             output[KEPT_IDS] = rows.kept_ids(output["completion_ids"])
         earned = torch.tensor([item.total_reward if item.in_baseline else 0.0 for item in batch.trajectories])
         output["trajectory_rewards"] = rows.expand(earned.to(batch.in_loss.device))
-        if self.model.training:  # before the advantages, which are whitened over the rows that are kept
-            batch.is_kept = self.features.keep(batch)
+        if self.model.training:
             if batch.is_kept is not None:
                 output[IS_KEPT] = rows.expand(batch.is_kept)
             places = torch.arange(len(batch.trajectories), device=batch.in_loss.device)
@@ -410,7 +422,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             output[TRAJECTORY_ROW] = rows.expand(places + accelerator.process_index * len(places))
         return output
 
-    def _add_log_probs(self, output: Inputs, batch: RolloutBatch) -> None:
+    def _add_log_probs(self, output: Inputs, batch: UpdateBatch) -> None:
         """Put into TRL's batch what its loss compares the policy with: (R, T) each.
 
         - `old_per_token_logps`, the policy's own before the update, unless the first pass of the loss gives them,
@@ -442,16 +454,19 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         rows, kept = whole_rows(output), output.get(KEPT_IDS)
         return self._get_per_token_logps_and_entropies(model, *rows, length, batch_size=size, kept_ids=kept)[0]
 
-    def _advantages(self, output: Inputs, batch: RolloutBatch) -> Entries:
-        """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask."""
-        credit, mask = self._estimate(output, batch)
+    def _advantages(self, output: Inputs, batch: UpdateBatch, columns: Inputs) -> Entries:
+        """Tensors to put into TRL's batch: `advantages`, (R, T), 0 outside the estimator's mask.
+
+        `columns`: name -> (R, T), what `extra_columns` gave for the tokens of the rows.
+        """
+        credit, mask = self._estimate(output, batch, columns)
         advantages, mask = (batch.training_rows.to_rows(x, output["tool_mask"]) for x in (credit.advantages, mask))
         if not self.args.loss_mask:  # observation tokens have the advantage of the action token before them
             advantages = carry_forward(advantages, mask) * output["tool_mask"]
         return {"advantages": advantages}
 
     def _estimate(
-        self, output: Inputs, batch: RolloutBatch, **critic: torch.Tensor | None
+        self, output: Inputs, batch: UpdateBatch, columns: Inputs, **critic: torch.Tensor | None
     ) -> tuple[Credit, torch.Tensor]:
         """This rank's part of the estimator's result, over time (`TrainingRows`), and the (B, T) mask that it saw.
 
@@ -469,7 +484,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             progress=self._progress,
             kl_rewards=self._kl_rewards(output, mask, batch.training_rows),
             is_kept=batch.is_kept,
-            columns={name: batch.training_rows.to_time(column) for name, column in batch.columns.items()},
+            columns={name: batch.training_rows.to_time(column) for name, column in columns.items()},
             **critic,
         )
         self.add_metrics(metrics)
@@ -489,16 +504,16 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
 
     # ---------------------------------------------------------------- metrics, records
 
-    def _log_rollout(self, batch: RolloutBatch, output: Inputs) -> None:
+    def _log_rollout(self, batch: UpdateBatch, output: Inputs) -> None:
         log_rewards(self, batch, output)
         if self.model.training:
             compared = self.compared_returns(batch.trajectories, with_penalty=True)
-            metrics, num_tokens = gather_metrics(batch, compared, group_size=self._group_size)
+            metrics, num_tokens = gather_metrics(batch, output, compared, group_size=self._group_size)
             self.state.num_input_tokens_seen += num_tokens
             self.add_metrics(metrics)
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
 
-    def _record(self, batch: RolloutBatch, output: Inputs) -> None:
+    def _record(self, batch: UpdateBatch, output: Inputs) -> None:
         trajectories = batch.trajectories
         if not self.model.training:
             compared = self.compared_returns(trajectories, with_penalty=True)

@@ -31,7 +31,7 @@ from agent_r1_trl.critic.attach import (
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnPPOConfig
 from agent_r1_trl.trainers.dropout import disable_noise
 from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batches import whole_rows, with_one_more
 from agent_r1_trl.update.entries import Entries, Inputs
@@ -229,13 +229,12 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
 
     # ---------------------------------------------------------------- values and advantages
 
-    def _advantages(self, output: Inputs, batch: RolloutBatch) -> Entries:
+    def _advantages(self, output: Inputs, batch: UpdateBatch, columns: Inputs) -> Entries:
         self._refresh_critic()  # TRL's reference pass froze the critic's adapter
         rows, places = batch.training_rows, output["completion_mask"]
         values, bootstrap = self._old_values(output, batch.trajectories, rows)
-        batch.bootstrap_values = bootstrap
         in_time = rows.to_time(values)
-        credit, mask = self._estimate(output, batch, values=in_time, bootstrap_values=bootstrap)
+        credit, mask = self._estimate(output, batch, columns, values=in_time, bootstrap_values=bootstrap)
         assert credit.returns is not None
         self._log_values(in_time, credit.returns, mask)
         return {

@@ -30,7 +30,7 @@ from agent_r1_trl.recording.lines import LineWriter
 from agent_r1_trl.recording.store import TrajectoryStore, encode, sidecar
 from agent_r1_trl.safe_text import shown_all
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.entries import TRAINING_ROW, Inputs
 from agent_r1_trl.update.rows import TrainingRows
@@ -124,7 +124,7 @@ class Recorder(RolloutCallback):
 
     # ---------------------------------------------------------------- a rollout
 
-    def write(self, batch: RolloutBatch, trajectories: Sequence[Trajectory], output: Inputs) -> None:
+    def write(self, batch: UpdateBatch, trajectories: Sequence[Trajectory], output: Inputs) -> None:
         """Write a rollout, or those of its trajectories that an evaluation counts; `output` is TRL's batch of rows."""
         trainer, is_training, rows = self.trainer, batch.position.is_training, batch.training_rows
         advantages = rows.to_time(output["advantages"]).tolist()
@@ -160,7 +160,7 @@ class Recorder(RolloutCallback):
             )
         )
 
-    def _fields(self, batch: RolloutBatch, output: Inputs, step: int) -> list[dict[str, Any]]:
+    def _fields(self, batch: UpdateBatch, output: Inputs, step: int) -> list[dict[str, Any]]:
         """`group`, `is_kept`, `in_loss` and perhaps `bootstrap_value` of each trajectory, replaced ones at the end."""
         size, num = batch.position.group_size, len(batch.trajectories)
         accelerator = self.trainer.accelerator
@@ -175,13 +175,14 @@ class Recorder(RolloutCallback):
         fields: list[dict[str, Any]] = []
         for place, (is_kept, in_loss) in enumerate(flags, start=accelerator.process_index * num):
             fields.append({"group": first_group + place // size, "is_kept": is_kept, "in_loss": in_loss})
-        if batch.bootstrap_values is not None:
-            for item, value in zip(fields, batch.bootstrap_values.tolist(), strict=True):
+        bootstrap_values = self.trainer.credit.bootstrap_values
+        if bootstrap_values is not None:
+            for item, value in zip(fields, bootstrap_values.tolist(), strict=True):
                 item |= {"bootstrap_value": value} if value else {}
         others = [first_group + group for group in batch.replaced_groups]
         return fields + [{"group": group, "is_kept": True, "in_loss": False} for group in others]
 
-    def _describe_step(self, step: int, batch: RolloutBatch, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _describe_step(self, step: int, batch: UpdateBatch, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The facts behind a rollout's advantages that its lines do not hold."""
         trainer, facts = self.trainer, dict(self.trainer.credit.facts)
         parts = {

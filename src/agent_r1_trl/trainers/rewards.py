@@ -34,7 +34,7 @@ from agent_r1_trl.tools.pool import prepare_thread
 from agent_r1_trl.tools.signature import unwrap_partial
 from agent_r1_trl.trainers.callbacks import raise_everywhere, raised_everywhere
 from agent_r1_trl.trainers.config import MultiTurnConfig
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import ScoredBatch
 from agent_r1_trl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -171,22 +171,26 @@ class Rewards:
         is_masked = trajectory.stop_reason.is_truncated and self._args.truncated_trajectories == "mask"
         return not (trajectory.stop_reason.is_infrastructure_failure or is_masked)
 
-    def resolve_members(self, batch: RolloutBatch, group_size: int) -> None:
-        """Say which trajectories of a scored batch are `in_baseline`, and which `in_loss`. All ranks must call it.
+    def members(self, trajectories: Sequence[Trajectory], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B,) bool each: which scored trajectories are in the baseline, and which in the loss."""
+        in_baseline = [item.in_baseline for item in trajectories]
+        in_loss = [item.in_baseline and self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
+        return (
+            torch.tensor(in_baseline, dtype=torch.bool, device=device),
+            torch.tensor(in_loss, dtype=torch.bool, device=device),
+        )
+
+    def resolve_members(self, batch: ScoredBatch, group_size: int) -> None:
+        """Take the groups of which too few are left out of a batch's baseline and loss. All ranks must call it.
 
         A group is `group_size` consecutive rows; 1 where groups do not matter.
         """
         trajectories, device = batch.trajectories, batch.reward_values.device
         for trajectory in trajectories:
             trajectory.is_group_too_small = False  # may have been so before, with other members
-        batch.in_baseline = leave_small_groups(
-            trajectories,
-            torch.tensor([item.in_baseline for item in trajectories], dtype=torch.bool, device=device),
-            group_size,
-            min(self.min_group_size, group_size),
-        )
-        trained = [self.in_loss(item) and bool(item.completion_ids) for item in trajectories]
-        batch.in_loss = batch.in_baseline & torch.tensor(trained, device=device)
+        in_baseline, _ = self.members(trajectories, device)
+        mark_small_groups(trajectories, in_baseline, group_size, min(self.min_group_size, group_size))
+        batch.in_baseline, batch.in_loss = self.members(trajectories, device)
 
 
 def add_outcome(trajectory: Trajectory, source: str, value: float) -> None:
@@ -195,21 +199,20 @@ def add_outcome(trajectory: Trajectory, source: str, value: float) -> None:
     trajectory.reward_parts[source] = trajectory.reward_parts.get(source, 0.0) + value
 
 
-def leave_small_groups(
+def mark_small_groups(
     trajectories: Sequence[Trajectory], in_baseline: torch.Tensor, group_size: int, min_size: int
-) -> torch.Tensor:
-    """(B,) bool: `in_baseline` without the trajectories of groups of which too few are left; these are marked.
+) -> None:
+    """Mark the trajectories in the baseline of groups of which too few are left there.
 
     The trajectories are this rank's; those of one prompt are `group_size` consecutive rows of all ranks.
     """
     if min_size <= 1:
-        return in_baseline
+        return
     sizes = gather(in_baseline.int()).view(-1, group_size).sum(dim=1)  # a group may lie on several ranks
     first = PartialState().process_index * len(trajectories)
     is_small = (sizes < min_size).repeat_interleave(group_size)[first : first + len(trajectories)]
     for trajectory, is_left in zip(trajectories, (is_small & in_baseline).tolist(), strict=True):
         trajectory.is_group_too_small = is_left
-    return in_baseline & ~is_small
 
 
 # -------------------------------------------------------------------- reward functions, called and checked
@@ -283,10 +286,13 @@ class RewardCalls:
         self._num_rows = num_rows
         self._error: Exception | None = None
         """The first one."""
+        self.has_begun = False
+        """Whether the checked functions have been asked for."""
 
     @contextlib.contextmanager
     def checked(self, trainer: MultiTurnTrainer) -> Iterator[None]:
         """While it lasts, the trainer's `reward_funcs` are checked ones. Reward models stay as they are."""
+        self.has_begun = True
         functions = trainer.reward_funcs
         trainer.reward_funcs = [
             function if isinstance(function, torch.nn.Module) else self._check(function, f"reward_funcs: {name}")

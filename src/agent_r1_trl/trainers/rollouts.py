@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,8 +43,8 @@ from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
-from agent_r1_trl.update.rows import TrainingRows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,114 +52,6 @@ if TYPE_CHECKING:
 
     from agent_r1_trl.rollout.runner import Journal
     from agent_r1_trl.trainers.callbacks import Callbacks
-
-
-@dataclass(kw_only=True, frozen=True)
-class Position:
-    """Where the run stands when a rollout is asked for."""
-
-    micro_step: int = 0
-    """Number of micro-batches trained on so far: TRL's `_step`. It seeds the draws."""
-    optimizer_step: int = 0
-    """Number of optimizer steps behind the policy's weights."""
-    num_micro_steps: int = 0
-    """Number of micro-batches of the whole run."""
-    group_size: int = 1
-    """Trajectories of one prompt; they are consecutive rows."""
-    is_training: bool = True
-    first_row: int = 0
-    """Index in the evaluation of the first row of all ranks; 0 in training."""
-    round: int = 0
-    """0 for a generation batch; 1, 2, ... for the rollouts that replace groups of it (`resampling.py`)."""
-    places: Sequence[int] | None = None
-    """In such a round, of each row of this rank its place among the rows of all ranks."""
-
-
-@dataclass
-class RolloutBatch:
-    """B rows of the data set on this rank, and what became of them."""
-
-    rows: list[dict[str, Any]]
-    trajectories: list[Trajectory]
-    environments: list[Any] | None
-    requests: Sequence[Any] = ()
-    """The requests, one per trajectory."""
-    position: Position = field(default_factory=Position)
-    """Where in the run it belongs."""
-    reward_values: torch.Tensor = field(init=False)
-    """(B, F) what each of F reward functions returned, once they ran; NaN for rows that a function did not score."""
-    extra_columns: dict[str, list[Any]] = field(default_factory=dict)
-    """Columns of TRL's table of completions: B values each, what reward functions gave to `log_extra`."""
-    completions: list[Any] = field(default_factory=list)
-    """The completion of each trajectory for reward functions: messages, or a text."""
-    reward_calls: Any = None
-    """The `RewardCalls` of the batch; None if a subclass computed the values without calling the functions."""
-    training_rows: TrainingRows = field(init=False)
-    """The R rows that TRL's batch consists of, once it is clear which trajectories are trained on."""
-    in_baseline: torch.Tensor = field(init=False)
-    """(B,) bool: whose reward counts in statistics, once the reward functions ran."""
-    in_loss: torch.Tensor = field(init=False)
-    """(B,) bool: whose tokens get gradients; these rows are all in the baseline."""
-    is_kept: torch.Tensor | None = None
-    """(B,) bool: whether the trajectory stays in the update; None where all do."""
-    compared: list[list[float]] | None = None
-    """Per trajectory the returns, as they are trained on, by which the estimator compares it; once it is scored."""
-    replaced_compared: list[list[float]] | None = None
-    """The requests of `replaced`."""
-    has_advantage: torch.Tensor | None = None
-    """(B,) bool: whether a token in the loss has an advantage other than 0, whatever is kept; once they are known."""
-    replaced: list[Trajectory] = field(default_factory=list)
-    """Trajectories that were sampled for this batch and replaced: nothing is trained on them."""
-    replaced_groups: list[int] = field(default_factory=list)
-    """Number of the group of each: of group g of G, which round r has replaced, r * G + g."""
-    columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Name -> (R, T), what `extra_columns` has given for the tokens of the rows."""
-    bootstrap_values: torch.Tensor | None = None
-    """(B,) the critic's values behind the last tokens of truncated trajectories, 0 for others; None without any."""
-    draw_weights: dict[str, float] = field(default_factory=dict)
-    """Key of an example -> what it counts for where prompts are not drawn alike; 1 if it is not there."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the rollout; logged once it is scored."""
-
-    def reward_arguments(
-        self, tokenizer: PreTrainedTokenizerBase, *, is_single_turn: bool = False, is_plain_text: bool = False
-    ) -> list[tuple]:
-        """B tuples of what TRL's `_calculate_rewards` takes: example, prompt, completion, ids of the completion.
-
-        The tokenizer's padding token stands for an empty completion, on which functions of TRL's users crash. With
-        `is_single_turn` a prompt is answered without environment and tools: TRL then hands a reply to the functions
-        as one text, reasoning included, unless the tokenizer says how replies are parsed. With `is_plain_text` prompts
-        and replies are no messages, but text.
-        """
-        ids = [trajectory.completion_ids or [tokenizer.pad_token_id] for trajectory in self.trajectories]
-        self.completions = [trajectory.answered_messages for trajectory in self.trajectories]
-        if is_single_turn and not any(getattr(tokenizer, f"response_{kind}", None) for kind in ("template", "schema")):
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            self.completions = [[{"role": "assistant", "content": text}] for text in texts]
-        prompts: list[Any] = [trajectory.prompt_messages for trajectory in self.trajectories]
-        if is_plain_text:
-            prompts = [messages[0]["content"] for messages in prompts]
-            self.completions = [messages[0]["content"] for messages in self.completions]
-        whole = zip(self.rows, prompts, self.trajectories, strict=True)
-        examples = [{**row, "prompt": prompt, "trajectory": trajectory} for row, prompt, trajectory in whole]
-        return [*zip(examples, prompts, self.completions, ids, strict=True)]
-
-    def put(self, places: Sequence[int], other: RolloutBatch) -> list[Trajectory]:
-        """Put the n scored trajectories of another batch at n places of this one; returns those that were there."""
-        left = [self.trajectories[place] for place in places]
-        for name in {*self.extra_columns, *other.extra_columns}:
-            self.extra_columns.setdefault(name, [None] * len(self.rows))
-            other.extra_columns.setdefault(name, [None] * len(places))
-        pairs: list[tuple[Any, Any]] = [(self.rows, other.rows), (self.trajectories, other.trajectories)]
-        pairs += [(self.completions, other.completions)]
-        pairs += [(column, other.extra_columns[name]) for name, column in self.extra_columns.items()]
-        if self.environments is not None and other.environments is not None:
-            pairs.append((self.environments, other.environments))
-        for index, place in enumerate(places):
-            for mine, theirs in pairs:
-                mine[place] = theirs[index]
-        self.reward_values[list(places)] = other.reward_values
-        return left
 
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from agent_r1_trl.update.rows import row_of, row_tensors
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
-    from agent_r1_trl.trainers.rollouts import RolloutBatch
+    from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ Scores = list[torch.Tensor]
 """For each row, (n,) log-probs of the tokens that are compared."""
 
 
-def check_scores(trainer: MultiTurnTrainer, batch: RolloutBatch) -> bool:
+def check_scores(trainer: MultiTurnTrainer, batch: UpdateBatch) -> bool:
     """Compare the log-probs of some rows of a rollout. All ranks must call it, before the first update.
 
     Returns:

@@ -131,6 +131,7 @@ def monitor():
         entropy_coef=0.0, features=features, _metrics={"train": defaultdict(list)}, _rollout_s=0.0,
     )  # fmt: skip
     trainer.add_metrics = lambda values: [trainer._metrics["train"][name].append(values[name]) for name in values]
+    trainer.compared_returns = lambda trajectories: [[item.total_reward] for item in trajectories]
     signals = EchoSignals(args)
     signals.attach(trainer)
     return signals, trainer

@@ -24,9 +24,10 @@ from agent_r1_trl.features.echo_trap.judgement import EchoTrapJudge
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.log_means import logged_mean
 from agent_r1_trl.trainers.metrics import spread
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.trainers.saving import describe_rows
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.entries import Inputs
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -71,12 +72,12 @@ class EchoSignals(RolloutCallback):
 
     # ---------------------------------------------------------------- a rollout
 
-    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """Take the signals of everything that was sampled, what was replaced or is not kept included."""
         trainer, trajectories, group_size = self.trainer, batch.trajectories, batch.position.group_size
         kept = [True] * len(trajectories) if batch.is_kept is None else batch.is_kept.tolist()
-        records = gather_object(signal_records(trajectories, getattr(batch, "compared", None)))
-        others = gather_object(signal_records(batch.replaced, getattr(batch, "replaced_compared", None)))
+        records = gather_object(signal_records(trajectories, trainer.compared_returns(trajectories)))
+        others = gather_object(signal_records(batch.replaced, trainer.compared_returns(batch.replaced)))
         is_trained = gather_object(kept) + [False] * len(others)
         first = len(self._records)  # tells the groups of two rollouts in one optimizer step apart
         self._groups += [(first, place // group_size) for place in range(len(records))]
@@ -175,14 +176,11 @@ class EchoSignals(RolloutCallback):
 # ---------------------------------------------------------------- what one rollout says
 
 
-def signal_records(
-    trajectories: Sequence[Trajectory], returns: Sequence[Sequence[float]] | None
-) -> list[dict[str, Any]]:
-    """`signal_record` of each, with the returns that it is compared by in training, where these are known."""
+def signal_records(trajectories: Sequence[Trajectory], returns: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """`signal_record` of each, with the returns that it is compared by in training."""
     records = [signal_record(item) for item in trajectories]
-    if returns is not None:
-        for record, compared in zip(records, returns, strict=True):
-            record["compared"] = compared
+    for record, compared in zip(records, returns, strict=True):
+        record["compared"] = compared
     return records
 
 

@@ -32,7 +32,7 @@ from agent_r1_trl.rollout import RolloutLimits, RolloutRequest
 from agent_r1_trl.rollout.limits import deciding_limits
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from agent_r1_trl.trainers.checkpoints import fingerprint
-from agent_r1_trl.trainers.rollouts import Position
+from agent_r1_trl.trainers.rollout_batch import Position
 from agent_r1_trl.trajectory import Trajectory
 
 if TYPE_CHECKING:

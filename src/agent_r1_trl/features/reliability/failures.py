@@ -24,7 +24,7 @@ from agent_r1_trl.rollout.failures import (
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
 from agent_r1_trl.trainers.rewards import is_required
-from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch, ScoredBatch
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class FailureBudget(RolloutCallback):
             self._end(self.judge(failures, group_size=position.group_size), position)
         return False
 
-    def after_scores(self, batch: RolloutBatch) -> None:
+    def after_scores(self, batch: ScoredBatch) -> None:
         """Count those of the last rollout that a required reward function did not score.
 
         Raises:

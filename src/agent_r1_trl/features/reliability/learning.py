@@ -8,14 +8,16 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accelerate.utils import gather_object
 
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.metrics import has_advantage
+from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.update.entries import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -87,19 +89,17 @@ class LearningReport(RolloutCallback):
         """Names of tools, and "" for the rewards."""
         self._seconds = {} if self.trainer is None else dict(self.trainer.seconds)
 
-    def rollout_end(self, batch: RolloutBatch, output: dict[str, Any]) -> None:
+    def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
         position, kept, num = batch.position, batch.is_kept, len(self.rollouts)
-        taught = batch.has_advantage
-        has_advantage = None if taught is None else bool(taught.any())
+        taught = has_advantage(batch, output)
         self.take(
             batch.trajectories,
             step=position.optimizer_step + 1,
             group_size=position.group_size,
-            has_advantage=has_advantage,
+            has_advantage=bool(taught.any()),
         )
-        trained = kept if taught is None or kept is None else kept & taught
-        is_skipped = not any(gather_object([trained is None or bool(trained.any())]))
+        is_skipped = not any(gather_object([kept is None or bool((kept & taught).any())]))
         if is_skipped and len(self.rollouts) > num:  # the filter kept none of its groups
             self.rollouts[-1] = self.rollouts[-1]._replace(teaches=False)
 

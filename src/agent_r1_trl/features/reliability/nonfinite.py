@@ -22,7 +22,7 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.features.reliability.failures import MAX_WARNINGS
 from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback, is_main_process
 from agent_r1_trl.trainers.checkpoints import last_checkpoint, own_part
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.update.entries import TRAJECTORY_ROW, Inputs
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class NumberWatch(RolloutCallback):
         """Per micro-batch of the step: the names of its rollout, of which an optimizer step may take several; (B,)
         number of the trajectory; by quantity (B,) whether it is broken."""
 
-    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
+    def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """Remember whose rows the next micro-batches hold, on whatever rank they lie then."""
         names = [f"example {item.example_id!r}, generation {item.generation}" for item in batch.trajectories]
         self._names = gather_object(names)

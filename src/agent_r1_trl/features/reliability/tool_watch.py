@@ -34,7 +34,7 @@ from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import RolloutBatch
 from agent_r1_trl.trajectory import StopReason, ToolFault, Trajectory
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from agent_r1_trl.features.sampling.rules import apply_own, select_groups, signa
 from agent_r1_trl.features.sampling.settings import DEFAULT_VALUES, SamplingSettings
 from agent_r1_trl.objects import OwnObject
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trainers.rollouts import RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import ScoredBatch, UpdateBatch
 from agent_r1_trl.update.entries import KEPT_SHARE, Inputs
 
 
@@ -29,7 +29,7 @@ class GroupFilter(RolloutCallback):
         self._share: float | None = None
         """Share of the last rollout that is kept, where its loss is multiplied by it."""
 
-    def keep(self, batch: RolloutBatch) -> torch.Tensor | None:
+    def keep(self, batch: ScoredBatch) -> torch.Tensor | None:
         """The trajectories of the groups that are trained on, and `filter/*`. All ranks must call it."""
         settings, rule, self._share = self.settings, self.settings.filter_groups, None
         if rule is None:
@@ -60,7 +60,7 @@ class GroupFilter(RolloutCallback):
         first = accelerator.process_index * len(compared)
         return kept[first : first + len(compared)]
 
-    def rollout_end(self, batch: RolloutBatch, output: Inputs) -> None:
+    def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """Say what the loss of this rollout is multiplied by."""
         if self._share is not None:
             output[KEPT_SHARE] = torch.tensor(self._share, device=batch.in_baseline.device)

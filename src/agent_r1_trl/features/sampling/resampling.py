@@ -30,7 +30,7 @@ from agent_r1_trl.features.sampling.rules import has_signal, passes, raw_returns
 from agent_r1_trl.rollout import derive_seed
 from agent_r1_trl.rollout.requests import example_key
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process, raised_everywhere
-from agent_r1_trl.trainers.rollouts import Position, RolloutBatch
+from agent_r1_trl.trainers.rollout_batch import Position, ScoredBatch
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -80,7 +80,7 @@ class Resampling(RolloutCallback):
 
     # ---------------------------------------------------------------- rounds
 
-    def after_scores(self, batch: RolloutBatch) -> None:
+    def after_scores(self, batch: ScoredBatch) -> None:
         """Replace the groups of a batch that have no signal, until there are none or a limit is reached.
 
         Its members are resolved anew, and its metrics get those of the rounds.
@@ -126,7 +126,7 @@ class Resampling(RolloutCallback):
             curriculum.observe(all_prompts, all_passed)
             metrics |= curriculum.metrics()
 
-    def _sample_round(self, batch: RolloutBatch, position: Position, prompts: dict[int, int]) -> RolloutBatch | None:
+    def _sample_round(self, batch: ScoredBatch, position: Position, prompts: dict[int, int]) -> ScoredBatch | None:
         """Sample a group for each that is replaced, and put it in its place.
 
         Args:
@@ -151,8 +151,8 @@ class Resampling(RolloutCallback):
         for name in ADDED_UP:
             if name in more.metrics:
                 batch.metrics[name] = batch.metrics.get(name, 0.0) + more.metrics[name]
-        trainer.score(more, filler=batch)
-        left = batch.put(places, more)
+        scored = trainer.score(more, filler=batch)
+        left = batch.put(places, scored)
         for trajectory in left:
             trajectory.is_replaced = True
         batch.replaced += left
@@ -160,11 +160,11 @@ class Resampling(RolloutCallback):
         batch.replaced_groups += [
             position.round * num_groups + (first + place) // position.group_size for place in places
         ]
-        return more
+        return scored
 
     # ---------------------------------------------------------------- rewards
 
-    def _judge(self, batch: RolloutBatch, group_size: int) -> tuple[list[list[float]], list[list[float]], list[bool]]:
+    def _judge(self, batch: ScoredBatch, group_size: int) -> tuple[list[list[float]], list[list[float]], list[bool]]:
         """Raw returns of each group's members on all ranks, which of them passed, and which groups have signal."""
         self.trainer.rewards.resolve_members(batch, group_size)
         values = [raw_returns(batch.trajectories).tolist(), passes(batch.trajectories, self.pass_reward).tolist()]
@@ -177,7 +177,7 @@ class Resampling(RolloutCallback):
 
     # ---------------------------------------------------------------- prompts
 
-    def _keys(self, batch: RolloutBatch) -> list[str]:
+    def _keys(self, batch: ScoredBatch) -> list[str]:
         """Names of the prompts, of all ranks."""
         return gather_object([example_key(row) for row in batch.rows])
 
