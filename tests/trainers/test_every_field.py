@@ -1,14 +1,15 @@
 """Every field of every configuration has a line here: a check that it acts, or that it is refused and the fix works.
 
-A new field, TRL's or ours, fails until somebody writes its line. A field of `TrainingArguments` needs none as long as
-the Trainer's loop, which the trainers inherit, reads it.
+A new field, TRL's or ours, fails until somebody writes its line, and so does a new value of a field of ours that takes
+one of some names. A field of `TrainingArguments` needs none as long as the Trainer's loop, which the trainers inherit,
+reads it.
 """
 
 import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, get_args, get_type_hints
 
 import pytest
 import transformers
@@ -16,7 +17,8 @@ from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_r1_trl.features import keys_of
+from agent_r1_trl.features import keys_of, mappings
+from agent_r1_trl.settings import OneOf
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer, MultiTurnPPOConfig
 from agent_r1_trl.trainers.config_checks import NEEDS, TRL_NEEDS, UNSUPPORTED_OPTIONS
 from tests.test_bad_input import FIX
@@ -84,6 +86,7 @@ ENGINE = {"use_vllm": True}
 SERVER = {"vllm_mode": "server"}
 SERVERS = {"use_vllm": True, **SERVER}
 BY_TOKEN = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
+BY_SEQUENCE = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"}
 UNCORRECTED = {"use_vllm": True, "vllm_importance_sampling_correction": False}
 VESPO = {"loss_type": "vespo"}
 TOP_P = {"sampling.filter_groups": "top_p"}
@@ -107,6 +110,13 @@ ELSEWHERE = """
     output_dir max_steps score_check
 """
 """Fields that tests beside their features show."""
+
+VALUES_ELSEWHERE = {
+    ("critic", "adapter"): "test_critic_adapters",
+    ("score_check", "warn"): "trainers/test_score_check",
+    ("score_check", "off"): "trainers/test_score_check",
+}
+"""Values that another file of tests shows."""
 
 TABLE = {
     # ---- ours: rollout
@@ -173,7 +183,10 @@ TABLE = {
         Refused(1.5, {"sampling.curriculum_rate": 1.0}, sampling={"curriculum": True}),
     ),
     # ---- ours: rewards, advantages, loss
-    "truncated_trajectories": Acts(effects.batch, "mask", **ONE_TURN),
+    "truncated_trajectories": (
+        Acts(effects.batch, "mask", **ONE_TURN),
+        Acts(effects.batch, "penalise", **ONE_TURN),
+    ),
     "truncation_penalty": (
         Acts(effects.batch, -3.0, truncated_trajectories="penalise", **ONE_TURN),
         Refused(-3.0, {"truncated_trajectories": "penalise"}),
@@ -181,7 +194,7 @@ TABLE = {
     ),
     "process_reward_weight": Acts(effects.batch, 0.5),
     "outcome_reward_weight": Acts(effects.batch, 0.5),
-    "process_reward_schedule": Acts(effects.batch, "linear"),
+    "process_reward_schedule": (Acts(effects.batch, "linear"), Acts(effects.batch, "cosine")),
     "normalize_process_rewards": Acts(effects.batch, True),
     "turn_reward_weights": Acts(effects.batch, [0.5], turn_reward_funcs=[count_by_turn]),
     "advantage_estimator": Acts(effects.batch, "rloo"),
@@ -206,14 +219,25 @@ TABLE = {
     ),
     "loss_mask": (Acts(effects.batch, False), Refused(False, {"advantage_mask": False}, config_class=PPO)),
     "advantage_mask": Acts(effects.batch, False, advantage_estimator="reinforce_pp"),
-    "loss_unit": Refused("row", {"loss_unit": "token"}, {"loss_unit": "turn"}),
+    "loss_unit": (
+        Refused("row", {"loss_unit": "token"}, {"loss_unit": "turn"}),
+        Acts(effects.loss, "token", loss_type="grpo"),
+        Acts(effects.loss, "turn"),
+        Acts(effects.loss, "trajectory"),
+    ),
     "importance_sampling_unit": (
         Acts(effects.batch, "turn", **BY_TOKEN),
+        Acts(effects.batch, "sequence", **BY_TOKEN),
+        Acts(effects.batch, "token", **BY_SEQUENCE),
         Refused("turn", ENGINE),
         Refused("turn", {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
         Refused("turn", {"loss_type": "dapo"}, **BY_TOKEN, **VESPO),
     ),
-    "update_layout": Acts(effects.layout, "packed"),
+    "update_layout": (
+        Acts(effects.layout, "grouped"),
+        Acts(effects.layout, "packed"),
+        Acts(effects.layout, "shared"),
+    ),
     "max_tokens_per_micro_batch": (
         Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}),
         Refused(100, {"max_tokens_per_micro_batch": None}, update_layout="packed", loss_type="bnpo"),
@@ -264,7 +288,7 @@ TABLE = {
         Acts(effects.batch, True, PPO, **ONE_TURN),
         Refused(True, {"truncated_trajectories": "keep"}, config_class=PPO, truncated_trajectories="mask"),
     ),
-    "critic": Acts(effects.critic, "head", PPO),
+    "critic": (Acts(effects.critic, "head", PPO), Acts(effects.critic, "model", PPO)),
     "critic_learning_rate": Acts(effects.critic, 0.5, PPO),
     "critic_warmup_steps": Acts(effects.critic, 3, PPO),
     "value_loss_coef": Acts(effects.loss, 5.0, PPO),
@@ -327,6 +351,8 @@ TABLE = {
     ),
     "vllm_dtype": (
         Acts(effects.engine, "float16"),
+        Acts(effects.engine, "bfloat16"),
+        Acts(effects.engine, "float32"),
         Refused("int8", {"vllm_dtype": "bfloat16"}, **ENGINE),
         Refused("float16", {"vllm_mode": "colocate"}, **SERVERS),
     ),
@@ -355,6 +381,7 @@ TABLE = {
     },
     "servers.weight_transfer": (
         Acts(effects.engine, "folder", **SERVER),
+        Acts(effects.engine, "nccl", **SERVER),
         Refused("ib", {"servers.weight_transfer": "nccl"}, **SERVERS),
         Refused("nccl", SERVER, **ENGINE),
     ),
@@ -466,6 +493,38 @@ def test_every_field_of_trl_and_of_ours_has_a_line():
     found = {item.name for kind in (GRPOConfig, GRPO, PPO) for item in fields(kind)} | set(keys_of(PPO))
     assert found - inherited - FIELDS == set(), "write a line for each: what honours it, or what refuses it"
     assert FIELDS - found == set(), "no field has this name"
+
+
+def choices_of(config_class):
+    """(field, value) of each field that takes one of some names, and each of these but its default."""
+    groups = [("", config_class), *((f"{name}.", kind) for name, kind in mappings(config_class).items())]
+    for prefix, kind in groups:
+        hints = get_type_hints(kind, include_extras=True)
+        for item in fields(kind):
+            pending, rules = [hints[item.name]], []
+            while pending:
+                hint = pending.pop()
+                rules += [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, OneOf)]
+                pending += get_args(hint)
+            for rule in rules:
+                yield from ((f"{prefix}{item.name}", value) for value in rule.choices if value != item.default)
+
+
+def test_every_value_of_our_fields_that_take_one_of_some_names_has_a_line():
+    shown = {
+        (name, line.value)
+        for name, lines in TABLE.items()
+        for line in (lines if isinstance(lines, tuple) else (lines,))
+        if isinstance(line, Acts) and isinstance(line.value, str)
+    }
+    found = {item for kind in (GRPO, PPO) for item in choices_of(kind)}
+    assert {("truncated_trajectories", "penalise"), ("servers.weight_transfer", "nccl")} <= found
+    missing = sorted(found - shown - VALUES_ELSEWHERE.keys())
+    assert not missing, "write a line for each: what it does that the default does not"
+    assert VALUES_ELSEWHERE.keys() <= found - shown, "no field has this value, or the table shows it"
+    for (name, value), file in VALUES_ELSEWHERE.items():
+        text = (Path(__file__).parents[1] / f"{file}.py").read_text(encoding="utf-8")
+        assert name in text and f'"{value}"' in text
 
 
 def test_every_other_field_of_transformers_is_read_by_the_loop_that_is_inherited():
