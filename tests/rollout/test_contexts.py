@@ -74,14 +74,6 @@ def test_the_models_limit_counts_in_a_context_and_the_completions_in_a_trajector
         assert short.stop_reason is StopReason.MAX_COMPLETION_LENGTH and len(short.turns) == 5
 
 
-def test_a_context_without_room_ends_the_trajectory():
-    turns = [call("echo", text="word " * 40), say("done")]
-    prompt = len(roll_out(turns)[1][0][0])
-    trajectory, _ = roll_out(turns, max_model_length=prompt + 130, context={"policy": "window", "turns": 1})
-    assert trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
-    assert len(trajectory.turns) == 1 and trajectory.turns[0].observations == []
-
-
 # -------------------------------------------------------------------- a user's own
 
 

@@ -414,7 +414,9 @@ def test_a_sampler_that_keeps_no_limit_or_says_nonsense_is_named(num_more, stop,
     assert trajectory.stop_reason is StopReason.GENERATION_ERROR and re.search(named, trajectory.error)
 
 
-def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed():
+@pytest.fixture
+def late():
+    """(Class, release, closed): its environments are made once `release` is set; `closed` is set as one is closed."""
     release, closed = threading.Event(), threading.Event()
 
     class Late(AddEchoEnv):
@@ -424,25 +426,22 @@ def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed
         def close(self):
             closed.set()
 
-    trajectory, _ = roll_out([say()], env=Late, limits={"rollout_timeout": 0.1})
+    return Late, release, closed
+
+
+def test_an_environment_that_is_made_after_its_trajectory_was_given_up_is_closed(late):
+    env, release, closed = late
+    trajectory, _ = roll_out([say()], env=env, limits={"rollout_timeout": 0.1})
     assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and not closed.is_set()
     release.set()
     assert closed.wait(10)
 
 
-def test_an_environment_that_is_made_after_its_probe_was_given_up_is_closed(monkeypatch):
-    release, closed = threading.Event(), threading.Event()
-
-    class Late(AddEchoEnv):
-        def __init__(self):
-            release.wait(20)
-
-        def close(self):
-            closed.set()
-
+def test_an_environment_that_is_made_after_its_probe_was_given_up_is_closed(late, monkeypatch):
+    env, release, closed = late
     monkeypatch.setattr(probe, "PROBE_TIMEOUT_S", 0.1)
     asked = probe.RecordedCall(tool="add", request=RolloutRequest(example={}), messages=[])
-    assert not asyncio.run(probe.succeeds(asked, Late, lambda text, max_tokens: text)) and not closed.is_set()
+    assert not asyncio.run(probe.succeeds(asked, env, lambda text, max_tokens: text)) and not closed.is_set()
     release.set()
     assert closed.wait(3)
 

@@ -8,7 +8,7 @@ import pytest
 from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.rollout.limits import RolloutSettings
 from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, calls, chat_of, say
-from agent_r1_trl.trajectory import Author, StopReason, ToolErrorKind
+from agent_r1_trl.trajectory import Author, StopReason
 from tests.rollout.helpers import roll_out, sampled_ids, scene
 
 # -------------------------------------------------------------------- sampled tokens
@@ -155,27 +155,6 @@ def test_one_unusable_turn_more_than_allowed_ends_it(limit, bad):
     assert not ended.stop_reason.is_truncated
     assert len(ended.turns) == limit + 1
     assert all(turn.is_invalid for turn in ended.turns)
-
-
-def test_a_tool_that_fails_was_called_rightly():
-    class Broken(AddEchoEnv):
-        tool_timeout_s = 5.0
-
-        def __init__(self):
-            def broken(a: int, b: int) -> int:
-                """Fail.
-
-                Args:
-                    a: One.
-                    b: Two.
-                """
-                raise OSError("down")
-
-            super().__init__(tools=[broken])
-
-    trajectory, _ = roll_out([call("broken", a=2, b=3)] * 3 + [say()], env=Broken, limits={"max_invalid_calls": 0})
-    assert trajectory.stop_reason is StopReason.DONE
-    assert {result.error for result in trajectory.tool_results} == {ToolErrorKind.EXCEPTION}
 
 
 # -------------------------------------------------------------------- time

@@ -156,34 +156,6 @@ def test_no_more_trajectories_run_at_once_than_allowed(limit, runner_of):
     assert most_open == runner.generator.most_running == min(limit, 12) and open_now == 0
 
 
-def test_one_trajectory_never_waits_for_anothers_tool(runner_of):
-    """Fifteen finish while the tool of the first holds still; it is let go only after they have."""
-    others_ended = threading.Event()
-    ended = []
-
-    class Uneven(AddEchoEnv):
-        def reset(self, example):
-            self.is_slow = example["slow"]
-            return super().reset(example)
-
-        async def step(self, message):
-            if self.is_slow and message.get("tool_calls"):
-                assert await asyncio.to_thread(others_ended.wait, 20)
-            return await super().step(message)
-
-    def note(trajectory):
-        ended.append(trajectory.example_id)
-        if len(ended) == 15:
-            others_ended.set()
-
-    script = [chat_of().encode_reply(turn) for turn in (call(), call(), say())]
-    runner = runner_of(script, env=Uneven, on_trajectory=note)
-    requests = [RolloutRequest(example={"prompt": PROMPT, "slow": i == 0}, example_id=str(i)) for i in range(16)]
-    trajectories = runner.run(requests)
-    assert [trajectory.stop_reason for trajectory in trajectories] == [StopReason.DONE] * 16
-    assert ended[-1] == "0"
-
-
 @pytest.mark.parametrize("method", ["reset", "step", "outcome_reward", "close"])
 def test_plain_methods_that_block_do_not_block_each_other(method, runner_of):
     """All eight must be inside the method at the same time for any of them to leave it."""
@@ -218,15 +190,6 @@ class Plain:
 
 
 # -------------------------------------------------------------------- reuse and closing
-
-
-def test_a_runner_can_be_used_again_and_again(runner_of):
-    runner = runner_of(by_seed, limits={"max_turns": 4})
-    first = [comparable(trajectory) for trajectory in runner.run(requests_for(8))]
-    second = [comparable(trajectory) for trajectory in runner.run(requests_for(8))]
-    assert first == second == one_by_one()
-    assert runner.run([]) == []
-    assert runner.environments == []
 
 
 def test_two_runs_of_a_runner_have_environments_of_their_own(runner_of):
@@ -411,25 +374,3 @@ def test_environments_that_refer_to_themselves_are_collected_in_time(monkeypatch
     finally:
         gc.set_threshold(*before)
         gc.freeze()
-
-
-def test_an_environment_lives_until_the_next_rollout_has_ended():
-    made = weakref.WeakSet()
-
-    class Counted(AddEchoEnv):
-        def __init__(self):
-            super().__init__()
-            made.add(self)
-
-    runner = make_runner([chat_of().encode_reply(say())], env=Counted)
-    gc.disable()
-    try:
-        for _ in range(3):
-            answer = runner.start(requests_for(2))
-            answer.result()
-            deadline = time.monotonic() + 10
-            while len(made) > 2 and time.monotonic() < deadline:  # a watchdog that ends holds them for a moment
-                time.sleep(0.01)
-            assert len(made) == len(runner.environments) == 2
-    finally:
-        gc.enable()
