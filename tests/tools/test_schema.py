@@ -44,10 +44,6 @@ def schema_of(fn) -> dict[str, Any]:
     return Tool(fn).schema
 
 
-def parameters_of(fn) -> dict[str, Any]:
-    return schema_of(fn)["function"]["parameters"]["properties"]
-
-
 def test_the_schema_equals_the_one_trl_shows_to_the_model_but_for_what_servers_drop():
     from transformers.utils import get_json_schema
 
