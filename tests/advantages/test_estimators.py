@@ -51,20 +51,6 @@ def test_turn_rewards_that_cancel_out_leave_no_spread_but_rounding():
     assert not compute_turn_group_advantages(ways, torch.ones(3), turn_ids, groups, gamma_turn=1.0).any()
 
 
-@every_estimator
-def test_a_group_with_one_member_in_the_baseline_gets_exactly_zero(name):
-    found = ESTIMATORS[name](torch.tensor([5.0, NAN, NAN, 7.0]), torch.tensor([0, 0, 0, 1]))
-    assert found.tolist() == [0, 0, 0, 0]
-
-
-@every_estimator
-def test_a_trajectory_outside_the_baseline_gets_zero_and_does_not_count_in_its_group(name):
-    found = ESTIMATORS[name](torch.tensor([1.0, NAN, 0.0, 0.5]), torch.zeros(4))
-    expected = ESTIMATORS[name](torch.tensor([1.0, 0.0, 0.5]), torch.zeros(3))
-    assert found[1] == 0
-    torch.testing.assert_close(found[[0, 2, 3]], expected)
-
-
 def test_an_unknown_scale_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"scale='std'.*'group', 'batch', 'none'"):
         compute_group_advantages(torch.zeros(2), torch.zeros(2), scale="std")
