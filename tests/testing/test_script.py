@@ -1,11 +1,15 @@
 """The scripted policy, and rollouts of it, as users' tests call them."""
 
+import functools
+
 import pytest
 
 from agent_r1_trl import StopReason, ToolEnv, ToolErrorKind, tool
+from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.generation import Generation
 from agent_r1_trl.testing import AddEchoEnv, AddEnv, ScriptedPolicy, ScriptedTurn, call, calls, chat_of, roll_out, say
-from tests.rollout.helpers import sampled_ids
+from tests.features.doors.agents import loop_agent
+from tests.rollout.helpers import PROMPT, sampled_ids
 
 
 def test_a_message_a_text_and_ids_are_sampled_as_they_are():
@@ -53,6 +57,13 @@ def test_turns_are_counted_for_each_trajectory_also_where_contexts_are_rewritten
     for trajectory in found:
         assert [result.content for result in trajectory.tool_results] == [f"word {number}" for number in range(4)]
         assert len(trajectory.rows) > 1 and trajectory.final_text == "even"
+
+
+def test_an_agent_says_the_turns_of_its_script_in_each_trajectory():
+    env = functools.partial(AgentEnv, loop_agent)
+    for trajectory in roll_out(env, [call("add", a=2, b=3), say("even")], [{"prompt": PROMPT}] * 3, context="agent"):
+        assert trajectory.error is None and trajectory.final_text == "even"
+        assert [len(turn.tool_results) for turn in trajectory.turns] == [1, 0]
 
 
 def test_an_empty_turn_is_followed_by_the_next_one():
