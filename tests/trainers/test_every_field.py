@@ -239,7 +239,7 @@ TABLE = {
         Acts(effects.layout, "shared"),
     ),
     "max_tokens_per_micro_batch": (
-        Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}),
+        Refused(100, {"update_layout": "packed"}, {"update_layout": "shared"}, update_layout="padded"),
         Refused(100, {"max_tokens_per_micro_batch": None}, update_layout="packed", loss_type="bnpo"),
         Refused(0, {"max_tokens_per_micro_batch": 1}, update_layout="packed"),
         Refused(100, {"optim": "adamw_torch"}, update_layout="packed", optim="lomo"),

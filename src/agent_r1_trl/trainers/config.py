@@ -55,7 +55,7 @@ from agent_r1_trl.trainers.config_checks import (
 )
 from agent_r1_trl.trainers.inherited_settings import ROLLOUT_FIELDS
 from agent_r1_trl.update.importance import UNITS
-from agent_r1_trl.update.layout import UPDATE_LAYOUTS
+from agent_r1_trl.update.layout import AUTO, UPDATE_LAYOUTS
 
 # TRL 1.16 and peft 0.21 use names that transformers 5.23 gives up: nothing that a user could change.
 warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated", FutureWarning)
@@ -267,11 +267,12 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
 
     # ---- update
-    update_layout: Annotated[str, OneOf(*UPDATE_LAYOUTS)] = setting(
-        "padded",
+    update_layout: Annotated[str, OneOf(AUTO, *UPDATE_LAYOUTS)] = setting(
+        AUTO,
         "How rows are laid out in a forward pass of the update: 'padded' as in TRL; 'grouped' by length, with the "
         "common padding cut off; 'packed' without padding; 'shared': packed, and what rows have in common at their "
-        "beginning (the prompt of a group) computed once.",
+        "beginning (the prompt of a group) computed once; 'auto': on a CUDA GPU the last of these that model and "
+        "settings allow, elsewhere 'padded', or 'shared' with max_tokens_per_micro_batch.",
     )
     max_tokens_per_micro_batch: Count | None = setting(
         None,

@@ -9,6 +9,7 @@ the fix.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import itertools
@@ -41,7 +42,7 @@ from agent_r1_trl.settings import (
 )
 from agent_r1_trl.trainers.inherited_settings import TRL_FIELDS, find_inherited_problems
 from agent_r1_trl.trainers.launcher import find_launch_problem
-from agent_r1_trl.update.layout import PACKED_LAYOUTS, REGROUPING_LAYOUTS
+from agent_r1_trl.update.layout import AUTO, PACKED_LAYOUTS, REGROUPING_LAYOUTS
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -56,8 +57,8 @@ NEEDS = (
     Need("bootstrap_truncated", {"truncated_trajectories": ("keep", "penalise")}),
     Need("importance_sampling_unit", {"use_vllm": (True,)}),
     Need("importance_sampling_unit", {"vllm_importance_sampling_correction": (True,)}),
-    Need("pad_to_multiple_of", {"update_layout": ("padded",)}),
-    Need("max_tokens_per_micro_batch", {"update_layout": PACKED_LAYOUTS}),
+    Need("pad_to_multiple_of", {"update_layout": ("padded", AUTO)}),
+    Need("max_tokens_per_micro_batch", {"update_layout": (*PACKED_LAYOUTS, AUTO)}),
     Need("use_bias_correction_kl", {"kl_placement": ("loss",)}),
 )
 """Options that have no effect beside one of our own, or that are ours and have none beside one of TRL's."""
@@ -354,6 +355,14 @@ def check_config(config: MultiTurnConfig) -> None:
     refuse(filter(None, [find_launch_problem(os.environ, config.world_size)]))
     if (urls := plain_value(config, "servers.urls")) is not None:
         check_urls(urls)
+
+
+def layout_problem(config: MultiTurnConfig, layout: str) -> str:
+    """Why a layout of the update does not go with the other settings, in words; "" where it does."""
+    other = copy.copy(config)
+    other.update_layout = layout
+    clash = next(find_clashes(other, CLASHES), "")
+    return clash or find_unread(other, NEEDS)
 
 
 def resolve(config: MultiTurnConfig) -> None:

@@ -30,6 +30,7 @@ from agent_r1_trl.generation.weights import check_adapters
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig
+from agent_r1_trl.trainers.config_checks import layout_problem
 from agent_r1_trl.trainers.construction import (
     as_list,
     as_trl_sees,
@@ -162,7 +163,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """Seconds of all training steps in this process, by phase."""
         self._is_score_checked = config.score_check == "off"
         """Whether the policy is known to be scored as it is sampled."""
-        self.layout = UpdateLayout(config)
+        self.layout = UpdateLayout(config, functools.partial(layout_problem, config))
         config.output_dir = str(Path(config.output_dir).absolute())  # a tool may change the process's directory
         config.check_supported(has_generator=generator is not None)
         check_overrides(self, kwargs.get("rollout_func"))
@@ -208,7 +209,9 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         for model in (policy, *reference):
             find_backbone(model)
         self.rollouts.fix_rotary_embeddings_of(policy, *reference)
-        self.layout.prepare(self.model, *reference, has_router_loss=self.aux_loss_enabled)
+        self.layout.prepare(
+            self.model, *reference, has_router_loss=self.aux_loss_enabled, autocast=self.accelerator.autocast
+        )
 
     def _has_text_prompts(self) -> bool:
         """Whether prompts are texts that the policy continues, not conversations; as in TRL the first row decides."""

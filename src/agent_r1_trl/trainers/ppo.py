@@ -211,7 +211,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         if self.critic_kind == "model":
             backbone = base_causal_lm(self.model).critic_backbone
             self.rollouts.fix_rotary_embeddings_of(backbone)
-            self.layout.prepare(backbone, name="critic_model")
+            self.layout.prepare(backbone, name="critic_model", autocast=self.accelerator.autocast)
         if self.args.disable_dropout:  # TRL did so before there was a critic
             disable_noise(self.model)
         if (callback := self.pop_callback(SyncRefModelCallback)) is not None:

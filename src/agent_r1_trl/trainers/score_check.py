@@ -62,7 +62,7 @@ def check_scores(trainer: MultiTurnTrainer, batch: UpdateBatch) -> bool:
     Raises:
         ValueError: they differ, and `score_check` is 'error'.
     """
-    rows = _chosen_rows(batch.training_rows.rows, with_twin=trainer.args.update_layout == "shared")
+    rows = _chosen_rows(batch.training_rows.rows, with_twin=trainer.layout.name == "shared")
     if not any(gather_object([bool(rows)])):
         return False
     with torch.no_grad(), disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
@@ -136,7 +136,7 @@ class _ScoreCheck:
 
     def __init__(self, trainer: MultiTurnTrainer, rows: list[Row]) -> None:
         self._trainer = trainer
-        self._rows = rows or [row_of([0], [0, 0])] * (3 if trainer.args.update_layout == "shared" else 2)
+        self._rows = rows or [row_of([0], [0, 0])] * (3 if trainer.layout.name == "shared" else 2)
         self._places = [_places(row) for row in self._rows]
         policy = trainer.accelerator.unwrap_model(trainer.model)
         is_float32 = all(parameter.dtype == torch.float32 for parameter in policy.parameters())
@@ -184,7 +184,7 @@ class _ScoreCheck:
 
     def _cause(self, is_noise_meant: bool) -> str:
         """Which part makes the difference, and what helps."""
-        layout = self._trainer.args.update_layout
+        layout = self._trainer.layout.name
         if not is_noise_meant:
             if self._worst(self._together(in_training=True), self._together(in_training=True)) is not None:
                 return (

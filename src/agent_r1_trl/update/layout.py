@@ -6,14 +6,17 @@ A layout moves rows between the micro-batches of one optimizer step, whose gradi
 - `grouped`: rows of like length share a micro-batch, whose padding is cut off.
 - `packed`: the rows of a micro-batch become one row without padding (`packing.py`).
 - `shared`: packed, and what rows have in common at their beginning is computed once.
+- `auto`: on a CUDA GPU the first of `shared`, `packed` and `grouped` that the run's options and models allow; `padded`
+  elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -25,17 +28,18 @@ from agent_r1_trl.update.entries import KEPT_IDS, MICRO_BATCHES, Inputs
 from agent_r1_trl.update.loss_weights import set_valid_scales
 from agent_r1_trl.update.micro_batches import computed_ids, plan_scoring, repack, sort_key, valid_ids
 from agent_r1_trl.update.packed_attention import SEGMENTS, use_packed_attention
-from agent_r1_trl.update.packed_probe import check_packed_rows
+from agent_r1_trl.update.packed_probe import check_packed_rows, is_out_of_reach
 from agent_r1_trl.update.packing import PackedBatch, pack, packed_log_probs
 from agent_r1_trl.update.sampling_masks import SamplingMasks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"
 UPDATE_LAYOUTS = ("padded", "grouped", "packed", "shared")
 PACKED_LAYOUTS = ("packed", "shared")
 REGROUPING_LAYOUTS = ("grouped", "shared")
@@ -74,47 +78,117 @@ def _read_of(inputs: Inputs) -> set[str]:
     return (names & set(inputs)) | set(other_masks(inputs))
 
 
-class UpdateLayout:
-    """The layout of a run."""
+class _Models(NamedTuple):
+    """Arguments of a call of `UpdateLayout.prepare`."""
 
-    def __init__(self, args: MultiTurnConfig) -> None:
-        self.name = args.update_layout
-        self.is_packed = self.name in PACKED_LAYOUTS
-        self._shares_prefixes = self.name == "shared"
+    models: tuple[PreTrainedModel, ...]
+    has_router_loss: bool
+    name: str
+    autocast: Callable[[], AbstractContextManager[None]]
+
+
+def _candidates(args: MultiTurnConfig, problem_with: Callable[[str], str]) -> list[str]:
+    """The layouts among which `auto` chooses, the best first; none if the user has chosen."""
+    if args.update_layout != AUTO:
+        return []
+    names = ["padded"]
+    if args.max_tokens_per_micro_batch is not None:
+        names = ["shared", "packed"]
+    elif _is_on_cuda(args):
+        names = ["shared", "packed", "grouped", "padded"]
+    return [name for name in names if not problem_with(name)] or names[-1:]
+
+
+def _is_on_cuda(args: MultiTurnConfig) -> bool:
+    return args.device.type == "cuda"
+
+
+class UpdateLayout:
+    """The layout of a run.
+
+    Args:
+        args: of the run.
+        problem_with: why a layout does not go with the other settings; "" where it does. Asked for `auto` alone.
+    """
+
+    def __init__(self, args: MultiTurnConfig, problem_with: Callable[[str], str] = lambda layout: "") -> None:
         self._max_tokens = args.max_tokens_per_micro_batch
         self._has_warned = False
         self._plans: dict[int, Plan] = {}
         """Plans of the last rollout's micro-batches, by the identity of their `completion_ids`."""
-        self._attention: str | None = None
         self._steps_per_update = args.gradient_accumulation_steps
-        self._regroups = self.name in REGROUPING_LAYOUTS and _fit_together(
-            args.steps_per_generation, args.gradient_accumulation_steps
-        )
+        self._may_regroup = _fit_together(args.steps_per_generation, args.gradient_accumulation_steps)
+        self._prepared: list[_Models] = []
+        self._loaded_with: list[tuple[PreTrainedConfig, str]] = []
+        """Configurations of prepared models, and the attention that each had before."""
+        self._others = _candidates(args, problem_with)
+        """Layouts to try where the present one does not fit; empty unless the user leaves the choice to us."""
+        self._use(self._others.pop(0) if self._others else args.update_layout)
         # PyTorch's first choice on Hopper and Blackwell, cuDNN, builds a plan of tens of milliseconds for each new
         # shape, and lengths are new in every batch.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def prepare(self, *models: PreTrainedModel, has_router_loss: bool = False, name: str = "the model") -> None:
+    def _use(self, name: str) -> None:
+        self.name = name
+        self.is_packed = name in PACKED_LAYOUTS
+        self._shares_prefixes = name == "shared"
+        self._regroups = name in REGROUPING_LAYOUTS and self._may_regroup
+        self._attention: str | None = None
+
+    def prepare(
+        self,
+        *models: PreTrainedModel,
+        has_router_loss: bool = False,
+        name: str = "the model",
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Prepare causal LMs and backbones for this layout, once they are loaded; `name` is theirs in messages.
+
+        With `update_layout: auto`, a model that does not fit the layout chosen so far leads to the next one.
 
         Raises:
             ValueError: for a model, or a router's auxiliary loss, that cannot be trained in this layout.
         """
-        if has_router_loss and self.name != "padded":
+        self._prepared.append(_Models(models, has_router_loss, name, autocast))
+        new = self._prepared[-1:]
+        while True:
+            try:
+                for each in new:
+                    self._prepare(each)
+                return
+            except ValueError as error:
+                if not self._others:
+                    raise
+                for config, attention in self._loaded_with:
+                    config._attn_implementation = attention
+                chosen = self._others.pop(0)
+                logger.warning("update_layout: auto takes %r instead of %r. %s", chosen, self.name, error)
+                self._use(chosen)
+                new = self._prepared
+
+    def _prepare(self, models: _Models) -> None:
+        if models.has_router_loss and self.name != "padded":
             raise ValueError(
                 f"update_layout={self.name!r}: the router's auxiliary loss depends on which rows are padded into "
                 "one micro-batch. Set router_aux_loss_coef=0.0, or update_layout='padded'."
             )
         if not self.is_packed:
             return
-        for model in models:
+        for model in models.models:
             base = base_causal_lm(model)
-            kind = use_packed_attention(base, name=name, share_prefixes=self._shares_prefixes)
-            check_packed_rows(base, attention=kind, share_prefixes=self._shares_prefixes, name=name)
+            self._loaded_with.append((base.config, base.config._attn_implementation))
+            kind = use_packed_attention(base, name=models.name, share_prefixes=self._shares_prefixes)
+            if self._others and is_out_of_reach(base):
+                raise ValueError(
+                    f"{models.name.capitalize()} could not be tried in packed rows before the run, since its weights "
+                    "are sharded or not on the GPU yet. Set update_layout='shared' if you know that it can."
+                )
+            with models.autocast():
+                check_packed_rows(base, attention=kind, share_prefixes=self._shares_prefixes, name=models.name)
             if self._attention not in (None, kind):
                 raise ValueError(
-                    f"update_layout={self.name!r}: {name} has another attention implementation than the policy. Load "
-                    "both with the same attn_implementation, or set update_layout='grouped'."
+                    f"update_layout={self.name!r}: {models.name} has another attention implementation than the "
+                    "policy. Load both with the same attn_implementation, or set update_layout='grouped'."
                 )
             self._attention = kind
 

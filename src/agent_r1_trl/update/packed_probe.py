@@ -22,7 +22,7 @@ _TOLERANCE_OF_16_BITS = 0.25
 
 
 def check_packed_rows(base: PreTrainedModel, *, attention: str, share_prefixes: bool, name: str) -> None:
-    """Compare the hidden states of packed rows with those of the same rows side by side.
+    """Compare hidden states and gradients of packed rows with those of the same rows side by side.
 
     Not tried are weights that this process holds a part of (ZeRO-3, meta), weights that are still on the CPU though
     there is a GPU, and kernels that need 16 bits; the comparison of sampler and trainer at the first rollout covers
@@ -37,7 +37,7 @@ def check_packed_rows(base: PreTrainedModel, *, attention: str, share_prefixes: 
     Raises:
         ValueError: the model fails on the packed row, or computes something else.
     """
-    if attention != SEGMENTS or _is_out_of_reach(base):
+    if attention != SEGMENTS or is_out_of_reach(base):
         return
     vocabulary = base.get_input_embeddings().weight.shape[0]
     device = base.get_input_embeddings().weight.device
@@ -49,27 +49,62 @@ def check_packed_rows(base: PreTrainedModel, *, attention: str, share_prefixes: 
     scored = is_token[:, _NUM_PROMPT:].bool()
     batch = pack(ids, is_token, scored, share_prefixes=share_prefixes, attention=attention)
     backbone = base.base_model
-    with torch.no_grad(), evaluation_mode(backbone):
-        expected = backbone(input_ids=ids, attention_mask=is_token, use_cache=False).last_hidden_state
+    with torch.enable_grad(), evaluation_mode(backbone):
+        expected = _states_and_gradients(base, ids, slice(_NUM_PROMPT - 1, -1), attention_mask=is_token)
         try:
-            states = backbone(**batch.inputs, use_cache=False).last_hidden_state
+            copies = batch.layout.sources[batch.layout.copies]
+            found = _states_and_gradients(base, batch.input_ids, copies, **batch.inputs)
         except Exception as error:
             if str(error).startswith("update_layout"):  # of our attention, which names what the model asks for
                 raise
             raise ValueError(
                 _message(base, name, f"fails on packed rows ({type(error).__name__}: {error})")
             ) from error
-    expected = expected[:, _NUM_PROMPT - 1 : -1].flatten(0, 1).float()  # (10, H) what predicts scored tokens
-    states = states[0, batch.layout.sources][batch.layout.copies].float()
-    distance = float((states - expected).norm() / expected.norm().clamp(min=1e-30))
-    tolerance = _TOLERANCE.get(base.dtype, _TOLERANCE_OF_16_BITS)
-    if not distance <= tolerance:
-        raise ValueError(
-            _message(base, name, f"computes other hidden states in packed rows (they differ by {distance:.1%})")
-        )
+    is_whole = base.dtype in _TOLERANCE and not torch.is_autocast_enabled(device.type)
+    tolerance = _TOLERANCE[base.dtype] if is_whole else _TOLERANCE_OF_16_BITS
+    for what, ours, other in zip(("hidden states", "gradients"), found, expected, strict=True):
+        distance = float((ours - other).norm() / other.norm().clamp(min=1e-30))
+        if not distance <= tolerance:
+            raise ValueError(
+                _message(base, name, f"computes other {what} in packed rows (they differ by {distance:.1%})")
+            )
 
 
-def _is_out_of_reach(base: nn.Module) -> bool:
+def _states_and_gradients(
+    base: PreTrainedModel, ids: torch.Tensor, read: slice | torch.Tensor, **inputs: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states that predict scored tokens, (10, H), and a gradient at the input, summed by token id, (V, H).
+
+    Args:
+        base: the model.
+        ids: (B, L) its input.
+        read: which of the L states predict scored tokens.
+        inputs: further arguments of its backbone.
+    """
+    embeddings = base.get_input_embeddings()
+    embedded = []
+
+    def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    handle = embeddings.register_forward_hook(keep)
+    try:
+        states = base.base_model(**{"input_ids": ids, "use_cache": False} | inputs).last_hidden_state
+    finally:
+        handle.remove()
+    states = states[:, read].flatten(0, 1)
+    # Any weights do, as long as they are the same for the same state: alike ones would cancel out behind a norm.
+    weights = torch.arange(states.numel(), device=states.device).view(states.shape).cos()
+    gradients = torch.autograd.grad((states * weights).sum(), embedded)
+    total = torch.zeros(embeddings.weight.shape[0], states.shape[1], device=ids.device)
+    for gradient in gradients:
+        total.index_add_(0, ids.flatten(), gradient.flatten(0, 1).float())
+    return states.detach().float(), total
+
+
+def is_out_of_reach(base: nn.Module) -> bool:
+    """Whether a model cannot be tried here: this process has only parts of it, or it is not yet on its GPU."""
     if is_sharded(base) or any(parameter.is_meta for parameter in base.parameters()):
         return True
     is_on_cpu = all(parameter.device.type == "cpu" for parameter in base.parameters())

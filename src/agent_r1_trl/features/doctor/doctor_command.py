@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
         examine_scores(
             report,
             arguments.model_name_or_path,
-            update_layout=parser.recipe.get("update_layout", "padded"),
+            update_layout=parser.recipe.get("update_layout", "auto"),
             model_init_kwargs=parser.recipe.get("model_init_kwargs"),
             trust_remote_code=arguments.trust_remote_code,
             chat_template=arguments.chat_template,

@@ -172,7 +172,8 @@ class MemorySetup:
     @property
     def is_packed(self) -> bool:
         """Whether no padding is computed."""
-        return self.update_layout in ("packed", "shared")
+        is_chosen = self.update_layout == "auto" and self.max_tokens_per_micro_batch is not None
+        return is_chosen or self.update_layout in ("packed", "shared")
 
     @property
     def needs_masks(self) -> bool:

@@ -26,7 +26,7 @@ def examine_scores(
     report: Report,
     model: str,
     *,
-    update_layout: str = "padded",
+    update_layout: str = "auto",
     model_init_kwargs: dict[str, Any] | None = None,
     **chat_options: Any,
 ) -> None:
