@@ -12,8 +12,8 @@ from agent_r1_trl.features.journal.reader import read_trajectory, trajectory_rec
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.recording.store import MASKED_ID, mask_record
 from agent_r1_trl.rollout import Draft, RolloutRequest
-from agent_r1_trl.trainers.rollouts import TrainingRows
 from agent_r1_trl.trajectory import Author, Row, Segment, StopReason, Trajectory
+from agent_r1_trl.update.rows import TrainingRows
 from tests.effort import examples
 
 TEXT = Author.ENVIRONMENT
