@@ -115,6 +115,7 @@ VALUES_ELSEWHERE = {
     ("critic", "adapter"): "test_critic_adapters",
     ("score_check", "warn"): "trainers/test_score_check",
     ("score_check", "off"): "trainers/test_score_check",
+    ("update_layout", "padded"): "update/test_auto_layout",
 }
 """Values that another file of tests shows."""
 

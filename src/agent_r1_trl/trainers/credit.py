@@ -21,11 +21,17 @@ from agent_r1_trl.advantages.group import ZERO_VARIANCE
 from agent_r1_trl.advantages.masked import whiten_by, whitening
 from agent_r1_trl.advantages.seats import SeatRows
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.log_means import TokenMean
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.credit_inputs import read_credit_inputs, weighted_turn_rewards
+from agent_r1_trl.update.entries import Inputs
+from agent_r1_trl.update.losses import kl_in_reward
+from agent_r1_trl.update.rows import TrainingRows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
 
 READ = ("gamma", "gamma_turn", "lam", "lam_turn", "step_weight")
 """Settings of estimators whose values are recorded where they are read."""
@@ -262,6 +268,21 @@ def gather_credit_inputs(inputs: CreditInputs, accelerator: Accelerator) -> Cred
     tensors = {name: gathered(name, tensor) for name, tensor in tensors.items()}
     columns = {name: gathered(name, column) for name, column in inputs.columns.items()}
     return dataclasses.replace(inputs, columns=columns, **tensors)
+
+
+def kl_rewards(
+    trainer: MultiTurnTrainer, output: Inputs, mask: torch.Tensor, rows: TrainingRows
+) -> torch.Tensor | None:
+    """(B, T) -beta * k1 on the estimator's positions, and the metric `kl`; None with the KL term in the loss."""
+    if trainer.args.kl_placement == "loss" or trainer.beta == 0.0:
+        return None
+    old = rows.to_time(output["old_per_token_logps"])
+    reference = rows.to_time(output["ref_per_token_logps"])
+    penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=trainer.beta)
+    sums = trainer.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
+    total, num_tokens = sums.tolist()
+    trainer.add_metrics({"kl": TokenMean(-total / trainer.beta / max(1.0, num_tokens), num_tokens)})
+    return penalties
 
 
 def schedule_factor(schedule: str, progress: float) -> float:

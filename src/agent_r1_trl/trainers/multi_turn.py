@@ -45,10 +45,10 @@ from agent_r1_trl.trainers.construction import (
     trl_rewards,
     use_gpu_in_threads,
 )
-from agent_r1_trl.trainers.credit import CreditEstimator
+from agent_r1_trl.trainers.credit import CreditEstimator, kl_rewards
 from agent_r1_trl.trainers.dropout import report_noise
 from agent_r1_trl.trainers.evaluation import EvaluatingTrainer
-from agent_r1_trl.trainers.log_means import TokenMean, weigh_token_means
+from agent_r1_trl.trainers.log_means import weigh_token_means
 from agent_r1_trl.trainers.metrics import RoundingWarning, gather_metrics, log_rewards
 from agent_r1_trl.trainers.policy_loss import (
     KeptRows,
@@ -85,7 +85,6 @@ from agent_r1_trl.update.importance import weigh_mismatch
 from agent_r1_trl.update.kept_head import with_kept_ids
 from agent_r1_trl.update.layout import UpdateLayout
 from agent_r1_trl.update.loss_weights import add_masks
-from agent_r1_trl.update.losses import kl_in_reward
 from agent_r1_trl.update.micro_batches import run_micro_batches
 from agent_r1_trl.update.rows import TrainingRows, pad_tokens, row_tensors
 from agent_r1_trl.update.sampling_masks import SamplingMasks
@@ -485,25 +484,13 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             in_baseline=batch.in_baseline,
             group_size=self._group_size,
             progress=self._progress,
-            kl_rewards=self._kl_rewards(output, mask, batch.training_rows),
+            kl_rewards=kl_rewards(self, output, mask, batch.training_rows),
             is_kept=batch.is_kept,
             columns={name: batch.training_rows.to_time(column) for name, column in columns.items()},
             **critic,
         )
         self.add_metrics(metrics)
         return credit, mask
-
-    def _kl_rewards(self, output: Inputs, mask: torch.Tensor, rows: TrainingRows) -> torch.Tensor | None:
-        """(B, T) -beta * k1 on the estimator's positions; None with the KL term in the loss."""
-        if self.args.kl_placement == "loss" or self.beta == 0.0:
-            return None
-        old = rows.to_time(output["old_per_token_logps"])
-        reference = rows.to_time(output["ref_per_token_logps"])
-        penalties = kl_in_reward(torch.zeros_like(old), old, reference, mask, beta=self.beta)
-        sums = self.accelerator.reduce(torch.stack([penalties.sum(), mask.sum().to(penalties)]), reduction="sum")
-        total, num_tokens = sums.tolist()
-        self.add_metrics({"kl": TokenMean(-total / self.beta / max(1.0, num_tokens), num_tokens)})
-        return penalties
 
     # ---------------------------------------------------------------- metrics, records
 

@@ -93,10 +93,10 @@ class Entries(TypedDict, total=False):
     by `weigh_mismatch`, TRL."""
     old_per_token_logps: torch.Tensor
     """(R, T) float32, the policy's before the update, unless the first pass of the loss gives them. Written by
-    `MultiTurnTrainer._add_log_probs`. Read by `MultiTurnTrainer._kl_rewards`, `weigh_mismatch`, TRL."""
+    `MultiTurnTrainer._add_log_probs`. Read by `kl_rewards`, `weigh_mismatch`, TRL."""
     ref_per_token_logps: torch.Tensor
     """(R, T) float32, the reference's, with a KL term. Written by `MultiTurnTrainer._add_log_probs`. Read by
-    `MultiTurnTrainer._kl_rewards`, TRL."""
+    `kl_rewards`, TRL."""
     importance_sampling_ratio: torch.Tensor
     """(R, T) float32, of trainer to sampler, 1 outside action tokens. With vLLM. Written by `weigh_mismatch`. Read by
     TRL."""
