@@ -3,12 +3,13 @@
 import json
 import math
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
-from agent_r1_trl.trajectory import Author, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import Author, Segment, StopReason, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
 
 P, T, E = Author.POLICY, Author.TEMPLATE, Author.ENVIRONMENT
 
@@ -241,6 +242,27 @@ def test_a_round_trip_through_json_loses_nothing():
         assert isinstance(back.turns[1].tool_results[0].error, ToolErrorKind)
         assert isinstance(back.stop_reason, StopReason)
         assert all(isinstance(author, Author) for author in back.authors)
+
+
+def test_every_field_of_a_trajectory_and_of_its_turns_survives_json():
+    """A new field fails until the example here has another value of it than its default."""
+    trajectory = two_turns(
+        truncation_penalty=-0.5, seat_rewards={"a": 1.0}, is_scored=False, is_group_too_small=True, is_replaced=True,
+        error="gone", failed_tries=["timeout"], rendered={"text": "start"}, open_context=[1, 2],
+        segments=[Segment(start=5, row=1, prompt_ids=[1, 2])], advantages=[0.5] * 8,
+    )  # fmt: skip
+    turn = trajectory.turns[1]
+    turn.rendered, turn.seat, turn.next_context = {"text": "end"}, "a", [{"role": "user", "content": "Go on."}]
+    turn.summary_request = {"role": "user", "content": "Sum up."}
+    plain_turn = Turn(start=0, end=0, message={})
+    unset = [item.name for item in fields(Trajectory) if getattr(trajectory, item.name) == getattr(empty(), item.name)]
+    unset += [
+        item.name
+        for item in fields(Turn)
+        if all(getattr(turn, item.name) == getattr(plain_turn, item.name) for turn in trajectory.turns)
+    ]
+    assert unset == ["kept_ids"], "give each another value; only `kept_ids` is not recorded"
+    assert Trajectory.from_dict(json.loads(trajectory.to_json())) == trajectory
 
 
 def test_odd_numbers_and_texts_survive_json():
