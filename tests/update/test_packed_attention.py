@@ -123,6 +123,26 @@ def test_a_soft_capped_score_is_refused_when_it_is_asked_for(monkeypatch):
         packed_log_probs(model, model.base_model, pack(*ragged(), share_prefixes=False))
 
 
+def test_a_compiled_model_is_compiled_for_the_first_row_alone():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = make_model("qwen3").train()
+    use_packed_attention(model, share_prefixes=True)
+    for layer in model.model.layers:
+        layer.compile(backend=count, dynamic=True)
+    found = []
+    for rows in (ragged(0), forked(1), ragged(2), forked(3)):
+        log_probs, _ = packed_log_probs(model, model.base_model, pack(*rows, share_prefixes=True))
+        log_probs.sum().backward()
+        found.append(len(graphs))
+    assert 0 < found[0] < 8, "a graph on each side of the attention of a layer"
+    assert set(found) == {found[0]}
+
+
 # -------------------------------------------------------------------- one call with lengths
 
 

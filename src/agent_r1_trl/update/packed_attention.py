@@ -54,16 +54,28 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
         )
+    return _attend(module, query, key, value, packed_layout, scaling, dropout, options), None
+
+
+@torch.compiler.disable  # every row has a layout of its own, so a compiled model would compile anew for each
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed_layout: Layout,
+    scaling: float | None,
+    dropout: float,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """(1, N, heads, D') by one call, or by a call for each segment; arguments as of `packed_attention`."""
     window = options.get("sliding_window")
     _check_layer(module, options)
     kernel = one_call.choose_kernel(query, key, value)
     if kernel is not None and packed_layout.offsets is not None:
-        together = one_call.attend(
-            kernel, query, key, value, packed_layout.offsets, scaling=scaling, dropout=dropout, window=window
-        )
-        return together, None
-    one_by_one = _attend_one_by_one(query, key, value, packed_layout, scaling=scaling, dropout=dropout, window=window)
-    return one_by_one, None
+        offsets = packed_layout.offsets
+        return one_call.attend(kernel, query, key, value, offsets, scaling=scaling, dropout=dropout, window=window)
+    return _attend_one_by_one(query, key, value, packed_layout, scaling=scaling, dropout=dropout, window=window)
 
 
 def _attend_one_by_one(
