@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 import random
+import socket
 from contextvars import ContextVar
 from types import SimpleNamespace
 
@@ -401,6 +402,30 @@ def test_a_key_may_stand_in_the_path_and_a_wrong_one_opens_nothing():
         return path, refused, answer["error"]["type"], lost, "chat completions" in told["error"]["message"]
 
     assert answers(agent)[0] == (200, 401, "invalid_request_error", 404, True)
+
+
+def test_agents_on_other_machines_reach_the_door_at_the_address_that_is_given():
+    """127.0.0.2 is another address of this machine, at which the usual door does not listen."""
+    doors = []
+
+    def agent(door, example):
+        doors.append(door)
+        return bool(ask(door.client, [{"role": "user", "content": "Hello"}]).choices)
+
+    for host in (None, "127.0.0.2"):
+        trajectory, _ = checked(None, [say("Hi")], env=functools.partial(AgentEnv, agent, door_host=host))
+        assert trajectory.total_reward == 1.0
+    usual, other = doors
+    assert usual.base_url.startswith("http://127.0.0.1:")
+    assert other.base_url.startswith("http://127.0.0.2:") and other.host == "127.0.0.2"
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", int(other.base_url.split(":")[2].partition("/")[0])), 5)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "no-such-host.invalid"])
+def test_an_address_at_which_no_agent_could_be_answered_is_refused_at_once(host):
+    with pytest.raises(ValueError, match=rf"door_host='{host}'.*Set door_host to an address of this machine"):
+        AgentEnv(print, door_host=host)
 
 
 @pytest.mark.parametrize("has_key", [True, False])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.environments.reward_values import read_number, read_outcome
-from agent_r1_trl.features.doors.agent.server import DoorServer, server_here
+from agent_r1_trl.features.doors.agent.server import LOOPBACK, DoorServer, check_host, server_here
 from agent_r1_trl.features.doors.agent.session import MODEL, TAKES_TURNS, AgentSession
 from agent_r1_trl.features.doors.tail import tail_of
 from agent_r1_trl.objects import import_object, locate_error
@@ -53,6 +53,8 @@ class Door:
         self._session, self._server = session, server
         self.api_key = session.key if seat is None else f"{session.key}.{seat}"
         """The session: every trajectory has its own."""
+        self.host = server.host
+        """Address of the machine that trains."""
         self.base_url = f"{server.address}/v1"
         self.session_url = f"{server.address}/sessions/{self.api_key}/v1"
         """A `base_url` that needs no key, for clients that have one of their own."""
@@ -116,6 +118,9 @@ class AgentEnv:
             subclass may define it instead.
         unfinished_reward: of a trajectory whose agent raised, or was stopped before it returned.
         shared_reward: whether conversations that take turns, or seats, are one task with one reward.
+        door_host: the address of this machine by which agents on other machines reach the door; by default none does.
+            Every request needs a session's key, a random one for each trajectory. It goes over the network as it is,
+            so the network must be your own.
     """
 
     has_reward = True
@@ -123,6 +128,7 @@ class AgentEnv:
     run: Callable[..., Any]
     unfinished_reward: Finite = 0.0
     shared_reward: bool = False
+    door_host: str = LOOPBACK
     example: dict[str, Any]
     answer: Any = None
     """The result of `run`; None if it has not returned."""
@@ -138,6 +144,7 @@ class AgentEnv:
         *,
         unfinished_reward: float | None = None,
         shared_reward: bool | None = None,
+        door_host: str | None = None,
     ) -> None:
         if isinstance(run, list | tuple):
             self.run = functools.partial(run_command, run)
@@ -146,6 +153,9 @@ class AgentEnv:
             self.run = given
         if shared_reward is not None:
             self.shared_reward = shared_reward
+        if door_host is not None:
+            self.door_host = door_host
+        check_host(self.door_host)
         if unfinished_reward is not None:
             self.unfinished_reward = unfinished_reward
         check_value(f"{type(self).__name__}.unfinished_reward", self.unfinished_reward, Finite)
@@ -176,7 +186,7 @@ class AgentEnv:
             ToolFailure: it made none, because what it needs has failed.
         """
         self.example = example
-        self._server = await server_here()
+        self._server = await server_here(self.door_host)
         self._session = self._server.open()
         door = Door(self._session, self._server)
         running = _call(self.run, door, example)
@@ -306,8 +316,8 @@ async def run_command(command: Sequence[str], door: Door, example: dict[str, Any
         RuntimeError: it ended with another exit code than 0.
     """
     found = {"OPENAI_BASE_URL": door.base_url, "OPENAI_API_KEY": door.api_key, "OPENAI_MODEL": door.model}
-    direct = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
-    found |= {"no_proxy": direct, "NO_PROXY": direct}  # the endpoint is on this machine
+    direct = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), door.host)))
+    found |= {"no_proxy": direct, "NO_PROXY": direct}  # no proxy leads to the endpoint
     async with tail_of(MAX_OUTPUT_BYTES) as output, tail_of(MAX_ERROR_CHARS) as errors:
         with tempfile.TemporaryFile() as given:
             given.write(json.dumps(example, ensure_ascii=False, default=str).encode(errors="replace"))

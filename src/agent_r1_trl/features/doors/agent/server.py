@@ -1,4 +1,4 @@
-"""The endpoint on this machine that agents talk to: one server for each event loop, shared by all sessions."""
+"""The endpoint that agents talk to: one server for each event loop and address, shared by all sessions."""
 
 from __future__ import annotations
 
@@ -29,16 +29,25 @@ MAX_ENDED = 4096
 logger = logging.getLogger(__name__)
 
 
-class DoorServer:
-    """Answers agents on this machine with their sessions."""
+LOOPBACK = "127.0.0.1"
+"""The address at which no other machine reaches the door."""
 
-    def __init__(self) -> None:
+
+class DoorServer:
+    """Answers agents with their sessions.
+
+    Args:
+        host: the address of this machine at which it listens, and by which agents reach it.
+    """
+
+    def __init__(self, host: str = LOOPBACK) -> None:
+        self.host = host
         self.sessions: dict[str, AgentSession] = {}
         self._ended: dict[str, None] = {}
         self._clients: dict[str, Any] = {}
         self._thread = threading.get_ident()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._socket = socket.create_server((host, 0))
+        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> DoorServer:
         """Listen."""
@@ -161,16 +170,34 @@ def _key_of(request: web.Request) -> str:
     return request.match_info.get("key") or request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
 
-_servers: dict[asyncio.AbstractEventLoop, asyncio.Task[DoorServer]] = {}
+@functools.cache
+def check_host(host: str) -> None:
+    """Look whether the door can listen at an address that agents can be told.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    fix = "Set door_host to an address of this machine that the agents' machines reach (`hostname -I` lists them)"
+    if host in ("0.0.0.0", "::", ""):
+        raise ValueError(f"door_host={host!r} is no address that an agent could be told. {fix}.")
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError as error:
+        raise ValueError(
+            f"door_host={host!r}: the agent door cannot listen there ({error}). {fix}, or remove it."
+        ) from error
 
 
-async def server_here() -> DoorServer:
-    """The server of the running loop, which starts with the first session."""
+_servers: dict[tuple[asyncio.AbstractEventLoop, str], asyncio.Task[DoorServer]] = {}
+
+
+async def server_here(host: str = LOOPBACK) -> DoorServer:
+    """The server of the running loop at this address, which starts with the first session."""
     loop = asyncio.get_running_loop()
-    for other in [other for other in _servers if other.is_closed()]:
+    for other in [other for other in _servers if other[0].is_closed()]:
         with contextlib.suppress(Exception, asyncio.CancelledError):
             _servers.pop(other).result().close()
-    if loop not in _servers:
+    if (loop, host) not in _servers:
         # Not a part of the trajectory that comes first: neither its variables nor its end.
-        _servers[loop] = loop.create_task(DoorServer().start(), context=contextvars.Context())
-    return await asyncio.shield(_servers[loop])
+        _servers[loop, host] = loop.create_task(DoorServer(host).start(), context=contextvars.Context())
+    return await asyncio.shield(_servers[loop, host])
