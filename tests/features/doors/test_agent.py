@@ -408,9 +408,9 @@ def test_agents_on_other_machines_reach_the_door_at_the_address_that_is_given():
     """127.0.0.2 is another address of this machine, at which the usual door does not listen."""
     doors = []
 
-    def agent(door, example):
+    async def agent(door, example):
         doors.append(door)
-        return bool(ask(door.client, [{"role": "user", "content": "Hello"}]).choices)
+        return (await ask(door, PROMPT))["content"] == "Hi"
 
     for host in (None, "127.0.0.2"):
         trajectory, _ = checked(None, [say("Hi")], env=functools.partial(AgentEnv, agent, door_host=host))
