@@ -7,10 +7,7 @@ import pytest
 from agent_r1_trl.generation import Generation, GenerationRequest, Generator, ScriptedGenerator
 from agent_r1_trl.generation.base import GenerationError, as_generator, check_generation
 from agent_r1_trl.generation.sync import SyncError, policy_scores, sync_weights
-from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
-from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from tests.generation.helpers import tiny_model
-from tests.trainers.helpers import make_args, questions
 
 
 class OnlyGenerates:
@@ -76,15 +73,6 @@ def test_a_generator_is_taken_as_it_is():
 def test_what_cannot_generate_is_refused(given):
     with pytest.raises(ValueError, match=r"generator=.*generate"):
         as_generator(given)
-
-
-def test_the_trainer_refuses_it_before_training(tmp_path):
-    tokenizer = make_tokenizer("qwen3")
-    with pytest.raises(ValueError, match="generator="):
-        MultiTurnGRPOTrainer(
-            model=make_policy(tokenizer), args=make_args(tmp_path), env=AddEnv, generator=object(),
-            train_dataset=questions(), processing_class=tokenizer,
-        )  # fmt: skip
 
 
 class OtherArguments:

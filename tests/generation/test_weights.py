@@ -13,21 +13,13 @@ from transformers import MixtralConfig
 
 from agent_r1_trl.critic.attach import attach_critic, critic_parameters
 from agent_r1_trl.generation import weights
-from agent_r1_trl.generation.weights import (
-    adapter_tensors,
-    check_tied_embeddings,
-    policy_weights,
-    served_adapter,
-    write_adapter,
-)
+from agent_r1_trl.generation.weights import adapter_tensors, policy_weights, served_adapter, write_adapter
 from tests.generation.helpers import tiny_model
 
 ADAPTERS = {
     "lora": LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj", "embed_tokens"]),
-    "lora with bias": LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True),
     "dora": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True),
     "saved module": LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["lm_head"]),
-    "new tokens": LoraConfig(r=4, target_modules=["v_proj"], trainable_token_indices=[5, 6]),
 }
 
 
@@ -39,18 +31,6 @@ def adapted_model(name):
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_are_merged_into_copies(name):
-    model = adapted_model(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    weights = dict(policy_weights(model))
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    expected = copy.deepcopy(model).merge_and_unload().state_dict()
-    assert weights.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(weights[key], value, atol=1e-6, rtol=1e-6)
 
 
 def test_only_what_training_changes_is_sent_again():
@@ -72,29 +52,6 @@ def test_a_disabled_adapter_and_a_merged_one_are_not_added():
         assert torch.equal(dict(policy_weights(model))[name], layer.base_layer.weight)
     model.merge_adapter()
     torch.testing.assert_close(dict(policy_weights(model))[name], merged, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("is_refused", "options"),
-    [
-        (True, {"target_modules": ["q_proj", "embed_tokens"]}),
-        (True, {"target_modules": ["q_proj", "lm_head"]}),
-        (True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-        (True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-        (True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
-        (False, {"target_modules": "all-linear"}),
-        (False, {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}),  # peft adapts both ends
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
-def test_an_adapter_that_parts_two_tied_layers_is_refused(is_refused, options):
-    config = LoraConfig(r=4, task_type="CAUSAL_LM", **options)
-    check_tied_embeddings(get_peft_model(tiny_model(), copy.deepcopy(config)))
-    check_tied_embeddings(tiny_model(tie_word_embeddings=True))
-    tied = get_peft_model(tiny_model(tie_word_embeddings=True), config)
-    with pytest.raises(ValueError, match="tie_word_embeddings") if is_refused else contextlib.nullcontext():
-        check_tied_embeddings(tied)
 
 
 def test_syncs_of_a_bf16_policy_round_once_and_leave_its_base_bit_for_bit_alone(tmp_path):
@@ -124,15 +81,6 @@ def test_an_adapter_is_written_as_peft_writes_it_embeddings_included(tmp_path):
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys() and any("lora_embedding_A" in name for name in ours)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_shared_weights_come_once():
-    model = tiny_model()
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
-    names = [name for name, _ in policy_weights(model)]
-    assert len(names) == len(set(names)) == len(list(model.parameters()))
-    assert "lm_head.weight" not in names
 
 
 def test_a_mixture_of_experts_has_the_names_of_its_checkpoint(tmp_path):
