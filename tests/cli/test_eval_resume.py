@@ -104,38 +104,3 @@ def test_evaluation_in_training_rolls_out_the_same_trajectories(recipe, capsys, 
     logged = next(log for log in history if "eval_reward" in log)
     result = json.loads(Path("scores/evaluation.json").read_text())
     assert (result["reward"], result["turns"]) == pytest.approx((logged["eval_reward"], logged["eval_rollout/turns"]))
-
-
-LONG_TASK = """
-class Echo:
-    tools = ()
-
-    def reset(self, example):
-        return [{"role": "user", "content": example["prompt"]}]
-
-    def step(self, message):
-        then = [{"role": "tool", "content": "Forty-two and a half, or so."}]
-        return then, 0.5, False, {}
-"""
-POLICIES = {
-    "window": {"context.turns": 1},
-    "summarise": {"context.turns": 2, "context.summary_tokens": 5, "context.summary_prompt": "Sum it up."},
-}
-
-
-@pytest.mark.parametrize("policy", ["summarise", pytest.param("window", marks=pytest.mark.matrix)])
-def test_a_context_policy_shows_the_model_the_same_in_training_and_evaluation(recipe, policy):
-    Path("long_task.py").write_text(LONG_TASK)
-    path = recipe(
-        context={"policy": policy}, **POLICIES[policy], env="long_task.py:Echo", max_turns=4,
-        max_completion_length=400, learning_rate=0.0, max_steps=1, eval_strategy="steps", eval_steps=1,
-        per_device_eval_batch_size=2, eval_temperature=0.0, num_generations_eval=1,
-    )  # fmt: skip
-    assert main(["train", "--config", path]) == 0
-    assert main(["eval", "--config", path, "--output_dir", "scores"]) == 0
-    during, after = ([item.trajectory for item in read_records(folder, split="eval")] for folder in ("out", "scores"))
-    assert [one.example_id for one in during] == [one.example_id for one in after] == ["test0", "test1"]
-    for one, other in zip(during, after, strict=True):
-        assert len(one.rows) > 1
-        contexts = [[(row.prompt_ids, row.completion_ids, row.action_mask) for row in it.rows] for it in (one, other)]
-        assert contexts[0] == contexts[1]

@@ -98,19 +98,6 @@ def test_an_interrupted_training_closes_its_environments(interrupted, signum):
     assert not list(Path().glob("open-*"))
 
 
-def test_a_training_in_which_nothing_can_be_rolled_out_ends_with_the_code_of_the_infrastructure(
-    recipe, refusal, monkeypatch
-):
-    path = recipe(eval_dataset_name=None)
-    with Path("task.py").open("a", encoding="utf-8") as task:
-        task.write(
-            "\n\nclass Down(AddEnv):\n    def reset(self, example):\n        raise OSError('the server is down')\n"
-        )
-    monkeypatch.setattr("agent_r1_trl.cli.train.check_first_row", lambda *args: None)
-    message = refusal("train", "--config", path, "--env", "task.py:Down", code=errors.EXIT_INFRASTRUCTURE)
-    assert "All 4 trajectories failed" in message
-
-
 @pytest.mark.parametrize(("command", "lock"), [("train", "_run"), ("eval", "_eval")])
 def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(recipe, refusal, command, lock):
     path = recipe(max_steps=1, output_dir="out")

@@ -273,6 +273,7 @@ TRAIN = {
         {"env": None, "tools": ["tasks.py:number"], "reward_funcs": ["task.py:word_count_reward"]},
         "tools='tasks.py:number'",
     ),
+    "a number for a callback": ({"callbacks": ["tasks.py:number"]}, "callbacks='tasks.py:number'.*TrainerCallback"),
     "a number for a reward": ({"reward_funcs": ["tasks.py:number"]}, "reward_funcs='tasks.py:number'"),
     "a reward that is not there": (
         {"reward_funcs": ["task.py:word_reward"]},

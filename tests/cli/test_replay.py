@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from agent_r1_trl.cli import main
 from agent_r1_trl.recording import read_records
 
@@ -57,30 +55,21 @@ def test_an_evaluation_is_replayed_without_its_model(recipe, refusal, capsys, mo
     assert "--model" in refusal("eval", "--config", path, "--model", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    {
-        "max_turns": 7, "max_completion_length": 77, "max_tokens_per_turn": 3, "max_observation_tokens": 7,
-        "max_invalid_calls": 0, "context": "strip_thinking",
-    }.items(),
-)  # fmt: skip
-def test_an_evaluation_that_was_rolled_out_within_other_limits_is_refused(scores, refusal, name, value):
-    path, replay = scores
-    message = refusal("eval", "--config", path, *replay, f"--{name}", str(value))
-    limit, now = ("context.policy", value) if name == "context" else (name, value)
-    assert f"{limit}=" in message and f"has {limit}={now!r}" in message and f"Set {limit} to " in message
+OTHER_LIMITS = {
+    "max_turns": 7, "max_completion_length": 77, "max_tokens_per_turn": 3, "max_observation_tokens": 7,
+    "max_invalid_calls": 0, "context": "strip_thinking",
+}  # fmt: skip
 
 
-def test_limits_that_decide_nothing_and_those_of_the_model_are_not_compared(scores):
-    path, replay = scores
-    assert main(["eval", "--config", path, *replay, "--max_concurrency", "1", "--rollout_timeout", "7"]) == 0
-
-
-@pytest.fixture
-def scores(recipe):
+def test_an_evaluation_within_other_limits_is_refused_and_those_that_decide_nothing_are_not_compared(recipe, refusal):
     path = recipe()
     assert main(["eval", "--config", path, "--output_dir", "scores"]) == 0
-    return path, ["--journal.replay", "scores", "--output_dir", "again"]
+    replay = ["eval", "--config", path, "--journal.replay", "scores", "--output_dir", "again"]
+    for name, value in OTHER_LIMITS.items():
+        message = refusal(*replay, f"--{name}", str(value))
+        limit = "context.policy" if name == "context" else name
+        assert f"{limit}=" in message and f"has {limit}={value!r}" in message and f"Set {limit} to " in message
+    assert main([*replay, "--max_concurrency", "1", "--rollout_timeout", "7"]) == 0
 
 
 def test_an_evaluation_leaves_no_journal_where_none_is_wanted(recipe):

@@ -25,18 +25,6 @@ def test_a_run_leaves_model_tokenizer_state_and_trajectories(finished_run):
     assert len(list(read_records(out))) == 8
 
 
-def test_flags_win_over_the_recipe(recipe):
-    path = recipe(max_steps=2)
-    flags = ["--max_steps", "1", "--output_dir", "elsewhere", "--env_kwargs", "{bonus: 3}", "--max_turns=1"]
-    assert main(["train", "--config", path, *flags]) == 0
-    assert not Path("out").exists()
-    assert json.loads(Path("elsewhere/trainer_state.json").read_text())["global_step"] == 1
-    trajectories = [record.trajectory for record in read_records("elsewhere")]
-    assert len(trajectories) == 4
-    assert all(len(item.turns) == 1 for item in trajectories)
-    assert {item.outcome_reward for item in trajectories} <= {0.0, 3.0}
-
-
 @pytest.mark.parametrize("flags", [["--eval_dataset_name", "null"], ["--eval_dataset_name=null"]])
 def test_null_unsets_a_setting_of_the_recipe(recipe, flags):
     flags = [*flags, "--run_name", "null", "--seed", "5"]
@@ -51,29 +39,6 @@ def test_without_an_environment_completions_are_scored_as_in_trl(recipe):
     )  # fmt: skip
     assert main(["train", "--config", path]) == 0
     assert "reward" in json.loads(Path("out/trainer_state.json").read_text())["log_history"][0]
-
-
-CALLBACK = """
-from agent_r1_trl import RolloutCallback
-
-
-class Count(RolloutCallback):
-    def rollout_end(self, batch, output):
-        self.trainer.add_metrics({"my/count": len(batch.trajectories)})
-
-
-nobody = object()
-"""
-
-
-def test_a_recipe_names_callbacks_by_their_path(recipe, refusal):
-    path = recipe(callbacks=["own.py:Count"], max_steps=1)
-    Path("own.py").write_text(CALLBACK)
-    assert main(["train", "--config", path]) == 0
-    log = json.loads(Path("out/trainer_state.json").read_text())["log_history"]
-    assert log[0]["my/count"] == 4
-    said = refusal("train", "--config", path, "--callbacks", "own.py:nobody", "--output_dir", "other")
-    assert said.startswith("callbacks='own.py:nobody'") and "TrainerCallback" in said
 
 
 def test_rewards_for_reasoning_are_named_in_a_recipe_with_their_options(recipe):
