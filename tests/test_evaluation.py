@@ -107,13 +107,6 @@ def test_without_a_tool_call_there_is_no_error_rate():
 # ---------------------------------------------------------------- intervals
 
 
-def test_intervals_of_a_proportion_are_those_of_the_normal_approximation():
-    low, high = result_of([1] * 120 + [0] * 180).intervals["exact_match"]
-    half = 1.96 * math.sqrt(0.4 * 0.6 / 300)
-    assert low == pytest.approx(0.4 - half, abs=0.005)
-    assert high == pytest.approx(0.4 + half, abs=0.005)
-
-
 def test_intervals_agree_with_a_naive_bootstrap_of_a_ratio():
     rng = random.Random(0)
     pairs = [(float(rng.randint(0, calls)), float(calls)) for calls in (rng.randint(0, 5) for _ in range(60))]
@@ -156,15 +149,6 @@ def test_counts_and_values_between_0_and_1_keep_the_bootstrap():
     unscored = [{"exact_match": (1.0, 1.0)}] * 9 + [{"exact_match": (0.0, 0.0)}]
     ends = EvaluationResult.from_rows(unscored, example_ids=[""] * 10).intervals["exact_match"]
     assert ends == pytest.approx((0.7009, 1.0), abs=1e-4), "nine of nine: an example without a value is none"
-
-
-def test_the_difference_is_paired():
-    before = result_of([0, 0, 1, 1] * 25)
-    after = result_of([1, 0, 1, 1] * 25)
-    one, two, low, high = difference(before, after)["exact_match"]
-    assert (one, two) == (0.5, 0.75)
-    half = 1.96 * math.sqrt(0.25 * 0.75 / 100)  # the per-example change is 0 or 1
-    assert (low, high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.015)
 
 
 def test_a_difference_between_other_examples_is_refused():

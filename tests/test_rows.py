@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_r1_trl.advantages import compute_gae
 from agent_r1_trl.features.journal.reader import read_trajectory, trajectory_record
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.recording.store import MASKED_ID, mask_record
@@ -50,47 +49,6 @@ def test_a_context_that_was_rewritten_opens_a_row_and_one_that_goes_on_does_not(
             logprobs=[-20.0, -21.0, 0.0, -30.0], spans=[(2, 6)],
         ),
     ]  # fmt: skip
-
-
-def test_credit_over_two_rows_is_that_of_one_row_of_their_tokens():
-    """[P | a b], [P' | d e]: the token after b is d; V is read in each token's own row."""
-    draft = draft_of([1])
-    say(draft, [10, 11])
-    draft.rewrite_context([2], [], [])
-    say(draft, [20, 21])
-    rows = TrainingRows([draft.finish(StopReason.DONE, duration_s=0.0)])
-    values = rows.to_time(torch.tensor([[0.2, 0.3], [0.4, 0.6]], dtype=torch.float64))
-    rewards = torch.tensor([[0, 0.5, 0, 1]], dtype=torch.float64)
-    advantages, _ = compute_gae(rewards, values, torch.ones(1, 4), gamma=0.9, lam=0.8)
-    in_rows = rows.to_rows(advantages, torch.zeros(2, 2))
-    expected = torch.tensor([[0.695075, 0.868160], [0.428, 0.4]], dtype=torch.float64)
-    torch.testing.assert_close(in_rows, expected, atol=1e-6, rtol=0)
-
-
-def test_a_turn_that_comes_back_to_an_earlier_conversation_joins_its_row():
-    draft = draft_of([1])
-    say(draft, [10])
-    draft.rewrite_context([2], [], [])
-    say(draft, [20])
-    draft.rewrite_context([1, 10, 5], [5], [TEXT])
-    say(draft, [11])
-    first, second = draft.finish(StopReason.DONE, duration_s=0.0).rows
-    assert (first.completion_ids, first.turn_ids, first.spans) == ([10, 5, 11], [0, -1, 2], [(0, 1), (2, 4)])
-    assert (second.prompt_ids, second.completion_ids) == ([2], [20])
-
-
-def test_a_turn_joins_the_longest_of_the_rows_that_its_context_extends():
-    draft = draft_of([1, 2])
-    say(draft, [10])
-    draft.rewrite_context([1], [], [])
-    say(draft, [2, 10, 30])  # now the first row is the beginning of this one
-    draft.rewrite_context([1, 2, 10, 30, 5], [5], [TEXT])
-    say(draft, [40])
-    draft.rewrite_context([1, 2, 10, 6], [6], [TEXT])
-    say(draft, [11])
-    first, second = draft.finish(StopReason.DONE, duration_s=0.0).rows
-    assert (first.completion_ids, first.turn_ids) == ([10, 6, 11], [0, -1, 3])
-    assert (second.completion_ids, second.turn_ids) == ([2, 10, 30, 5, 40], [1, 1, 1, -1, 2])
 
 
 def test_a_context_that_nothing_was_sampled_after_opens_no_row():
