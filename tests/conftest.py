@@ -58,6 +58,16 @@ def policy_server(tmp_path_factory):
         yield url
 
 
+@pytest.fixture(scope="session")
+def policy_path(tmp_path_factory):
+    """The folder of the tiny policy: TRL loads the reference of a KL term from where the policy is."""
+    from agent_r1_trl.testing import make_policy, make_tokenizer
+
+    folder = tmp_path_factory.mktemp("policy")
+    make_policy(make_tokenizer("qwen3")).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def own_loop():
     """The loop of the rollouts, a fresh one, on which no earlier test has left a task that refuses to be cancelled."""

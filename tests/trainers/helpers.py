@@ -15,6 +15,16 @@ from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from tests.toys import unfold
 
 
+def add(a: int, b: int) -> int:
+    """Add two numbers: a tool as TRL's scripts have them.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+
+
 class PlainEnv(ToolEnv):
     """No tools: one turn, scored by its ids."""
 

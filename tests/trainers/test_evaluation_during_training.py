@@ -282,36 +282,23 @@ def test_an_evaluation_in_which_everything_failed_is_said_and_never_the_best(
     assert trainer.state.best_metric == (2.0 if len(outage) < 3 else -math.inf)
 
 
-@pytest.mark.parametrize("broken", [None, "hard", "easy"])
+@pytest.mark.parametrize("broken", [None, "hard_new", "hard"])
 def test_the_metrics_of_several_evaluation_sets_have_their_names(tmp_path, monkeypatch, broken):
-    sets = {"hard": questions(5), "easy": questions(3)}
-    options = {"metric_for_best_model": "hard_reward", "max_steps": 1}
+    sets = {"hard_new": questions(5), "hard": questions(3)}  # the one name begins like the other
+    options = {"metric_for_best_model": "hard_new_reward", "max_steps": 1}
     trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=sets, **options, **BEST, **EVALUATION)
     monkeypatch.setattr(
         DownEnv, "is_down", lambda *_: not trainer.model.training and trainer._eval_prefix == f"eval_{broken}"
     )
     trainer.train()
     logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
-    expected = {"hard": 2.0, "easy": 1.0}
+    expected = {"hard_new": 2.0, "hard": 1.0}
     for name, reward in expected.items():
         assert logged[f"eval_{name}_reward"] == (None if name == broken else reward)
         assert logged[f"eval_{name}_rollout/infrastructure_failure_share"] == float(name == broken)
         assert f"eval_{name}_loss" in logged
-    assert not [
-        name for name in logged if name.startswith("eval_") and not name.startswith(("eval_hard_", "eval_easy_"))
-    ]
-    assert trainer.state.best_metric == (-math.inf if broken == "hard" else 2.0)
-
-
-def test_an_evaluation_that_failed_says_nothing_of_a_set_whose_name_begins_alike(tmp_path, monkeypatch):
-    sets = {"hard_new": questions(5), "hard": questions(3)}
-    options = {"metric_for_best_model": "hard_new_reward", "max_steps": 1}
-    trainer = make_trainer(tmp_path, env=DownEnv, script=answer, eval_dataset=sets, **options, **BEST, **EVALUATION)
-    monkeypatch.setattr(
-        DownEnv, "is_down", lambda *_: not trainer.model.training and trainer._eval_prefix == "eval_hard"
-    )
-    trainer.train()
-    assert trainer.state.best_metric == 2.0
+    assert not [name for name in logged if name.startswith("eval_") and not name.startswith("eval_hard_")]
+    assert trainer.state.best_metric == (-math.inf if broken == "hard_new" else 2.0)
 
 
 def test_a_best_metric_that_no_evaluation_set_has_is_refused_before_the_run(tmp_path):

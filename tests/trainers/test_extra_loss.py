@@ -1,15 +1,11 @@
 """A loss term of the user's own, as a method and as a function; its own tokens, layouts and PPO: `test_hooks.py`."""
 
-import itertools
-
 import pytest
 import torch
 
 from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from agent_r1_trl.update.layout import UPDATE_LAYOUTS
-from tests.effort import nightly
 from tests.trainers.helpers import LikelihoodTrainer, loss_and_gradients, make_trainer, scored_batch
 
 
@@ -19,19 +15,6 @@ def returning(value, base=MultiTurnGRPOTrainer):
             return value(inputs, log_probs, mask) if callable(value) else value
 
     return Trainer
-
-
-def test_log_probs_outside_the_mask_are_zero_in_every_layout(tmp_path):
-    for layout in UPDATE_LAYOUTS:
-        seen = []
-
-        def look(inputs, log_probs, mask, seen=seen):
-            seen.append((log_probs.detach(), mask))
-
-        trainer = make_trainer(tmp_path / layout, trainer=returning(look), update_layout=layout)
-        trainer.compute_loss(trainer.model, scored_batch(trainer))
-        [(log_probs, mask)] = seen
-        assert (log_probs[~mask] == 0).all() and (log_probs[mask] < 0).all() and mask.any() and not mask.all()
 
 
 def test_none_is_no_term(tmp_path):
@@ -59,30 +42,6 @@ def test_a_function_is_the_same_term_under_its_own_name(tmp_path, given):
     assert torch.equal(loss_and_gradients(method, batch)[0], loss_and_gradients(function, batch)[0])
     assert function._metrics["train"]["loss_term"] == method._metrics["train"]["extra_loss"]
     assert function.args.to_dict()["loss_term"] == f"{__name__}:likelihood"
-
-
-@pytest.mark.parametrize(
-    ("layout", "steps"), [("grouped", 2), ("packed", 1), *nightly(("padded", 2), ("shared", 1), ("shared", 2))]
-)
-def test_a_function_of_the_rewards_sees_those_of_its_rows(tmp_path, layout, steps):
-    seen = []
-
-    def look(inputs, log_probs, mask):
-        for reward, ids, row in zip(inputs["trajectory_rewards"], inputs["completion_ids"], mask, strict=True):
-            seen.append((reward.item(), tuple(ids[row].tolist())))
-        return of_rewards(inputs, log_probs, mask)
-
-    trainer = make_trainer(
-        tmp_path, loss_term=look, update_layout=layout, max_steps=1, gradient_accumulation_steps=steps,
-        per_device_train_batch_size=8 // steps,
-    )  # fmt: skip
-    trainer.train()
-    assert trainer.state.log_history[0]["loss_term"] != 0
-    earned = {
-        (item.total_reward, tuple(itertools.compress(item.completion_ids, item.action_mask)))
-        for item in trainer.last_trajectories
-    }
-    assert len({reward for reward, _ in earned}) > 1 and set(seen) == earned
 
 
 def test_every_row_of_a_rewritten_context_has_the_reward_of_its_trajectory(tmp_path):

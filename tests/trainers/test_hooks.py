@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages import Credit
-from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, policy_loss
 from agent_r1_trl.trainers.callbacks import RolloutCallback
@@ -252,11 +251,6 @@ def test_two_terms_of_one_name_are_refused(tmp_path):
     trainer = make_trainer(tmp_path, callbacks=[Wrong(None), Wrong(None)])
     with pytest.raises(ValueError, match="two have a loss term of the name 'Wrong'"):
         scored_batch(trainer)
-
-
-def test_a_subclass_that_names_tokens_is_served_without_an_environment(tmp_path):
-    trainer = make_trainer(tmp_path, trainer=OddTrainer, env=None, reward_funcs=lambda completions, **rest: [0.0] * 8)
-    assert trainer.env_factory is SingleTurnEnv
 
 
 def test_a_loss_term_may_bring_its_tokens(tmp_path):

@@ -10,26 +10,25 @@ import pytest
 import torch
 from trl.trainer.utils import nanstd
 
-from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.credit import source_scales, source_values
 from agent_r1_trl.trainers.metrics import return_metrics
 from agent_r1_trl.update.loss_weights import loss_weights, set_valid_scales
 from tests.effort import nightly
-from tests.trainers.helpers import CUT, LOST, LikelihoodTrainer, answering, move_weights, scored_batch, step_gradients
+from tests.trainers.helpers import (
+    CUT,
+    LOST,
+    LikelihoodTrainer,
+    add,
+    answering,
+    move_weights,
+    scored_batch,
+    step_gradients,
+)
 
 ROWS = ["xx", LOST, "x", LOST, LOST, "xxxxx", LOST, "xxxx"]
 """Two groups of four; an even number of letters is right."""
-
-
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: One.
-        b: Other.
-    """
-    return a + b
 
 
 def only(inputs, keep):
@@ -46,9 +45,8 @@ ACCUMULATION = {"per_device_train_batch_size": 2, "gradient_accumulation_steps":
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", *nightly("dr_grpo", "sapo", "luspo", "cispo", "vespo")])
-def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_type):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    trainer = answering(tmp_path, ROWS, model=str(tmp_path / "policy"), loss_type=loss_type, beta=0.1, **ACCUMULATION)
+def test_the_gradient_is_that_of_a_batch_without_the_lost_rows(tmp_path, loss_type, policy_path):
+    trainer = answering(tmp_path, ROWS, model=policy_path, loss_type=loss_type, beta=0.1, **ACCUMULATION)
     gradients, buffer = step_gradients(trainer)
     live = [inputs["in_baseline"] for inputs in buffer]
     assert sum(int(rows.sum()) for rows in live) == 4
@@ -184,14 +182,13 @@ def test_truncated_rows_stay_in_the_denominator_as_in_trl(tmp_path):
 # -------------------------------------------------------------------- rows that nobody scored
 
 
-def test_a_row_that_nobody_scored_is_not_in_the_loss(tmp_path):
+def test_a_row_that_nobody_scored_is_not_in_the_loss(tmp_path, policy_path):
     def even(completions, **kwargs):
         texts = [messages[-1]["content"] for messages in completions]
         return [None if len(text) == 3 else float(len(text) % 2 == 0) for text in texts]
 
     rows = ["x", "xx", "xxx", "xxx", "xxx", "xx", "x", "x"]
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    options = {"env": None, "tools": [add], "reward_funcs": even, "model": str(tmp_path / "policy"), "beta": 0.1}
+    options = {"env": None, "tools": [add], "reward_funcs": even, "model": policy_path, "beta": 0.1}
     trainer = answering(tmp_path, rows, **options)
     batch = scored_batch(trainer)
     mask = batch["completion_mask"] * batch["tool_mask"]
@@ -319,29 +316,3 @@ def test_reward_metrics_by_hand():
     assert return_metrics(returns, group_size=2, scale_rewards="batch")["frac_reward_zero_std"] == 0
     assert return_metrics(returns, group_size=1, scale_rewards="group")["frac_reward_zero_std"] == 1
     assert nanstd(returns).item() == pytest.approx(1.3**0.5)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "layout"),
-    [(MultiTurnGRPOTrainer, "grouped"), (LikelihoodTrainer, "shared"), (MultiTurnPPOTrainer, "grouped")],
-)
-def test_micro_batches_without_loss_tokens_do_not_enter_the_logged_means(tmp_path, trainer, layout):
-    rows = ["xx", "x", "xxx", "xxxx", LOST, LOST, LOST, LOST]
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-
-    def logged(**options):
-        run = answering(
-            tmp_path, rows, trainer=trainer, model=str(tmp_path / "policy"), num_generations=4, beta=0.1, **options
-        )
-        run.train()
-        return run.state.log_history[0]
-
-    # Rows of like length or of one prompt meet: one of the two micro-batches holds nothing but lost rows.
-    together, apart = (
-        logged(),
-        logged(per_device_train_batch_size=4, gradient_accumulation_steps=2, update_layout=layout),
-    )
-    names = {"entropy", "extra_loss", "critic/value_loss"} & together.keys()
-    assert len(names) == (1 if trainer is MultiTurnGRPOTrainer else 2)
-    for name in names:
-        assert apart[name] == pytest.approx(together[name], rel=1e-4), name

@@ -21,18 +21,6 @@ OVERLAP = {"overlap_rollout": True}
 # -------------------------------------------------------------------- looking ahead
 
 
-def test_looking_ahead_passes_every_batch_on_in_order():
-    window = Lookahead().over(iter("abcde"), 10)
-    assert (next(window), window.at(13), window.at(11)) == ("a", "d", "b")
-    assert list(window) == ["b", "c", "d", "e"]
-
-
-def test_behind_the_end_of_an_epoch_there_is_nothing_to_see():
-    window = Lookahead().over(iter("ab"), 0)
-    assert (next(window), window.at(1), window.at(2)) == ("a", "b", None)
-    assert list(window) == ["b"]
-
-
 def test_batches_that_were_passed_on_are_there_until_they_are_done():
     lookahead, source = Lookahead(), iter("abcdef")
     window = lookahead.over(source, 0)
@@ -40,13 +28,6 @@ def test_batches_that_were_passed_on_are_there_until_they_are_done():
     window = lookahead.over(source, 3)
     assert list(lookahead._batches) == [] and (next(window), window.at(5), window.at(6)) == ("d", "f", None)
     assert list(window) == ["e", "f"]
-
-
-def test_another_epoch_starts_afresh():
-    lookahead = Lookahead()
-    window = lookahead.over(iter("abc"), 0)
-    assert (next(window), window.at(2)) == ("a", "c")
-    assert list(lookahead.over(iter("xyz"), 1)) == ["x", "y", "z"]
 
 
 # -------------------------------------------------------------------- training

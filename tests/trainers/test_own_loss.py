@@ -8,7 +8,14 @@ from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.effort import nightly
-from tests.trainers.helpers import loss_and_gradients, make_trainer, move_weights, questions, scored_batch
+from tests.trainers.helpers import (
+    add,
+    loss_and_gradients,
+    make_trainer,
+    move_weights,
+    questions,
+    scored_batch,
+)
 from tests.trainers.trl_twin import plain_config
 
 
@@ -125,11 +132,10 @@ ANY = [{}, {"update_layout": "packed"}, *REFUSED.values()]
 
 
 @pytest.mark.parametrize("options", ANY, ids=lambda options: "-".join(options))
-def test_a_term_beside_ours_leaves_ours_as_it_is(tmp_path, options):
+def test_a_term_beside_ours_leaves_ours_as_it_is(tmp_path, options, policy_path):
     """Whatever the advantages are: only our own loss reads them."""
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
     options = {
-        "model": str(tmp_path / "policy"),
+        "model": policy_path,
         "reward_funcs": [ids_reward],
         "trainer": MultiTurnGRPOTrainer,
         **options,
@@ -146,9 +152,8 @@ def test_a_term_beside_ours_leaves_ours_as_it_is(tmp_path, options):
 
 
 @pytest.mark.parametrize(("reason", "reads"), [*((reason, "[]") for reason in REFUSED), ("with a critic", "get")])
-def test_advantages_that_rows_do_not_have_are_refused_where_they_are_read(tmp_path, reason, reads):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(tmp_path / "policy")
-    options = {"model": str(tmp_path / "policy"), "reward_funcs": [ids_reward], "trainer": MultiTurnGRPOTrainer}
+def test_advantages_that_rows_do_not_have_are_refused_where_they_are_read(tmp_path, reason, reads, policy_path):
+    options = {"model": policy_path, "reward_funcs": [ids_reward], "trainer": MultiTurnGRPOTrainer}
     options |= REFUSED[reason]
 
     class Reads(options.pop("trainer")):
@@ -227,13 +232,3 @@ def test_gmpos_own_configuration_is_taken(tmp_path):
         tools=[add],
     )
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.4, 0.4)
-
-
-def add(a: int, b: int) -> int:
-    """Adds.
-
-    Args:
-        a: one.
-        b: other.
-    """
-    return a + b

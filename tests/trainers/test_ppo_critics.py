@@ -2,86 +2,17 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from agent_r1_trl.critic.attach import ValueHead, critic_parameters, is_critic_name
 from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
-from agent_r1_trl.update.batches import trim_padding, whole_rows
-from agent_r1_trl.update.rows import TrainingRows
 from tests.effort import nightly
 from tests.trainers.helpers import PlainEnv, Remember, questions, scored_batch
 from tests.trainers.test_ppo_trainer import KINDS, lora, make_ppo, random_head
 
-# -------------------------------------------------------------------- values and padding
-
-
-def ragged(count=8):
-    """Questions of very different lengths."""
-    return Dataset.from_list(
-        [{"id": f"q{i}", "prompt": [{"role": "user", "content": "word " * (1 + 5 * i)}]} for i in range(count)]
-    )
-
-
-def make_gpt2(tokenizer):
-    """A policy with absolute positions, where a shift by padding shows at once."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=1024, resid_pdrop=0, embd_pdrop=0,
-        attn_pdrop=0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
-    torch.nn.init.normal_(model.transformer.wpe.weight, std=0.3)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("kind", "family"), [("adapter", "qwen2"), ("model", "gpt2"), *nightly(("adapter", "gpt2"), ("model", "qwen2"))]
-)
-def test_a_value_does_not_depend_on_the_padding_of_other_rows(tmp_path, kind, family):
-    tokenizer = make_tokenizer("qwen3")
-    model = make_gpt2(tokenizer) if family == "gpt2" else make_policy(tokenizer)
-    options = (
-        {"peft_config": LoraConfig(r=4, target_modules=["c_attn"])} if family == "gpt2" and kind == "adapter" else {}
-    )
-    trainer = make_ppo(tmp_path, kind, model=model, train_dataset=ragged(), **options)
-    random_head(trainer)
-    batch = scored_batch(trainer)
-    values, mask = batch["old_values"], batch["value_mask"]
-    assert values[mask].std() > 0.1
-    for row in range(len(values)):
-        alone = {
-            name: value[row : row + 1]
-            for name, value in batch.items()
-            if isinstance(value, torch.Tensor) and value.dim() == 2
-        }
-        kept = alone["prompt_mask"][0].bool()  # without any padding
-        alone |= {name: alone[name][:, kept] for name in ("prompt_ids", "prompt_mask")}
-        of_row = [trainer.last_trajectories[row]]
-        own = trainer._old_values(alone, of_row, TrainingRows(of_row))[0]
-        torch.testing.assert_close(own[0][mask[row]], values[row][mask[row]], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["adapter", "model"])
-def test_values_in_a_trimmed_micro_batch_are_those_of_scoring(tmp_path, kind):
-    trainer = make_ppo(
-        tmp_path, kind, train_dataset=ragged(), update_layout="grouped",
-        per_device_train_batch_size=2, steps_per_generation=4,
-    )  # fmt: skip
-    random_head(trainer)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    for inputs in trainer._buffered_inputs:
-        trimmed = trim_padding(inputs)
-        ids, mask = whole_rows(trimmed)
-        width = trimmed["completion_ids"].shape[1]
-        with torch.no_grad():
-            values = trainer.model(input_ids=ids, attention_mask=mask, values_only=True).state_values
-        kept = trimmed["value_mask"]
-        torch.testing.assert_close(values[:, -width - 1 : -1][kept], trimmed["old_values"][kept], rtol=1e-4, atol=1e-4)
+# -------------------------------------------------------------------- precision
 
 
 def test_the_value_head_is_float32_under_autocast():
@@ -122,11 +53,9 @@ def test_disable_dropout_reaches_the_critic(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["head", "model"])
-def test_a_synced_reference_follows_the_policy_alone(tmp_path, kind):
-    tokenizer = make_tokenizer("qwen3")
-    make_policy(tokenizer).save_pretrained(tmp_path / "policy")
+def test_a_synced_reference_follows_the_policy_alone(tmp_path, kind, policy_path):
     trainer = make_ppo(
-        tmp_path, kind, model=str(tmp_path / "policy"), beta=0.04, sync_ref_model=True, ref_model_sync_steps=1,
+        tmp_path, kind, model=policy_path, beta=0.04, sync_ref_model=True, ref_model_sync_steps=1,
         ref_model_mixup_alpha=0.25, max_steps=1,
     )  # fmt: skip
     start = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}

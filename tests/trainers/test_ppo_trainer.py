@@ -1,4 +1,4 @@
-"""`MultiTurnPPOTrainer` as a whole: values, returns, losses, schedules, checkpoints."""
+"""`MultiTurnPPOTrainer` as a whole: credit over turns, both losses, the KL term, what is logged of the critic."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae, compute_step_gae, masked_whiten
+from agent_r1_trl.advantages import compute_bilevel_gae, compute_gae
 from agent_r1_trl.critic.attach import critic_parameters, is_critic_name
 from agent_r1_trl.testing import call, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
@@ -32,22 +32,6 @@ def random_head(trainer):
             torch.nn.init.normal_(parameter, std=0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_advantages_and_returns_are_gae_of_the_critics_own_values(tmp_path, kind):
-    trainer = make_ppo(tmp_path, kind, gamma=0.9, lam=0.8)
-    random_head(trainer)
-    batch = scored_batch(trainer)
-    mask = batch["tool_mask"] * batch["completion_mask"]
-    assert batch["old_values"].abs().max() > 0.01
-    assert batch["value_mask"].long().equal(mask)
-    rewards = torch.zeros(mask.shape)
-    for row, trajectory_rewards in enumerate(trainer_rewards(trainer)):
-        rewards[row, : len(trajectory_rewards)] = torch.tensor(trajectory_rewards)
-    advantages, returns = compute_gae(rewards, batch["old_values"], mask, gamma=0.9, lam=0.8)
-    torch.testing.assert_close(batch["returns"], returns)
-    torch.testing.assert_close(batch["advantages"], masked_whiten(advantages, mask))
-
-
 def trainer_rewards(trainer):
     """The token rewards of the trajectories that were scored last."""
     return [trajectory.token_rewards() for trajectory in trainer.last_trajectories]
@@ -66,17 +50,6 @@ def test_gae_over_turns_sees_turns(tmp_path):
         rewards, batch["old_values"], mask, turn_ids, gamma_turn=0.5, lam_turn=0.95, gamma=0.9, lam=0.95
     )
     torch.testing.assert_close(batch["advantages"], advantages)
-    torch.testing.assert_close(batch["returns"], returns)
-    trainer = make_ppo(tmp_path, advantage_estimator="step_gae", gamma_turn=0.5)
-    random_head(trainer)
-    batch = scored_batch(trainer)
-    advantages, returns = compute_step_gae(rewards, batch["old_values"], mask, turn_ids, gamma_turn=0.5, lam_turn=0.95)
-    starts = torch.zeros(mask.shape)
-    for row, trajectory in enumerate(trainer.last_trajectories):
-        starts[row, [turn.start for turn in trajectory.turns]] = 1.0
-    of_turns = advantages[starts.bool()]
-    whitened = (advantages - of_turns.mean()) / of_turns.std()
-    torch.testing.assert_close(batch["advantages"], whitened * mask)
     torch.testing.assert_close(batch["returns"], returns)
 
 
@@ -127,23 +100,6 @@ def test_both_losses_reach_their_own_parameters(tmp_path, kind):
         assert sum(map(bool, share)) >= len(share) / 2, role  # LoRA starts with half of its matrices at zero
 
 
-def test_several_epochs_and_minibatches_over_one_rollout(tmp_path):
-    trainer = make_ppo(
-        tmp_path,
-        max_steps=4,
-        per_device_train_batch_size=4,
-        steps_per_generation=2,
-        num_iterations=2,
-        learning_rate=1e-2,
-    )
-    trainer.train()
-    rollouts = [row for row in trainer.state.log_history if "time/rollout_s" in row]
-    assert len(rollouts) == 1  # four optimizer steps, one rollout
-    ratios = [row["clip_ratio/region_mean"] for row in trainer.state.log_history if "clip_ratio/region_mean" in row]
-    assert ratios[0] == 0
-    assert max(ratios[2:]) > 0  # the second epoch is off-policy
-
-
 def test_kl_in_the_reward_lowers_returns_and_leaves_the_loss_alone(tmp_path):
     options = {"beta": 0.5, "gamma": 1.0, "lam": 1.0, "whiten_advantages": False}
     trainer = make_ppo(tmp_path, "head", with_lora=True, kl_placement="reward", **options)
@@ -170,14 +126,6 @@ def test_kl_in_the_reward_lowers_returns_and_leaves_the_loss_alone(tmp_path):
 def test_lora_runs_get_an_adapter_and_full_runs_a_model(tmp_path):
     assert make_ppo(tmp_path, None).critic_kind == "model"
     assert make_ppo(tmp_path, None, peft_config=lora()).critic_kind == "adapter"
-
-
-def test_evaluation_runs_the_same_rollout_and_logs_the_critic(tmp_path):
-    trainer = make_ppo(tmp_path, eval_dataset=questions(8), per_device_eval_batch_size=8)
-    metrics = trainer.evaluate()
-    assert math.isfinite(metrics["eval_loss"])
-    assert "eval_critic/explained_variance" in metrics
-    assert "eval_rollout/turns" in metrics
 
 
 @pytest.mark.parametrize(("reply", "earned"), [(say("xyx"), 2.0), (call(a=1, b=2), 0.0)], ids=["text", "call"])

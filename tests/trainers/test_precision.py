@@ -5,13 +5,11 @@ import logging
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import Trainer
 
 from agent_r1_trl.cli.recipe import read_recipe, shipped_recipes
 from agent_r1_trl.testing import make_policy, make_tokenizer
-from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.metrics import LEAST_RATE, problem_of_recipe
-from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.helpers import make_trainer
 from tests.trainers.test_ppo_trainer import make_ppo
 
 
@@ -59,21 +57,6 @@ def test_the_critics_own_rate_counts(tmp_path, caplog):
     assert warned(caplog, make_ppo(tmp_path, "model", **options)) == []
     (found,) = warned(caplog, make_ppo(tmp_path, "model", **options | {"critic_learning_rate": 1e-5}))
     assert "1e-05" in found
-
-
-def test_a_run_that_is_trls_alone_says_so_too(tmp_path, caplog, monkeypatch):
-    def train(trainer, *args, **kwargs):
-        trainer.create_optimizer()
-        trainer.callback_handler.optimizer = trainer.optimizer
-        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
-
-    monkeypatch.setattr(Trainer, "train", train)
-    args = MultiTurnGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], learning_rate=1e-6)
-    trainer = MultiTurnGRPOTrainer(
-        in_bfloat16(), lambda completions, **_: [0.0] * len(completions), args, questions(),
-        processing_class=make_tokenizer("qwen3"),
-    )  # fmt: skip
-    assert len(warned(caplog, trainer)) == 1
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

@@ -95,15 +95,6 @@ def test_a_resumed_run_has_the_same_rows_and_samples_nothing_again(tmp_path, kin
         assert torch.equal(*rates) and rates[0].unique().numel() > 2
 
 
-def test_an_overlapped_run_trains_on_the_rows_of_one_that_waits(tmp_path):
-    options = {"learning_rate": 0.0, "use_vllm": True, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
-    options |= {"vllm_importance_sampling_mode": "token_truncate"}  # the defaults of the two differ
-    plain = train(tmp_path / "plain", **options)
-    overlapped = train(tmp_path / "overlap", **options, overlap_rollout=True)
-    assert len(plain.scored) == 2
-    assert_same_rows(overlapped.scored, plain.scored)
-
-
 def test_a_run_that_dies_while_it_rolls_back_goes_on_as_if_it_did_not(tmp_path, monkeypatch):
     """Back to a checkpoint whose rollout was used by half."""
     options = {"script": three_turns, "save_steps": 3, "steps_per_generation": 2, "max_steps": 8, **PPO, **WINDOW}

@@ -114,11 +114,6 @@ def rows_of(trainer):
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", *nightly(*LOSS_TYPES[2:])])
-def test_rows_have_the_loss_and_the_gradient_of_one_row(tmp_path, loss_type):
-    assert_same_step(*both(tmp_path, loss_type=loss_type, beta=0.05))
-
-
 class ValuedTrainer(MultiTurnPPOTrainer):
     """Its critic, which begins with zeros, tells states apart from the start."""
 
@@ -127,25 +122,6 @@ class ValuedTrainer(MultiTurnPPOTrainer):
         torch.manual_seed(3)
         for parameter in critic_parameters(self.model).values():
             parameter.data.normal_(0, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "layout"),
-    [
-        ("gae", "shared"),
-        ("step_gae", "padded"),
-        *nightly(("gae", "padded"), ("step_gae", "shared"), ("bilevel_gae", "padded"), ("bilevel_gae", "shared")),
-    ],
-)
-def test_values_are_read_in_a_tokens_own_row(tmp_path, estimator, layout):
-    options = {"trainer": ValuedTrainer, "bootstrap_truncated": True, "max_turns": 2}
-    options |= {"gamma_turn": 0.9, "lam_turn": 0.8} if estimator == "step_gae" else {"gamma": 0.9, "lam": 0.8}
-    options |= {"critic": "head", "advantage_estimator": estimator, "num_generations": 1, "update_layout": layout}
-    whole, rows = both(tmp_path, at_every_turn, **options)
-    # Values come from forward passes of other widths.
-    for credit, credit_of_rows in zip(whole[2], rows[2], strict=True):
-        assert credit_of_rows == pytest.approx(credit, abs=1e-5)
-    assert_same_step(whole, (*rows[:2], whole[2]))
 
 
 @pytest.mark.parametrize(("loss_type", "unit", "same"), [("dapo", "trajectory", "grpo"), ("grpo", "token", "dapo")])
@@ -261,24 +237,6 @@ def test_rewritten_contexts_are_refused_where_no_policy_rewrites_any():
 # -------------------------------------------------------------------- contexts that a policy rewrites
 
 WINDOW = {"context.policy": "window", "context.turns": 1, "max_turns": 4, "script": three_turns}
-
-
-@pytest.mark.parametrize("trainer_class", [MultiTurnGRPOTrainer, *nightly(MultiTurnPPOTrainer)])
-def test_a_window_is_trained_evaluated_logged_and_recorded(tmp_path, trainer_class):
-    trainer = make_trainer(
-        tmp_path, trainer=trainer_class, **WINDOW, max_steps=2, eval_dataset=questions(4), record_trajectories="jsonl",
-        per_device_eval_batch_size=4, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        reward_funcs=[lengths],
-    )  # fmt: skip
-    trainer.train()
-    trainer.evaluate()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logged) == 2 and all(entry["rollout/rows"] > 1 and entry["grad_norm"] > 0 for entry in logged)
-    trajectories = list(read_trajectories(tmp_path))
-    assert max(len(item.rows) for item in trajectories) == 3  # turns 0 and 1, then one row each
-    assert len(trajectories) == 2 * 8 + 4 * trainer.num_generations_eval, "trajectories, not rows"
-    for item in trajectories:
-        assert [advantage != 0 for advantage in item.advantages or [0]].count(True) <= item.num_action_tokens
 
 
 def lengths(completion_ids, trajectory, **kwargs):

@@ -2,10 +2,8 @@
 
 import pytest
 
-from agent_r1_trl.evaluation import evaluate_model
 from agent_r1_trl.recording import read_trajectories
-from agent_r1_trl.rollout import RolloutLimits
-from agent_r1_trl.testing import make_policy, make_tokenizer, say
+from agent_r1_trl.testing import say
 from agent_r1_trl.testing.tokenizers import read_template
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from tests.effort import short
@@ -52,15 +50,6 @@ def test_reasoning_is_stripped_in_training_evaluation_and_after_a_resume(tmp_pat
         reasoning = [turn.message.get("reasoning_content") for turn in item.turns]
         if reasoning[0]:
             assert len(item.rows) == 2 and reasoning[0] not in last and item.turns[0].message["content"] in last
-
-
-def test_evaluation_samples_with_the_same_policy():
-    tokenizer = make_tokenizer("qwen3")
-    options = {"max_turns": 2, "max_completion_length": 60, "max_tokens_per_turn": 8}
-    limits = RolloutLimits(**options, context="strip_thinking")
-    model, rows = make_policy(tokenizer), list(questions(2))
-    result = evaluate_model(model, AskingEnv, rows, tokenizer=tokenizer, limits=limits)
-    assert result.settings["limits"]["context"]["policy"] == "strip_thinking"
 
 
 def test_a_model_without_reasoning_is_refused_by_the_trainer(tmp_path):

@@ -5,9 +5,15 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from agent_r1_trl.testing import make_policy, make_tokenizer
+from agent_r1_trl.testing import make_tokenizer
 from tests.effort import nightly
-from tests.trainers.helpers import loss_and_gradients, make_args, make_trainer, questions, scored_batch
+from tests.trainers.helpers import (
+    loss_and_gradients,
+    make_args,
+    make_trainer,
+    questions,
+    scored_batch,
+)
 
 TEXTS = Dataset.from_list([{"prompt": f"The answer to question {index} is"} for index in range(8)])
 
@@ -55,18 +61,14 @@ def trl_trainer(model, args, samples, dataset):
     ids=str,
 )
 @pytest.mark.parametrize("dataset", [questions(), TEXTS], ids=["conversations", "texts"])
-def test_one_turn_without_tools_equals_trl(tmp_path, options, dataset):
-    make_policy(make_tokenizer("qwen3")).save_pretrained(
-        tmp_path / "policy"
-    )  # a reference model is loaded from a path
-    model = str(tmp_path / "policy")
-    settings = {"model": model, "max_completion_length": 12, "train_dataset": dataset, **options}
+def test_one_turn_without_tools_equals_trl(tmp_path, options, dataset, policy_path):
+    settings = {"model": policy_path, "max_completion_length": 12, "train_dataset": dataset, **options}
     ours = make_trainer(tmp_path, script=None, env=None, reward_funcs=ids_reward, **settings)
     batch = scored_batch(ours)
     lengths = batch["completion_mask"].sum(1).tolist()
     samples = [ids[:length] for ids, length in zip(batch["completion_ids"].tolist(), lengths, strict=True)]
     assert len({tuple(ids) for ids in samples}) > 4
-    theirs = trl_trainer(model, make_args(tmp_path, max_completion_length=12, **options), samples, dataset)
+    theirs = trl_trainer(policy_path, make_args(tmp_path, max_completion_length=12, **options), samples, dataset)
     expected = scored_batch(theirs)
     torch.testing.assert_close(batch["prompt_ids"], expected["prompt_ids"])
     torch.testing.assert_close(batch["completion_ids"], expected["completion_ids"])

@@ -15,18 +15,8 @@ from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.testing import AddEnv, call, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.evaluation import EvaluationRows
-from tests.trainers.helpers import make_args, questions, scored_batch
+from tests.trainers.helpers import add, make_args, questions, scored_batch
 from tests.trainers.trl_twin import build_pair, plain_config, roll_out_pair, scripted_rows
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One number.
-        b: The other.
-    """
-    return a + b
 
 
 async def async_add(a: int, b: int) -> int:
@@ -198,19 +188,6 @@ def test_messages_have_the_contents_and_calls_of_trls(tmp_path):
     assert trl[0][0]["tool_calls"] and trl[0][1]["content"] == "3"
 
 
-def test_the_record_keeps_the_observation_that_nobody_answered(tmp_path):
-    recorder = Recorder()
-    trainer = build(
-        tmp_path, always_call, tools=[add], reward_funcs=recorder,
-        args=make_args(tmp_path, max_turns=2, max_completion_length=300),
-    )  # fmt: skip
-    scored_batch(trainer)
-    assert [message["role"] for message in trainer.last_trajectories[0].completion_messages] == [
-        "assistant", "tool", "assistant", "tool",
-    ]  # fmt: skip
-    assert roles(recorder.calls[0])[0] == ["assistant", "tool", "assistant"]
-
-
 def test_the_calls_beyond_trls_limit_are_not_run(tmp_path):
     pair = roll_out_pair(
         tmp_path, lambda row, turn: call(a=1, b=1), options={"max_tool_calling_iterations": 2},
@@ -264,15 +241,6 @@ def test_a_reward_of_none_means_not_scored(tmp_path, environment):
     assert metric(ours, "group/reward_std") == pytest.approx(1.0)
     unscored = [item for item in ours.last_trajectories if not item.is_scored]
     assert len(unscored) == 1 and unscored[0].reward_parts == {} and not unscored[0].in_baseline
-
-
-def test_a_row_that_a_function_scores_counts_although_the_environment_does_not(tmp_path):
-    trl, ours = roll_out_pair(tmp_path, call_then_answer, environment_factory=Picky, reward_funcs=ones)
-    # 1, 3, 4, 5 with mean 3.25 and standard deviation 1.708
-    assert row_advantages(ours) == pytest.approx(row_advantages(trl), abs=1e-6)
-    assert row_advantages(ours) == pytest.approx([-1.3174, -0.1464, 0.4391, 1.0246], abs=1e-3)
-    assert all(item.is_scored for item in ours.last_trajectories)
-    assert metric(ours, "reward/outcome") == pytest.approx(3.25) == pytest.approx(metric(ours, "reward"))
 
 
 class PropertyReward(Plain):
@@ -389,23 +357,6 @@ def test_a_function_that_takes_less_than_trl_passes_raises_and_is_told_what_it_g
     for trainer, kind in zip(pair, (TypeError, RewardError), strict=True):
         with pytest.raises(kind, match="unexpected keyword"):
             scored_batch(trainer)
-
-
-def test_functions_see_the_state_and_log_columns_and_metrics(tmp_path):
-    def logs(completions, trainer_state, log_extra, log_metric, **kwargs):
-        log_extra("last", [completion[-1]["content"] for completion in completions])
-        log_metric("own", 0.75)
-        return [float(trainer_state.global_step)] * len(completions)
-
-    def script(row, turn):
-        return say("done") if turn else call("async_add", a=1, b=row)
-
-    args = plain_config(tmp_path, log_completions=True)
-    trainer = build(tmp_path, script, reward_funcs=logs, tools=[async_add], args=args)
-    trainer.train()
-    assert list(trainer._logs["extra"]["last"]) == ["done"] * 4
-    assert any(entry.get("own") == 0.75 for entry in trainer.state.log_history)
-    assert trainer.last_trajectories[0].tool_results[0].content in {"1", "2", "3", "4"}
 
 
 def test_a_column_that_a_function_logs_now_and_then_stays_beside_its_rows(tmp_path):

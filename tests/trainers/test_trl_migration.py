@@ -1,26 +1,12 @@
 """A TRL agent script runs after changing the class name: tools=, environment_factory=, reward_funcs=."""
 
 import pytest
-from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from agent_r1_trl.testing import add, make_policy, make_tokenizer
+from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer
-from tests.trainers.helpers import make_args, make_trainer, questions, scripted, two_turns
-
-
-def plain_add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One number.
-        b: The other.
-    """
-    return a + b
-
-
-plain_add.__name__ = "add"
+from tests.trainers.helpers import add, make_args, questions, scripted, two_turns
 
 
 class Counter:
@@ -82,7 +68,7 @@ def test_what_a_callback_changes_in_the_users_arguments_counts_from_the_next_rol
         )
         return [0.0] * len(completions)
 
-    trainer = build(tmp_path, reward_funcs=note, tools=[plain_add], args=args, callbacks=[Changes()])
+    trainer = build(tmp_path, reward_funcs=note, tools=[add], args=args, callbacks=[Changes()])
     assert trainer.args is args
     trainer.train()
     first, shorter, without = seen
@@ -132,13 +118,3 @@ def test_without_a_data_set_the_environment_owns_the_prompts(tmp_path):
     args = make_args(tmp_path, max_completion_length=300, max_steps=2)
     trainer = build(tmp_path, environment_factory=Counter, args=args, train_dataset=None)
     trainer.train()
-
-
-def test_images_are_refused(tmp_path):
-    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "q"}], "images": ["x.png"]}] * 8)
-    with pytest.raises(ValueError, match=r"rollouts are of text.*take trl\.GRPOTrainer"):
-        make_trainer(tmp_path, train_dataset=rows).train()
-
-
-def test_the_decorated_tool_and_the_plain_function_are_the_same_tool():
-    assert add.name == plain_add.__name__

@@ -149,11 +149,6 @@ def test_arguments_are_compared_by_name_and_order(method, expected):
     assert release.compare_arguments(lambda self, a, b, c, d=0: 0, ["a", "b", "*"]) == []
 
 
-def test_light_parts_do_not_ask_for_trl():
-    light = "agent_r1_trl.trainers, agent_r1_trl.tools, agent_r1_trl.environments"
-    subprocess.run([sys.executable, "-c", f"import sys, {light}; assert 'trl' not in sys.modules"], check=True)
-
-
 def test_a_release_without_a_module_lacks_all_that_is_imported_from_it(monkeypatch):
     def imported(name):
         if name == "trl.models":
