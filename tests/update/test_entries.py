@@ -12,7 +12,6 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.update import entries
 from agent_r1_trl.update.entries import EXTRA_TOKENS, MICRO_BATCHES, OPEN_NAMES, RESERVED, STANDS_FOR, Entries
@@ -357,10 +356,8 @@ def check_shape(name: str, value: object, sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_micro_batch_holds_what_the_list_says_in_the_shapes_that_it_says(tmp_path, run):
-    policy = tmp_path / "policy"
-    make_policy(make_tokenizer("qwen3")).save_pretrained(policy)  # the reference is loaded from there
-    trainer = make_trainer(tmp_path, model=str(policy), train_dataset=questions(16), **SMALL, **RUNS[run])
+def test_a_micro_batch_holds_what_the_list_says_in_the_shapes_that_it_says(tmp_path, run, policy_path):
+    trainer = make_trainer(tmp_path, model=policy_path, train_dataset=questions(16), **SMALL, **RUNS[run])
     if run == "grpo, everything":
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True  # what it asks of a batch
         whole = scored_batch(trainer)

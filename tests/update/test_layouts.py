@@ -7,7 +7,6 @@ import pytest
 import torch
 from trl import GRPOTrainer
 
-from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, inherited_settings
 from agent_r1_trl.update.entries import MICRO_BATCHES
 from agent_r1_trl.update.layout import REGROUPING_LAYOUTS, UPDATE_LAYOUTS, UpdateLayout
@@ -54,9 +53,7 @@ def test_the_loss_types_of_this_trl_are_known():
 
 
 @pytest.mark.parametrize("options", short([{"loss_type": name} for name in LOSS_TYPES] + OPTIONS, *SOME), ids=str)
-def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_path, options):
-    policy = tmp_path / "policy"
-    make_policy(make_tokenizer("qwen3")).save_pretrained(policy)
+def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_path, options, policy_path):
     options = SMALL | options
     flags = [name for name in PER_MICRO_BATCH if name in options]
     flags += ["loss_type"] if options.get("loss_type") == "bnpo" else []
@@ -75,7 +72,7 @@ def test_every_layout_gives_the_gradient_of_the_padded_one_or_is_refused(tmp_pat
             layouts[f"{name}, {limit}"] = make_args(
                 tmp_path, update_layout=name, max_tokens_per_micro_batch=limit, **options
             )
-    trainer = make_trainer(tmp_path, model=str(policy), **options)
+    trainer = make_trainer(tmp_path, model=policy_path, **options)
     found = {}
     for name, args in layouts.items():
         use_layout(trainer, args)

@@ -2,14 +2,21 @@
 
 import pytest
 import torch
+from datasets import Dataset
 
 from agent_r1_trl.critic.attach import is_critic_name
 from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.update.layout import UpdateLayout
 from tests.fake_kernels import in_one_call
 from tests.trainers.helpers import loss_and_gradients, move_weights, scored_batch
-from tests.trainers.test_ppo_critics import ragged
 from tests.trainers.test_ppo_trainer import KINDS, make_ppo, random_head
+
+
+def ragged(count=8):
+    """Questions of very different lengths."""
+    return Dataset.from_list(
+        [{"id": f"q{i}", "prompt": [{"role": "user", "content": "word " * (1 + 5 * i)}]} for i in range(count)]
+    )
 
 
 def some_never_answer(rng, turn):

@@ -12,7 +12,6 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update import packing
 from agent_r1_trl.update.batches import take_rows, trim_padding
 from agent_r1_trl.update.layout import regroup
@@ -67,16 +66,6 @@ def test_forks_of_a_trajectory_are_the_branches_of_a_tree():
     ]  # fmt: skip
 
 
-def test_a_branch_behind_another_one_sees_the_stretches_of_its_own_past():
-    ids = torch.tensor([[1, 1, 2, 2, 9], [1, 1, 3, 3, 9], [1, 1, 3, 4, 9]])
-    batch = pack(ids, torch.ones_like(ids), torch.ones(3, 1), share_prefixes=True)
-    assert batch.input_ids.tolist() == [[1, 1, 2, 2, 3, 3, 4]]
-    assert batch.layout.segments == [
-        PackedSegment(0, 2), PackedSegment(2, 4, ((0, 2),)), PackedSegment(4, 5, ((0, 2),)),
-        PackedSegment(5, 6, ((0, 2), (4, 5))), PackedSegment(6, 7, ((0, 2), (4, 5))),
-    ]  # fmt: skip
-
-
 def test_a_long_branch_is_computed_in_steps(monkeypatch):
     monkeypatch.setattr(packing, "STEP_ON_CPU", 2)
     ids = torch.tensor([[1, 1, 1, 2, 3, 4, 5, 6, 9], [1, 1, 1, 7, 8, 9, 9, 9, 9]])
@@ -104,15 +93,6 @@ def test_a_batch_that_nothing_is_scored_in_costs_one_token(share_prefixes):
     assert batch.input_ids.tolist() == [[1]]
     assert batch.labels.shape == (1, 0)
     assert not batch.layout.spread(torch.zeros(1, 0)).any()
-
-
-@pytest.mark.parametrize("share_prefixes", [False, True])
-def test_each_scored_token_is_read_from_the_token_before_it(share_prefixes):
-    batch = pack(*by_hand(), share_prefixes=share_prefixes)
-    assert batch.layout.scored.int().tolist() == [[1, 1, 0], [1, 0, 0], [0, 1, 1]]
-    copies = batch.layout.copies
-    assert batch.labels[0, copies].tolist() == [10, 11, 12, 14, 15]
-    assert batch.input_ids[0, batch.layout.sources[copies]].tolist() == [2, 10, 2, 13, 14]
 
 
 # -------------------------------------------------------------------- log-probs, entropies, gradients
@@ -222,19 +202,6 @@ def test_a_packed_forward_equals_the_padded_one(kind, share_prefixes, step, chec
     assert_packed_equals_padded(kind, rows, share_prefixes=share_prefixes, checkpointing=checkpointing)
 
 
-@pytest.mark.parametrize("share_prefixes", [False, True])
-def test_no_row_sees_another(share_prefixes):
-    model = make_model("qwen3")
-    use_packed_attention(model)
-    ids, mask, scored = ragged()
-    before, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
-    ids[1, 5:] = (ids[1, 5:] + 1) % SHAPE["vocab_size"]
-    after, _ = packed_log_probs(model, model.base_model, pack(ids, mask, scored, share_prefixes=share_prefixes))
-    others = [0, 2, 3, 4, 5]
-    assert torch.equal(before[others], after[others])
-    assert not torch.allclose(before[1], after[1])
-
-
 def test_a_prepared_model_does_what_it_did_without_a_layout():
     model = make_model("qwen3").eval()
     ids, mask, _ = ragged()
@@ -290,30 +257,6 @@ def test_columns_of_padding_are_cut():
 
 
 # -------------------------------------------------------------------- the trainers
-
-
-@pytest.mark.parametrize(
-    "layout", ["shared", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("grouped", "packed"))]
-)
-def test_a_ppo_run_does_not_depend_on_the_layout(tmp_path, layout):
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 3, "num_iterations": 2}
-    assert_same_run(
-        trained(make_trainer(tmp_path / "a", trainer=MultiTurnPPOTrainer, **options)),
-        trained(make_trainer(tmp_path / "b", trainer=MultiTurnPPOTrainer, update_layout=layout, **options)),
-    )
-
-
-def trained(trainer):
-    trainer.train()
-    return trainer
-
-
-def assert_same_run(first, second):
-    for name in ("loss", "grad_norm", "entropy"):
-        ours, theirs = ([row[name] for row in t.state.log_history if name in row] for t in (second, first))
-        assert ours == pytest.approx(theirs, abs=2e-4), name
-    assert len(ours) == 3
-    torch.testing.assert_close(second.model.state_dict(), first.model.state_dict(), atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kernel", [None, "flash", "efficient"])
