@@ -162,6 +162,20 @@ def test_a_body_beyond_the_limit_of_all_requests_is_a_length_error_too():
     assert trajectory.outcome_reward == 1.0 and trajectory.stop_reason is StopReason.MAX_COMPLETION_LENGTH
 
 
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_a_body_that_would_unfold_to_much_more_is_refused_as_it_comes(algorithm):
+    """A gigabyte of zeros is a megabyte of gzip, and would hold the loop up for seconds."""
+
+    async def agent(door, example):
+        await ask(door, example["prompt"])
+        body = {"messages": [{"role": "user", "content": "x" * 2**20}]}
+        status, answer, _ = await post(door, body, compress=algorithm)
+        return float(status == 415 and "Send the body uncompressed" in answer["error"]["message"])
+
+    trajectory, _ = checked(agent, ANSWER)
+    assert trajectory.outcome_reward == 1.0 and trajectory.stop_reason is StopReason.DONE
+
+
 def test_long_requests_of_clients_that_have_left_are_not_worked_off_one_by_one(monkeypatch):
     encoded, context = [], Held.context
 

@@ -61,7 +61,8 @@ class DoorServer:
                 app.add_routes([web.get(f"{session}{mode}/v1/models", self._list_models)])
                 complete = functools.partial(self._complete, is_trained=not mode)
                 app.add_routes([web.post(f"{session}{mode}/v1/chat/completions", complete)])
-        self._runner = web.AppRunner(app, access_log=None)
+        # Bodies stay as they come: a small one that unfolds to gigabytes would hold up all sessions.
+        self._runner = web.AppRunner(app, access_log=None, auto_decompress=False)
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
         return self
@@ -107,6 +108,9 @@ class DoorServer:
         from aiohttp import web
 
         try:
+            encoding = request.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise APIError(415, f"Content-Encoding {encoding!r:.40} is not read. Send the body uncompressed.")
             return await handler(request)
         except ConnectionResetError:  # nobody is there to hear it
             return web.Response(status=499)
