@@ -295,7 +295,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.row_check.check_batch(inputs)
         start = time.perf_counter()
         scored = self._generate_and_score(inputs)
-        # Chosen before the advantages, which are whitened over the rows that are kept.
+        # Chosen before the advantages: some estimators whiten them over the rows that are kept.
         is_kept = self.features.keep(scored) if self.model.training else None
         rows = TrainingRows.of(scored.trajectories, self.args)
         batch = self.last_batch = UpdateBatch(**vars(scored), training_rows=rows, is_kept=is_kept)

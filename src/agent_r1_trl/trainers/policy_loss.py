@@ -123,7 +123,10 @@ class KeptRows:
     # ---------------------------------------------------------------- an optimizer step
 
     def weigh(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """The loss of a micro-batch, taken note of; NaN keeps DeepSpeed from a step without rows (`must_skip`)."""
+        """Note what a micro-batch contributes to the step, and return its loss.
+
+        The loss is NaN where no rank has a row to train on (`must_skip`): DeepSpeed then skips its step.
+        """
         is_poisoned = self.must_skip(inputs)
         terms = {
             name.removeprefix(HAS_TERM): bool(has_any)

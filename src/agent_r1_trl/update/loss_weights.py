@@ -71,9 +71,10 @@ def turn_shares(output: Inputs, rows: TrainingRows) -> torch.Tensor:
 def set_valid_scales(buffer: list[Inputs], *, steps_per_update: int, accelerator: Accelerator) -> None:
     """Put `row_scale`, `micro_batch_scale` and `turn_scale` into TRL's micro-batches, in the order of training.
 
-    They are rows per trajectory in the baseline, micro-batches per one with such a row, and with `turn_shares`
-    micro-batches per turn in the loss. They are counted over the micro-batches of each optimizer step on all ranks
-    (over the whole buffer if the steps do not divide it), so all ranks must call this.
+    `row_scale` is the number of rows divided by the number of trajectories in the baseline. `micro_batch_scale` is the
+    number of micro-batches divided by the number of those with such a trajectory. `turn_scale`, which needs
+    `turn_shares`, is the number of micro-batches divided by the number of turns in the loss. Each optimizer step is
+    counted over all ranks (or the whole buffer, if the steps do not divide it), so all ranks must call this.
     """
     width = steps_per_update if len(buffer) % steps_per_update == 0 else len(buffer)
     own = torch.stack([_valid_counts(inputs) for inputs in buffer])  # (M, 2), or (M, 3) with turns
