@@ -276,10 +276,6 @@ REFUSED = [
     ("rollback", {"echo.actions": ["rollback"], "save_strategy": "no"}, SAVES),
     ("rollback", {"echo.actions": ["rollback"], "save_only_model": True, **SAVES}, {"save_only_model": False}),
     ("rollback", {"echo.actions": ["rollback"], "journal.replay": "other", **SAVES}, {"journal.replay": None}),
-    ("echo.dry_run", {"echo.dry_run": True}, {"echo.actions": ["all"]}),
-    ("echo.rate_steps", {"echo.rate_steps": 5, "echo.actions": ["stop"]}, {"echo.actions": ["learning_rate"]}),
-    ("echo.max_rollbacks", {"echo.max_rollbacks": 5, "echo.actions": ["stop"]},
-     {"echo.actions": ["rollback"], **SAVES}),
 ]  # fmt: skip
 
 

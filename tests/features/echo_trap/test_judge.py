@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agent_r1_trl.features.echo_trap import EchoTrapJudge, Thresholds, judge
-from tests.features.echo_trap.simulated_runs import simulate, wandering_entropy
+from tests.features.echo_trap.families import BEGIN, COLLAPSES, HEALTHY, LINE, SLOW, history_of, ramp
 
 NAMED_KEYS = ("reward", "reward_std", "zero_std_share", "entropy", "grad_norm", "repetition", "inaction")
 SEEDS = range(3)
@@ -26,122 +26,50 @@ def has_collapsed(states):
     return {"collapsing", "collapsed"} & {*states}
 
 
-def with_entropy(rng, history, level, noise=0.05):
-    for step, value in zip(history, wandering_entropy(rng, level, noise), strict=True):
-        step["entropy"] = value
-    return history
-
-
-def only(history, keys):
-    return [{key: value for key, value in step.items() if key in keys} for step in history]
-
-
-def ramp(start, end, before, length, after):
-    """`start` for some steps, a straight way to `end`, then `end`."""
-    return np.concatenate([np.full(before, start), np.linspace(start, end, length), np.full(after, end)])
-
-
-def slow_collapse(rng):
-    """Learns for 60 steps, then says the same more and more often, and gets worse for 80 steps."""
-    echo = np.concatenate([np.zeros(60), ramp(0.0, 1.0, 0, 80, 40)])
-    skill = np.concatenate([np.linspace(0, 1.5, 60), ramp(1.5, -4.0, 0, 80, 40)])
-    return with_entropy(rng, simulate(rng, skill, echo=echo), 0.8 * (1 - 0.97 * echo))
-
-
-def sudden_collapse(rng):
-    """Within one step from about 60% to nothing but failures that are all alike."""
-    skill = np.concatenate([np.linspace(0, 1.0, 60), np.full(40, -9.0)])
-    echo = np.concatenate([np.zeros(60), np.ones(40)])
-    return with_entropy(rng, simulate(rng, skill, echo=echo), 0.8 * (1 - 0.95 * echo))
-
-
-def inaction_collapse(rng):
-    """Stops to call its tool, without which it seldom succeeds."""
-    calls = ramp(0.95, 0.02, 40, 60, 40)
-    return with_entropy(rng, simulate(rng, np.full(140, 0.5), calls=calls, call_gain=3.0), np.full(140, 0.8))
-
-
-def convergence(rng):
-    """Learns the task: in the end all groups succeed alike."""
-    skill = np.concatenate([np.linspace(0, 7, 80), np.full(80, 7.0)])
-    repeats = np.clip(skill / 8, 0, 1)
-    return with_entropy(rng, simulate(rng, skill, repeats=repeats), 0.8 * np.exp(-skill / 2.5))
+def hidden_from(history, *keys):
+    return [{key: value for key, value in step.items() if key not in keys} for step in history]
 
 
 # -------------------------------------------------------------------- runs whose fate is known
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("run", [slow_collapse, sudden_collapse, inaction_collapse])
-def test_a_collapse_is_noticed_before_success_has_halved_and_called_by_its_name_in_the_end(run, seed):
-    history = run(np.random.default_rng(seed))
-    success = np.convolve([step["success"] for step in history], np.ones(10) / 10, mode="valid")
-    halved = int(np.argmax(success)) + first([s < success.max() / 2 for s in success[np.argmax(success) :]], True) + 9
-    for keys in (NAMED_KEYS, (*NAMED_KEYS, "reward_max", "reward_min", "return_with_call", "return_without_call")):
-        found = states(only(history, keys))
-        noticed = first(found, "warning", "collapsing", "collapsed")
-        assert noticed > 35, "it was healthy until then"
-        if run is not sudden_collapse:
-            assert noticed <= halved
-        assert first(found, "collapsing", "collapsed") <= halved + 10
-        assert found[-1] == "collapsed"
-        if run is inaction_collapse and keys == NAMED_KEYS:
-            assert "without a tool call has risen" in judge(only(history, keys)).signals["inaction"].reason
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    "keys", [NAMED_KEYS, (*NAMED_KEYS, "success"), (*NAMED_KEYS, "reward_max", "reward_min")], ids=str
-)
-def test_convergence_is_never_called_collapse(keys, seed):
-    found = states(only(convergence(np.random.default_rng(seed)), keys))
-    assert not has_collapsed(found)
-    assert found[-1] == "converged"
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_that_begins_with_a_solved_task_has_converged(seed):
-    rng = np.random.default_rng(seed)
-    found = states(with_entropy(rng, simulate(rng, np.full(60, 6.0)), np.full(60, 0.1)))
-    assert {*found[20:]} == {"converged"}
+@pytest.mark.parametrize("name", ["converges", "saturated from the start"])
+def test_a_run_that_has_solved_its_task_has_converged(name, seed):
+    for hidden in ((), ("success",), ("success", "reward_max", "reward_min")):
+        assert states(hidden_from(history_of(seed, 8, **HEALTHY[name]), *hidden))[-1] == "converged"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_collapse_after_convergence_is_noticed(seed):
-    rng = np.random.default_rng(seed)
-    skill = np.concatenate([np.linspace(0, 7, 60), np.full(60, 7.0), np.linspace(7, -8, 30), np.full(30, -8.0)])
-    found = states(
-        only(with_entropy(rng, simulate(rng, skill), 0.8 * np.exp(-np.clip(skill, 0, 7) / 2.5)), NAMED_KEYS)
-    )
-    assert found[115] == "converged"
-    assert not has_collapsed(found[:120])
-    assert first(found[120:], "collapsing", "collapsed") <= 30
+    skill = np.minimum(14 * LINE, 7) - 15 * ramp(100, 30)
+    found = states(history_of(seed, 8, skill=skill, entropy=np.exp(-np.clip(skill, 0, 7) / 2.5), hidden=("success",)))
+    assert found[95] == "converged"
+    assert not has_collapsed(found[:100])
+    assert first(found[100:], "collapsing", "collapsed") <= 30
     assert found[-1] in ("collapsing", "collapsed")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_doing_nothing_because_acting_is_penalised_is_noticed_though_the_reward_rises(seed):
     """Each call costs more than its success earns, so that the reward rises while success is given up."""
-    rng = np.random.default_rng(seed)
-    history = simulate(rng, np.full(140, 0.5), calls=ramp(0.95, 0.02, 40, 60, 40), call_gain=3.0)
-    for step in with_entropy(rng, history, np.full(140, 0.8)):
-        cost = 1.5 * (1 - step["inaction"])
-        for name in ("reward_max", "reward_min", "return_with_call", "return_without_call"):
-            del step[name]
-        step["reward"] -= cost
+    returns = ("reward_max", "reward_min", "return_with_call", "return_without_call")
+    history = hidden_from(history_of(seed, 8, **COLLAPSES["slow inaction"]), *returns)
+    for step in history:
+        step["reward"] -= 1.5 * (1 - step["inaction"])
     assert history[-1]["reward"] > history[0]["reward"]
-    assert "inaction" in judge(history).signals and "success" in judge(history).signals
+    verdict = judge(history)
+    assert "success" in verdict.signals
+    assert "without a tool call has risen" in verdict.signals["inaction"].reason
     assert states(history)[-1] == "collapsed"
-    assert not has_collapsed(states(only(history, NAMED_KEYS))), "without success nothing says that it is lost"
+    assert not has_collapsed(states(hidden_from(history, "success"))), "without success nothing says that it is lost"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
     """The reward stays where it was: the early form, which a plateau hides."""
-    rng = np.random.default_rng(seed)
-    echo = ramp(0.0, 1.0, 40, 40, 40)
-    found = states(with_entropy(rng, simulate(rng, np.zeros(120), groups=16, echo=echo), 0.8 * (1 - 0.97 * echo)))
-    assert first(found, "warning") > 40
+    found = states(history_of(seed, 16, echo=SLOW, entropy=1 - 0.97 * SLOW))
+    assert first(found, "warning") > BEGIN
     assert found[-1] in ("collapsing", "collapsed")
 
 
@@ -150,16 +78,14 @@ def test_groups_that_say_the_same_while_nothing_was_learnt_are_a_collapse(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_sparse_reward_that_is_often_missed_is_no_collapse(seed):
-    rng = np.random.default_rng(seed)
-    history = simulate(rng, np.zeros(300), easy=-4.0, spread=1.0, groups=4, size=4)
+    history = history_of(seed, 4, easy=-4.0, size=4, hidden=("success",))
     assert np.mean([step["reward"] == 0 for step in history]) > 0.4
-    assert {*states(only(with_entropy(rng, history, np.full(300, 0.8)), NAMED_KEYS))} <= {"healthy", "warning"}
+    assert {*states(history)} <= {"healthy", "warning"}
 
 
 @pytest.mark.parametrize("factor", [6.0, 50.0, float("inf")])
 def test_one_spike_of_the_gradient_or_one_every_few_steps_is_nothing_whatever_its_size(factor):
-    rng = np.random.default_rng(0)
-    history = with_entropy(rng, simulate(rng, np.linspace(0, 1, 80)), np.full(80, 0.8))
+    history = history_of(0, 8, skill=LINE)[:80]
     for step in (40, 60, 63, 66):
         history[step]["grad_norm"] = 0.3 * factor
     assert {*states(history)} == {"healthy"}
@@ -183,12 +109,6 @@ def test_entropy_alone_is_a_warning_and_critical_together_with_another_signal(la
     assert judge(steps + [{"reward": 0.5, "entropy": late, "repetition": 0.7}] * 40).state == "collapsing"
     assert judge(alone).is_exploding == (late > 1)
     assert judge(steps + alone[20:22]).is_exploding == (late > 1), "a high one is known without patience"
-
-
-def test_one_bad_batch_is_no_collapse():
-    steps = [{"reward": 0.6 + 0.02 * (k % 3), "reward_std": 0.4, "entropy": 1.0} for k in range(60)]
-    steps[30] = {"reward": 0.0, "reward_std": 0.0, "entropy": 1.0}
-    assert {*states(steps)} == {"healthy"}
 
 
 # -------------------------------------------------------------------- numbers by hand
@@ -244,10 +164,12 @@ def test_a_missing_key_none_and_nan_are_all_unknown_and_never_zero():
         assert (verdict.state, dict(verdict.signals), verdict.step) == ("healthy", {}, 80)
 
 
-@pytest.mark.parametrize("run", [slow_collapse, convergence])
-def test_gaps_change_no_verdict(run):
+@pytest.mark.parametrize(
+    "family", [COLLAPSES["slow echo after learning"], HEALTHY["converges"]], ids=["slow", "converges"]
+)
+def test_gaps_change_no_verdict(family):
     """A step without a new rollout knows its entropy and its norm alone."""
-    history = run(np.random.default_rng(0))
+    history = history_of(0, 8, **family)
     gaps = [item for step in history for item in (step, {"grad_norm": step["grad_norm"]})]
     assert states(gaps)[-1] == states(history)[-1]
     assert states(gaps)[::2][:30] == states(history)[:30]
@@ -273,7 +195,7 @@ def test_an_unknown_key_is_refused_by_name():
 
 
 def test_the_same_history_gives_the_same_verdict_step_by_step_and_after_a_resumption():
-    history = slow_collapse(np.random.default_rng(3))
+    history = history_of(3, 8, **COLLAPSES["slow echo after learning"])
     whole, resumed = EchoTrapJudge(), EchoTrapJudge()
     for number, step in enumerate(history):
         verdict = whole.update(step)
@@ -313,19 +235,6 @@ def test_one_outlier_of_a_signal_is_nothing_even_while_its_baseline_is_measured(
         step.update({name: step[name] + 0.02 * (number % 3) for name in step})
     steps[place][key] = value
     assert {*states(steps)} == {"healthy"}
-
-
-@pytest.mark.parametrize("hidden", [(), ("success",), ("repetition", "reward_max", "reward_min")], ids=str)
-def test_data_that_get_harder_are_no_collapse_where_groups_still_differ_and_the_entropy_stays(hidden):
-    for seed in range(10):
-        rng = np.random.default_rng(seed)
-        skill = np.concatenate([np.full(60, 1.5), np.linspace(1.5, -0.7, 100), np.full(60, -0.7)])
-        history = with_entropy(rng, simulate(rng, skill, groups=16), np.full(220, 0.8))
-        history = [{key: value for key, value in step.items() if key not in hidden} for step in history]
-        assert {*states(history)} == {"healthy"}, seed
-        for step in history:
-            step.pop("entropy")
-        assert "warning" in states(history), "an entropy that is unknown says nothing of what changed"
 
 
 @pytest.mark.parametrize("keys", [("zero_std_share",), ("entropy",), ("inaction",), ("entropy", "inaction")], ids=str)

@@ -182,31 +182,26 @@ def test_rotation_leaves_a_checkpoint_two_rollouts_behind_in_every_step(tmp_path
     assert len(list(tmp_path.glob("checkpoint-*"))) <= 3, "the newest and two candidates"
 
 
-def test_a_run_that_keeps_the_best_checkpoint_alone_keeps_the_healthy_one_as_well(tmp_path):
-    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": questions(2)}
-    options = {"save_steps": 1, "save_total_limit": 1, "metric_for_best_model": "reward", **evaluation}
-    trainer = guarded(tmp_path, {5: "collapsed"}, "rollback", **options)
-    trainer.train()
-    (event,) = guard_of(trainer).state.events
-    assert "goes back to checkpoint-3" in event["text"] and trainer.state.best_model_checkpoint is not None
+BEST = {"metric_for_best_model": "reward", "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": questions(2)}
 
 
-def test_what_was_saved_between_the_beginning_of_a_collapse_and_its_notice_is_passed_over(tmp_path):
-    """Noticed by a warning at step 5: the rollouts of 4 and 5 were bad, checkpoint-4 was saved between them."""
-    verdicts = {5: "warning", 6: "warning", 7: "collapsing"}
-    trainer = guarded(tmp_path, verdicts, "rollback", save_steps=1, max_steps=8)
+@pytest.mark.parametrize(
+    ("verdicts", "options", "checkpoint"),
+    [
+        # Noticed by a warning at step 5: the rollouts of 4 and 5 were bad, checkpoint-4 was saved between them.
+        ({5: "warning", 6: "warning", 7: "collapsing"}, {}, 3),
+        ({2: "warning", 7: "collapsing"}, {}, 5),  # that warning has passed
+        ({5: "collapsed"}, {"save_total_limit": 1, **BEST}, 3),  # kept besides the best one
+    ],
+    ids=["warned of before", "warned of long before", "the best is kept"],
+)
+def test_a_run_goes_back_to_what_was_saved_before_the_collapse_was_noticed(tmp_path, verdicts, options, checkpoint):
+    trainer = guarded(tmp_path, verdicts, "rollback", save_steps=1, max_steps=8, **options)
     trainer.train()
     (event,) = guard_of(trainer).state.events
-    assert (event["step"], event["text"]) == (7, "the run goes back to checkpoint-3, with other draws from there on")
+    text = f"the run goes back to checkpoint-{checkpoint}, with other draws from there on"
+    assert (event["step"], event["text"]) == (max(verdicts), text)
     assert guard_of(trainer).state.noticed_at is None
-
-
-def test_a_warning_that_has_passed_does_not_count_towards_the_next(tmp_path):
-    verdicts = {2: "warning", 7: "collapsing"}
-    trainer = guarded(tmp_path, verdicts, "rollback", save_steps=1, max_steps=8)
-    trainer.train()
-    (event,) = guard_of(trainer).state.events
-    assert "goes back to checkpoint-5" in event["text"]
 
 
 def test_checkpoints_of_another_run_and_damaged_ones_are_no_place_to_go_back_to(tmp_path):
