@@ -178,58 +178,11 @@ def test_a_weighted_draw_says_what_a_uniform_one_would_earn():
     assert {*curriculum.draw_weights(range(200)).values()} == {1.0}, "all are drawn"
 
 
-def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):
-    options = {"train_dataset": questions(9), "journal": False, **RUN}
-    whole = train(tmp_path, **options)
-    assert (tmp_path / "checkpoint-2" / STATE).exists()
-    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **options)
-    assert all(map(is_same, resumed.batches, whole.batches[2:])) and len(resumed.batches) == 2
-    for name in ("pass_rates", "num_groups"):
-        expected, actual = (getattr(run.features["resampling"].curriculum, name) for run in (whole, resumed))
-        assert torch.equal(expected, actual)
-
-
 def test_a_second_run_of_a_trainer_knows_nothing_of_the_first(tmp_path):
     trainer = train(tmp_path, train_dataset=questions(9), journal=False, learning_rate=0.0, **RUN)
     trainer.train()
     assert trainer.features["resampling"].curriculum.num_groups.sum() == 4 * 4
     assert len(trainer.batches) == 8 and all(map(is_same, trainer.batches[:4], trainer.batches[4:]))
-
-
-class Half(ToolEnv):
-    """Questions below 20 are always solved, the others never."""
-
-    def outcome_reward(self, trajectory):
-        question = self.example["prompt"][-1]["content"]
-        return float(int(question.split()[-1]) < 20)
-
-
-def test_after_a_resume_with_other_rows_no_question_has_the_rate_of_another(tmp_path):
-    """Nine questions that are always solved, then four of them among nine that never are, under the same ids."""
-
-    def numbered(numbers):
-        prompts = [[{"role": "user", "content": f"question {number}"}] for number in numbers]
-        return Dataset.from_list([{"id": f"q{row}", "prompt": prompt} for row, prompt in enumerate(prompts)])
-
-    options = RUN | {"env": Half, "journal": False, "learning_rate": 0.0}
-    before = numbered(range(9))
-    train(tmp_path, train_dataset=before, **options)
-    saved = curriculum_over(before)
-    saved.load(tmp_path / "checkpoint-2")
-    assert saved.num_groups.sum() == 8 and saved.pass_rates.max() > 0.7
-
-    rows = [*range(20, 22), *range(2, 6), *range(22, 25)]
-    checkpoint = str(tmp_path / "checkpoint-2")
-    options |= {"resume_without": ["data"], "train_dataset": numbered(rows)}
-    resumed = train(tmp_path, checkpoint=checkpoint, **options)
-    curriculum = resumed.features["resampling"].curriculum
-    assert len(resumed.batches) == 2
-    for row, number in enumerate(rows):
-        is_old = number < 20  # at the same place and under the same id as before
-        count, rate = curriculum.num_groups[row].item(), curriculum.pass_rates[row].item()
-        assert rate == pytest.approx(1 - 0.5 ** (1 + count) if is_old else 0.5 ** (1 + count))
-        assert count >= (saved.num_groups[row].item() if is_old else 0)
-    assert curriculum.num_groups.sum() == saved.num_groups[2:6].sum() + 8
 
 
 def test_pass_rates_follow_the_content_of_rows_through_a_checkpoint(tmp_path, caplog):

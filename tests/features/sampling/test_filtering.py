@@ -63,14 +63,6 @@ def test_of_a_batch_without_spread_nothing_is_kept(rule, returns):
     assert signal_to_noise(torch.tensor([[1.0, 1.0], [2.0, 2.0]])) == 0.0
 
 
-def test_float_noise_is_no_spread():
-    """1e-17 would otherwise be the largest score of its batch, and the group with it all that is trained on."""
-    noisy, certain = [0.3, 0.1 + 0.2], [1.0, 1.0]
-    returns = torch.tensor([noisy, certain, [0.0, 1e-3]], dtype=torch.float64)
-    assert group_scores(returns)[:2].tolist() == [0.0, 0.0]
-    assert kept(returns, rule="min_p", value=1e-9) == [2]
-
-
 def test_members_outside_the_baseline_are_not_counted():
     """[nan 0 1 1] counts as [0 1 1], with a std of .577350; one member left has no signal."""
     returns = torch.tensor([[NAN, 0, 1, 1], [NAN, NAN, NAN, 9], [0, 0, 0, 1]])

@@ -8,9 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from agent_r1_trl import RolloutCallback
 from agent_r1_trl.features.sampling.rules import raw_returns
-from agent_r1_trl.features.sampling.settings import SamplingSettings
 from agent_r1_trl.testing import AddEnv, make_policy, make_tokenizer, say
 from agent_r1_trl.trainers import MultiTurnGRPOConfig, MultiTurnPPOConfig, MultiTurnPPOTrainer
 from agent_r1_trl.update.batches import join_rows, take_rows
@@ -178,18 +176,6 @@ def test_the_loss_is_multiplied_by_the_kept_share_if_asked(tmp_path):
     assert_same_gradients(scaled, {name: gradient * 7 / 15 for name, gradient in full.items()})
 
 
-def test_the_kept_share_is_the_filters_own_beside_another_keep(tmp_path):
-    class First(RolloutCallback):
-        def keep(self, batch):
-            return torch.arange(len(batch.trajectories)) < 8
-
-    trainer = trainer_of(tmp_path, sampling={"filter_loss_scaling": True}, **HALF)
-    trainer.add_callback(First())
-    batch = scored_batch(trainer)
-    assert batch["is_kept"].nonzero().flatten().tolist() == KEPT[:4]
-    assert trainer._metrics["train"]["filter/kept_share"] == [7 / 15] == [pytest.approx(batch["kept_share"].item())]
-
-
 # -------------------------------------------------------------------- what is chosen
 
 
@@ -224,15 +210,6 @@ def test_the_gate_leaves_rollouts_alone_whose_groups_vary_alike(tmp_path):
     ratio = shut._metrics["train"]["filter/signal_to_noise"][0]
     opened = trainer_of(tmp_path, sampling={"filter_when": ratio - 0.01}, **HALF)
     assert real_rows(step_gradients(opened)[1]) == KEPT
-
-
-def test_it_can_be_switched_on_and_off_between_rollouts(tmp_path):
-    trainer = trainer_of(tmp_path, **HALF)
-    group_filter = trainer.features["group_filter"]
-    group_filter.settings = SamplingSettings()
-    assert "is_kept" not in scored_batch(trainer)
-    group_filter.settings = SamplingSettings(filter_groups="top_p")
-    assert scored_batch(trainer)["is_kept"].nonzero().flatten().tolist() == KEPT
 
 
 # -------------------------------------------------------------------- steps without signal
@@ -347,20 +324,6 @@ def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over
     assert loss.item() == pytest.approx(-(inputs["token_advantages"] * mask).sum().item() / mask.sum().item(), rel=0.2)
 
 
-def test_a_resumed_run_trains_on_the_filtered_rollout(tmp_path):
-    options = {
-        "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2, "steps_per_generation": 2,
-        "per_device_train_batch_size": 4, **HALF,
-    }  # fmt: skip
-    straight = paid_trainer(tmp_path, (), **options)
-    expected = watched(straight)
-    resumed = paid_trainer(tmp_path, (), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    last = resumed.model.state_dict()
-    assert all(torch.equal(last[name], value) for name, value in expected[-1][0].items())
-    assert straight._buffered_inputs[0]["completion_ids"].shape[0] < 4
-
-
 def test_it_filters_what_was_rolled_out_ahead(tmp_path):
     options = {"use_vllm": True, "overlap_rollout": True, "max_steps": 3, "steps_per_generation": 2}
     trainer = paid_trainer(tmp_path, (), per_device_train_batch_size=4, **options, **HALF)
@@ -423,7 +386,6 @@ def test_rows_keep_their_tokens_and_lose_the_padding_of_the_others():
 GRPO, PPO = MultiTurnGRPOConfig, MultiTurnPPOConfig
 GROUPS, VALUE, WHEN = "sampling.filter_groups", "sampling.filter_value", "sampling.filter_when"
 REFUSED = [
-    (GRPO, {GROUPS: "best"}, GROUPS, {GROUPS: "top_p"}),
     (GRPO, {GROUPS: "min_p"}, VALUE, {VALUE: 0.5}),
     (GRPO, HALF | {VALUE: 0.0}, VALUE, {VALUE: 0.5}),
     (GRPO, HALF | {WHEN: -1.0}, WHEN, {WHEN: 0.5}),

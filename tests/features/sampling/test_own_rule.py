@@ -60,16 +60,6 @@ def test_object_and_path_keep_the_same_rows_and_the_settings_name_them(tmp_path)
         assert (type(stored), stored) == (str, name)
 
 
-def test_a_shut_gate_trains_on_everything_also_where_the_rule_would_keep_nothing(tmp_path):
-    options = {
-        "sampling.filter_groups": lambda returns: torch.zeros(len(returns), dtype=torch.bool),
-        "num_iterations": 1,
-    }
-    batch = scored_batch(trainer_of(tmp_path, num_generations=4, **{"sampling.filter_when": 100.0}, **options))
-    assert "is_kept" not in batch
-    assert not scored_batch(trainer_of(tmp_path, num_generations=4, **options))["is_kept"].any()
-
-
 def test_what_only_our_rules_read_is_refused_and_groups_of_one_may_be_filtered():
     with pytest.raises(ValueError, match=r"filter_value=.* has no effect with sampling.filter_groups='.*:passed'"):
         MultiTurnGRPOConfig(**CPU, sampling={"filter_groups": passed, "filter_value": 0.5})

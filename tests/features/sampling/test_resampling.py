@@ -187,18 +187,6 @@ def test_reward_functions_are_called_once_for_each_trajectory_and_their_columns_
     assert signs == [0, 0, -1, 1, 0, 0, 1, -1]
 
 
-def test_a_group_is_judged_by_all_its_members(tmp_path):
-    """Three of four members earn the same; whoever looked at those that ended first would replace the group."""
-
-    class LastOne(ToolEnv):
-        def outcome_reward(self, trajectory):
-            return float(trajectory.generation == 3)
-
-    trainer = make(tmp_path, LastOne, groups=2, size=4)
-    scored_batch(trainer)
-    assert trainer.last_batch.replaced == [] and logged(trainer)["sampling/groups_with_signal_before"] == 1
-
-
 # ---------------------------------------------------------------- limits
 
 
