@@ -151,22 +151,6 @@ def test_one_bad_row_ends_no_run_wherever_it_comes(tmp_path, row, caplog):
     assert caplog.text.count("Broken.reset raised OSError: the server is down") == 1
 
 
-def test_a_first_rollout_without_a_single_trajectory_ends_the_run_at_once(tmp_path):
-    trainer = make_trainer(tmp_path, env=broken_on(), max_steps=3)  # two prompts
-    with pytest.raises(
-        NothingRolledOutError, match=r"All 8 trajectories failed: 8 x environment_error: .*server is down"
-    ):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
-def test_a_run_in_which_nothing_was_ever_rolled_out_ends_with_the_error(tmp_path):
-    trainer = make_trainer(tmp_path / "long", env=broken_on(), max_steps=3, **ONE_PROMPT)
-    with pytest.raises(NothingRolledOutError, match="All 8 trajectories"):
-        trainer.train()
-    assert trainer.state.global_step == 1
-
-
 @pytest.mark.parametrize(("share", "num_failed", "steps"), [(0.5, 12, 4), (0.8, 16, 5)])
 def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, num_failed, steps):
     class Outage(AddEnv):

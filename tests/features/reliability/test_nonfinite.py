@@ -83,22 +83,6 @@ def test_a_step_that_is_not_finite_leaves_the_adaptive_entropy_bonus_alone(tmp_p
     assert logged == pytest.approx([0.09, 0.09, 0.08]) and trainer._last_world_entropy > 0
 
 
-def test_the_trajectory_that_is_named_is_the_one(tmp_path, caplog):
-    rolled_out = []
-
-    class Broken(MultiTurnGRPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            output = super()._generate_and_score_completions(inputs)
-            output["advantages"][5] = NAN
-            rolled_out.append(self.last_trajectories[5])
-            return output
-
-    make_trainer(
-        tmp_path, trainer=Broken, max_steps=1, gradient_accumulation_steps=2, per_device_train_batch_size=4
-    ).train()
-    assert f"of example {rolled_out[0].example_id!r}, generation {rolled_out[0].generation}. 1 in a row" in caplog.text
-
-
 @pytest.mark.parametrize("broken", (0, 1))
 def test_of_two_rollouts_in_a_step_the_one_that_is_broken_is_named(tmp_path, caplog, broken):
     rolled_out = []

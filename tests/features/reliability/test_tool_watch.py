@@ -229,18 +229,6 @@ def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path,
         assert torch.equal(ours, theirs), "the journal brings nothing back that was sampled during the outage"
 
 
-def test_an_outage_is_named_although_its_checkpoint_cannot_be_written(tmp_path, caplog):
-    trainer = trainer_on(Backend(RuntimeError("?"), 9, 10**9), tmp_path, outages={"max_wait": 0.0})
-
-    def write_nothing(folder):
-        raise OSError(28, "No space left on device")
-
-    trainer._save_rng_state = write_nothing
-    with pytest.raises(ToolOutageError, match="'look' is down"):
-        trainer.train()
-    assert "checkpoint-1 cannot be written: OSError" in caplog.text
-
-
 def test_a_resumed_run_knows_what_the_interrupted_one_knew_of_its_tools(tmp_path):
     backend = Backend(RuntimeError("?"), 0, 0)
     trainer_on(backend, tmp_path, max_steps=2, save_steps=2).train()
