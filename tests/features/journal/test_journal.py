@@ -18,7 +18,7 @@ from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapt
 from agent_r1_trl.features.journal import JournalReplay, RolloutLog
 from agent_r1_trl.features.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
 from agent_r1_trl.features.journal.recorders import resume_mode
-from agent_r1_trl.features.journal.records import Appender, dump, pack, pack_floats, read_file, unpack_floats
+from agent_r1_trl.features.journal.records import dump, pack, pack_floats, read_file, unpack_floats
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRunner
 from agent_r1_trl.testing import AddEchoEnv, AddEnv, add, calls, chat_of
@@ -78,15 +78,6 @@ def test_a_record_with_a_wrong_bit_is_dropped_with_all_that_follow(tmp_path):
     for position in range(first, first + len(pack(RECORDS[1]))):
         path.write_bytes(data[:position] + bytes([data[position] ^ 4]) + data[position + 1 :])
         assert read_file(path) == (RECORDS[:1], first), position
-
-
-def test_the_file_goes_on_where_its_last_whole_record_ends(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(pack(RECORDS[0]) + pack(RECORDS[1])[:-3])
-    appender = Appender(path, size=read_file(path)[1])
-    appender.append(RECORDS[2])
-    appender.close()
-    assert read_file(path)[0] == [RECORDS[0], RECORDS[2]]
 
 
 def test_a_full_disk_is_said_once_and_ends_the_journal_alone(tmp_path, monkeypatch, caplog):
@@ -192,17 +183,6 @@ def test_functions_of_recorded_turns_are_not_called_again_and_the_state_is_what_
     trajectories, _ = roll_out(path, Shop, shopper)
     assert [item.info["seen"] for item in trajectories] == [item.info["seen"] for item in expected]
     assert CALLS == {"reset": 3}
-
-
-@pytest.mark.parametrize(("case", "name"), [("counter", "raise_by"), ("replayed", "raise_by"), ("game", "move")])
-def test_methods_are_called_again(tmp_path, case, name):
-    path = tmp_path / case
-    roll_out(path, *CASES[case])
-    drop_ends(path)
-    first_time, CALLS[name] = CALLS[name], 0
-    assert first_time > 3
-    roll_out(path, *CASES[case])
-    assert CALLS[name] == first_time
 
 
 class Moody(Game):

@@ -1,7 +1,5 @@
 """The journal of a training run: what a resumed run uses again, what is kept, and replay."""
 
-import logging
-import os
 import shutil
 from dataclasses import dataclass
 
@@ -95,16 +93,6 @@ def test_a_tool_that_was_corrected_is_asked_again_once_the_journal_is_deleted_or
     assert answers(resumed) == {"right"} and resumed.num_sampled == 4 * 2
     shutil.rmtree(tmp_path / "journal")
     assert answers(train(tmp_path, env=repaired, max_steps=3, checkpoint=checkpoint)) == {"right"}
-
-
-def test_with_overlap_the_rollout_that_was_begun_before_the_checkpoint_is_used_too(tmp_path, caplog):
-    overlap = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator samples
-    whole = train(tmp_path, **overlap)
-    resumed = train(tmp_path, checkpoint=str(tmp_path / "checkpoint-2"), **overlap)
-    assert resumed.num_sampled == 0 and all(map(is_same, resumed.batches, whole.batches[2:]))
-    assert "sampled anew" not in caplog.text
-    staleness = [entry["sampling/staleness"] for entry in resumed.state.log_history if "sampling/staleness" in entry]
-    assert staleness[-2:] == [1, 1], "the turns out of the journal were sampled before the checkpoint's last update"
 
 
 def test_other_weights_roll_out_anew_and_say_why(tmp_path, caplog):
@@ -254,20 +242,6 @@ def test_rollouts_before_the_last_checkpoint_go_but_for_those_to_keep(tmp_path, 
     """Without checkpoints: those to keep beside the present one."""
     train(tmp_path, max_steps=6, **options)
     assert journals(tmp_path) == [f"rollout_{number:09d}.journal" for number in expected]
-
-
-def test_a_full_disk_is_said_once_and_the_training_goes_on(tmp_path, monkeypatch, caplog):
-    expected = train(tmp_path / "a", journal=False)
-
-    def write(file, data):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", write)
-    actual = train(tmp_path / "b")
-    monkeypatch.undo()
-    assert all(map(is_same, actual.batches, expected.batches))
-    said = [record for record in caplog.records if "journal" in record.getMessage()]
-    assert [record.levelno for record in said] == [logging.WARNING] and "No space left" in said[0].getMessage()
 
 
 def test_every_bit_of_the_weights_counts_and_frozen_ones_do_not():
