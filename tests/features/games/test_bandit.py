@@ -38,12 +38,6 @@ def test_the_sure_arm_pays_a_tenth_and_the_risky_one_1_or_nothing():
     assert 0 < sum(paid) < 20
 
 
-def test_the_tool_pays_what_the_text_does():
-    for seed in range(2):
-        text, tool = started(dynamics_seed=seed), started(dynamics_seed=seed, action_format="tool")
-        assert pull(text, "Dragon") == pull(tool, "Dragon", form="tool")
-
-
 def test_success_is_the_share_of_pulls_of_the_arm_with_the_larger_mean():
     env, end = started(max_actions=4), finished()
     rewards = pull(env, "Dragon", "Phoenix", "Unicorn", "Dragon", "Dragon")

@@ -7,7 +7,7 @@ import pytest
 from agent_r1_trl.features.games import FrozenLakeEnv
 from agent_r1_trl.features.games.frozen_lake import shortest_path
 from tests.environments.helpers import finished
-from tests.features.games.helpers import CLASSIC, begun, step, text_of, written
+from tests.features.games.helpers import CLASSIC, begun, step, written
 
 WAY = ["Down", "Down", "Right", "Right", "Down", "Right"]
 
@@ -38,12 +38,6 @@ def test_a_hole_ends_the_game_without_reward():
     assert env.place == (1, 1) and "_X_O" in env.describe()
     trajectory = finished()
     assert env.outcome_reward(trajectory) == (0.0, {"success": 0.0}) and trajectory.info["fell"] == 1.0
-
-
-def test_walking_against_the_edge_is_an_action_without_effect():
-    env = lake()
-    assert "P___" in text_of(step(env, written("Up", "Left", "Right", "Left")))
-    assert (env.num_actions, env.num_effective_actions) == (4, 2)
 
 
 def test_the_shortest_way_goes_round_the_holes():
@@ -81,15 +75,6 @@ def test_it_moves_and_slips_as_gymnasium_does():
             state, reward, over, *_ = twin.step(actions.index(action))
             env.play([action])
             assert env.place == divmod(int(state), 4) and env.is_over == over and env.is_won == bool(reward)
-
-
-def test_slips_differ_in_a_group():
-    row, places = {"level": "SFFFFF\n" + "FFFFFF\n" * 4 + "FFFFFG"}, set()
-    for member in range(12):
-        env = begun(FrozenLakeEnv, row, 7, member)
-        env.play(["Down", "Right", "Down", "Right"])
-        places.add(env.place)
-    assert len(places) > 2
 
 
 def test_the_model_is_told_of_the_slipping_only_where_it_slips():
