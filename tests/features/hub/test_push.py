@@ -54,24 +54,6 @@ def test_nothing_private_goes_to_a_public_repository(hub, run_folder, capsys):
     assert push(run_folder, "--repo_id", "ada/adder", "--private") == 0
 
 
-def test_the_card_says_what_was_trained_how_and_with_what_result(hub, run_folder):
-    write_history(run_folder)
-    assert push(run_folder, "--repo_id", "ada/adder") == 0
-    text = hub.files("ada/adder")["README.md"].decode()
-    metadata, body = split_card(text)
-    assert metadata["base_model"] == "Qwen/Qwen3-0.6B"
-    assert metadata["datasets"] == ["hotpotqa/hotpot_qa"], "a path is no id of a data set"
-    assert metadata["pipeline_tag"] == "text-generation" and "agent-r1-trl" in metadata["tags"]
-    for part in (
-        "`agent_r1_trl.testing.toys.AddEnv`", '"add"', "- evaluation: `hotpotqa/hotpot_qa`", "`data/train.jsonl`",
-        "2511.14460", "2402.03300", "@misc{cheng2025agentr1", "| exact\\_match | 0.625 (0.5 to 0.75) |", "40 examples",
-        "greedy",
-        "| max_turns | 4 |",
-        "agent-r1-trl chat ada/adder --env agent_r1_trl.testing.toys.AddEnv",
-    ):  # fmt: skip
-        assert part in body.replace("`add`", '"add"'), part
-
-
 def test_a_card_of_the_users_keeps_its_words_and_gets_the_results_once(hub, run_folder):
     header = "---\nlicense: mit\ndatasets: data/train.jsonl\ntags: mine\n---\n\n"
     body = "# Mine\n\nWords.\n\n## Results\n\nold\n\n## Thanks\n\nAll.\n"
