@@ -229,20 +229,6 @@ def test_results_that_are_fewer_or_more_than_the_calls_are_given_to_none(num):
     assert trajectory.tool_results == []
 
 
-def test_conversations_that_take_turns_continue_their_rows():
-    async def agent(door, example):
-        one, two = example["prompt"], [{"role": "system", "content": "You check."}, *example["prompt"]]
-        for _ in range(2):
-            said = await ask(door, one, tools=TOOLS)
-            one = [*one, said, *map(use, said["tool_calls"])]
-            said = await ask(door, two)
-            two = [*two, said, {"role": "user", "content": "Sure?"}]
-        return 1.0
-
-    trajectory, _ = checked(agent, [call(), say("yes"), call(), say("no")])
-    assert [sorted({*row.turn_ids} - {-1}) for row in trajectory.rows] == [[0, 2], [1, 3]]
-
-
 def test_parallel_calls_are_sampled_side_by_side_and_each_has_its_row():
     async def agent(door, example):
         asked = [ask(door, [{"role": "user", "content": f"Part {i}"}]) for i in range(4)]

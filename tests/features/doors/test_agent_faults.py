@@ -358,16 +358,19 @@ def test_an_agent_that_raises_after_a_call_is_scored_and_before_one_is_an_enviro
         assert trajectory.stop_reason is StopReason.ENVIRONMENT_ERROR and told in trajectory.error
 
 
-@pytest.mark.parametrize("has_asked", [True, False])
-def test_infrastructure_that_fails_is_never_the_policys_fault(has_asked):
+@pytest.mark.parametrize(
+    "turns", [(), ANSWER, [call()]], ids=["before a call", "after an answer", "after a tool's call"]
+)
+def test_infrastructure_that_fails_is_neither_the_policys_fault_nor_an_outage_of_a_tool(turns):
     async def agent(door, example):
-        if has_asked:
-            await ask(door, example["prompt"])
+        if turns:
+            await ask(door, example["prompt"], tools=TOOLS)
         raise InfrastructureError("the index is down")
 
-    trajectory, _ = roll_out(agent, ANSWER)
+    trajectory, _ = roll_out(agent, turns)
     assert trajectory.stop_reason is StopReason.TOOL_FAILURE and "the index is down" in trajectory.error
-    assert count_calls([trajectory]) == {}
+    assert count_calls([trajectory]) == {} and len(trajectory.turns) == bool(turns)
+    assert not turns or "the index is down" in trajectory.info["agent_error"]
 
 
 @pytest.mark.parametrize("error", [SystemExit("bye"), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration()])
@@ -532,16 +535,6 @@ def test_calls_and_unknown_tools_are_counted_in_whatever_row_their_results_are_r
     ]  # fmt: skip
     assert [item.error for item in trajectory.tool_results] == [None, None, ToolErrorKind.UNKNOWN_TOOL]
     assert set(count_calls([trajectory])) == {"add"}
-
-
-def test_an_agents_infrastructure_is_no_outage_of_the_tool_that_was_called_last():
-    async def agent(door, example):
-        await ask(door, example["prompt"], tools=TOOLS)
-        raise InfrastructureError("the index is down")
-
-    trajectory, _ = checked(agent, [call()])
-    assert trajectory.stop_reason is StopReason.TOOL_FAILURE and "index is down" in trajectory.info["agent_error"]
-    assert count_calls([trajectory]) == {}
 
 
 def test_an_agent_that_drops_its_last_turn_has_drifted_though_it_goes_on_from_an_earlier_one():

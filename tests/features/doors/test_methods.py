@@ -8,12 +8,8 @@ import time
 
 import pytest
 
-from agent_r1_trl.environments import ToolEnv
-from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.features.doors import tools_from
-from agent_r1_trl.testing import call, calls, say
 from agent_r1_trl.tools import ToolCall, ToolErrorKind, ToolExecutor, ToolSchemaError, tool
-from tests.trainers.helpers import make_trainer
 
 
 class Stack:
@@ -230,32 +226,3 @@ def test_after_a_call_that_was_given_up_the_object_is_free_only_when_it_has_ende
     assert first.error is ToolErrorKind.TIMEOUT and third.error is None
     expected = ToolErrorKind.INFRASTRUCTURE if name == "work" else None  # an async call ends when it is cancelled
     assert second.error is expected and busy.most == 1
-
-
-class Stacking(ToolEnv):
-    """The answer is right if it is as long as the stack is high."""
-
-    tool_call_reward = tool_error_reward = 0.0
-
-    def __init__(self, **settings):
-        self.stack = Stack()
-        super().__init__(tools=tools_from(self.stack, include=["push", "top"]), **settings)
-
-    def outcome_reward(self, trajectory):
-        return len(trajectory.final_text) == len(self.stack.items)
-
-
-def some_turns(rng, turn):
-    if turn < 2:
-        return calls(("push", {"item": rng.randrange(9)}), ("push", {"item": 1}), ("top", {}))
-    return call("push", item=2) if turn == 2 and rng.random() < 0.5 else say("x" * rng.randrange(4, 6))
-
-
-def test_an_environment_around_an_object_passes_check_env_and_trains(tmp_path):
-    assert check_env(Stacking, [{"prompt": "How high?"}], timeout_s=60.0) == []
-    run = make_trainer(tmp_path, env=Stacking, script=some_turns, max_steps=2, max_completion_length=400)
-    run.train()
-    rewards = [entry["reward"] for entry in run.state.log_history if "reward" in entry]
-    assert len(rewards) == 2 and -1 < rewards[0] < 1
-    shown = [result.content for result in run.last_trajectories[0].tool_results[:3]]
-    assert shown == ["1 items", "2 items", "1"]
