@@ -21,7 +21,7 @@ SUMMARIES = replace(
 )
 BY_STEP = replace(LIMITS, context={"policy": "step"})
 CALLS = collections.Counter()
-"""How often each tool or method ran, by its name and argument."""
+"""How often each function ran, by its name and argument."""
 
 
 @tool
@@ -68,7 +68,6 @@ class Counter(ToolEnv):
         Args:
             number: How much.
         """
-        CALLS["raise_by"] += 1
         self.total += number
         return f"now {self.total}"
 
@@ -91,7 +90,6 @@ class Game:
         return example["prompt"]
 
     def step(self, message):
-        CALLS["move"] += 1
         self.moves.append(message["content"])
         return [{"role": "user", "content": f"move {len(self.moves)}"}], 0.5, len(self.moves) == 4, None
 
