@@ -10,8 +10,9 @@ from agent_r1_trl.trajectory import Message
 def say(text: str = "5") -> Message:
     """An assistant message without a tool call.
 
-    >>> say("Oslo")
-    {'role': 'assistant', 'content': 'Oslo'}
+    Examples:
+        >>> say("Oslo")
+        {'role': 'assistant', 'content': 'Oslo'}
     """
     return {"role": "assistant", "content": text}
 
@@ -19,8 +20,9 @@ def say(text: str = "5") -> Message:
 def call(name: str = "add", /, **arguments: object) -> Message:
     """An assistant message that calls one tool. Without anything: the toy `add`, with 2 and 3.
 
-    >>> call("search", query="Oslo")["tool_calls"]
-    [{'type': 'function', 'function': {'name': 'search', 'arguments': {'query': 'Oslo'}}}]
+    Examples:
+        >>> call("search", query="Oslo")["tool_calls"]
+        [{'type': 'function', 'function': {'name': 'search', 'arguments': {'query': 'Oslo'}}}]
     """
     return calls((name, {"a": 2, "b": 3} if name == "add" and not arguments else arguments))
 

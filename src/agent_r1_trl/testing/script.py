@@ -108,11 +108,6 @@ def roll_out(
 
     As in training, faults of tools, environments and generators are states: look at `stop_reason` and `error`.
 
-    >>> from agent_r1_trl.testing import AddEnv, call
-    >>> (trajectory,) = roll_out(AddEnv, [call("add", a=2, b=3), "Five"])
-    >>> trajectory.turns[0].observations[0]["content"], trajectory.final_text, trajectory.outcome_reward
-    ('5', 'Five', 1.0)
-
     Args:
         env: an environment class or a function that makes one, as the trainers take it.
         turns: what the policy says, see `ScriptedPolicy`; or a generator of your own, an object with `generate`.
@@ -131,6 +126,12 @@ def roll_out(
         ValueError: the script is too short, no list, or cannot be written in the chat format; a limit is out of
             range; or `env` makes no environments.
         Exception: what the environment's author got wrong in a reward, as in training.
+
+    Examples:
+        >>> from agent_r1_trl.testing import AddEnv, call
+        >>> (trajectory,) = roll_out(AddEnv, [call("add", a=2, b=3), "Five"])
+        >>> trajectory.turns[0].observations[0]["content"], trajectory.final_text, trajectory.outcome_reward
+        ('5', 'Five', 1.0)
     """
     if isinstance(turns, ScriptedPolicy):
         chat = chat or turns.chat

@@ -151,9 +151,10 @@ def make_tokenizer(family: str, *, chat_template: str | None = None) -> PreTrain
 def chat_of(family: str = "qwen3") -> ChatFormat:
     """The chat format of a family (see `FAMILIES`), the same object each time.
 
-    >>> chat = chat_of("qwen2_5")
-    >>> chat.encoder.to_text(chat.encode_reply({"role": "assistant", "content": "Oslo"}))
-    'Oslo<|im_end|>'
+    Examples:
+        >>> chat = chat_of("qwen2_5")
+        >>> chat.encoder.to_text(chat.encode_reply({"role": "assistant", "content": "Oslo"}))
+        'Oslo<|im_end|>'
     """
     return ChatFormat(make_tokenizer(family))
 
