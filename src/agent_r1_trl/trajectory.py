@@ -34,7 +34,7 @@ import logging
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,10 @@ def extended_row(rows: Sequence[tuple[list[int], list[int]]], context_ids: list[
 
 logger = logging.getLogger(__name__)
 
+MAX_OWN_NUMBERS = 3
+"""How many numbers of the user's own stand beside ours in the terminal and in tables."""
+_OUR_NUMBERS = ("em", "f1", "valid_answer", "success")
+"""Numbers of `Trajectory.info` with a place of their own there."""
 USAGE = "endpoint_usage"
 """Key of `Trajectory.info` with what a server has counted of a trajectory without ids; empty if it does not tell."""
 
@@ -204,6 +208,19 @@ class Turn:
     def is_summary(self) -> bool:
         """The turn is a summary of the context (`context.policy="summarise"`), which the environment does not get."""
         return self.summary_request is not None
+
+
+def own_numbers(names: Iterable[str]) -> list[str]:
+    """Names of numbers in `Trajectory.info` that only the user's environment knows: at most three of these.
+
+    Args:
+        names: of all numbers there.
+
+    >>> own_numbers(["em", "right", "agent/raised", "num_orders"])
+    ['right', 'num_orders']
+    """
+    own = [name for name in names if name not in _OUR_NUMBERS and "/" not in name]
+    return own[:MAX_OWN_NUMBERS]
 
 
 @dataclass(kw_only=True, repr=False)

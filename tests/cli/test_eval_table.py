@@ -14,6 +14,8 @@ import pytest
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.cli.eval import planned_models
+from agent_r1_trl.evaluation.result import EvaluationResult
+from agent_r1_trl.evaluation.table import EvaluationTable, TableRow
 from agent_r1_trl.recording import read_records
 
 
@@ -89,6 +91,16 @@ def test_a_table_is_replayed_from_its_journals(search_recipe, other_model):
         for folder in ("scores", "again")
     )
     assert first == second
+
+
+def test_numbers_of_the_users_own_have_columns_with_intervals():
+    rows = [
+        {"right": (float(index % 2), 1.0), "reward": (1.0, 1.0), "valid_answer_rate": (1.0, 1.0)} for index in range(8)
+    ]
+    result = EvaluationResult.from_rows(rows, example_ids=[str(index) for index in range(8)])
+    headings, ((*_, right),) = EvaluationTable(rows=[TableRow(method="a", dataset="b", result=result)]).cells()
+    assert headings == ["data set", "method", "examples", "reward", "right"]
+    assert right.startswith("0.500 [")
 
 
 def test_attempts_and_tags_add_columns_and_lines(recipe, capsys):

@@ -17,6 +17,7 @@ from agent_r1_trl.cli.live import LiveBlock, has_terminal
 from agent_r1_trl.cli.progress import (
     Causes,
     TrainingProgress,
+    headline_of,
     row_of,
     seconds_left,
     shown_metrics,
@@ -409,6 +410,18 @@ def test_a_table_is_as_wide_as_its_numbers_and_what_is_unknown_is_a_dash():
         "   2      +1.00         0.50    0.040      -       -     3.2",
         "1000  -12345.68            -        -      -       -       -",
     ]
+
+
+def test_numbers_of_the_users_own_stand_behind_the_score():
+    """At most three, in the order of their first row; what a feature counts below a name of its own is none."""
+    own = {"env/right": 0.25, "env/num_open_orders": 3.0, "env/c": 1.0, "env/d": 1.0, "env/agent/raised": 0.0}
+    rows = [row_of({"step": 1, "reward": 0.5, "env/success": 0.5, **own, "entropy": 0.04, "step_time": 3.25})]
+    assert [line.plain for line in table(rows, shown_metrics(rows, 80))] == [
+        "step  reward  success  right  num_open_or     c  entropy  turns  failed  s/step",
+        "   1   +0.50     0.50   0.25         3.00  1.00    0.040      -       -     3.2",
+    ]
+    assert [metric.label for metric in shown_metrics(rows, 60)] == ["reward", "success", "right", "entropy"]
+    assert headline_of({"reward": 0.5, **own}) == "reward 0.5  right 0.25  num_open_orders 3  c 1"
 
 
 def test_a_curve_stands_between_least_and_most_and_needs_no_unicode():

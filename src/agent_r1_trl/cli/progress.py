@@ -32,7 +32,7 @@ from agent_r1_trl.rollout import describe_sampling, rollout_status
 from agent_r1_trl.rollout.failures import count_causes, failure_of, without_numbers
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback
-from agent_r1_trl.trajectory import ToolFault, Trajectory
+from agent_r1_trl.trajectory import ToolFault, Trajectory, own_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
@@ -44,8 +44,8 @@ TAUGHT = "taught"
 """Share of the groups that taught something: `group/taught_share`."""
 WIDE = 76
 """Columns of a terminal below which the table has half of its columns."""
-MAX_ROWS, MAX_SPARK = 20, 64
-"""Bounds of a table's rows and of the characters of a sparkline."""
+MAX_ROWS, MAX_SPARK, MAX_LABEL = 20, 64, 11
+"""Bounds of a table's rows and of the characters of a sparkline and of the label of a number of the user's own."""
 
 
 class Metric(NamedTuple):
@@ -58,6 +58,8 @@ class Metric(NamedTuple):
     """Whether narrow terminals leave it out."""
 
 
+INFO = "env/"
+"""Beginning of the logged names of numbers in `Trajectory.info`."""
 SCORES = ("env/em", "env/success", "sampling/pass_rate")
 """The first of these that is logged has a column."""
 METRICS = (
@@ -347,14 +349,20 @@ class TrainingProgress(RolloutCallback):
         ]
 
 
-def _numbers(logs: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     return ((name, value) for name, value in logs.items() if isinstance(value, int | float))
 
 
 def headline_of(logs: dict[str, Any]) -> str:
     """The metrics of a plain line, as text."""
     known = {label: logs[name] for name, label in HEADLINE.items() if isinstance(logs.get(name), int | float)}
-    return "  ".join(f"{label} {float(value):.3g}" for label, value in known.items())
+    own = {name: logs[INFO + name] for name in own_numbers(_names_of_info(logs))}
+    return "  ".join(f"{label} {float(value):.3g}" for label, value in {**known, **own}.items())
+
+
+def _names_of_info(logs: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the numbers that environments have put into `Trajectory.info`."""
+    return (name.removeprefix(INFO) for name, _ in _numbers(logs) if name.startswith(INFO))
 
 
 @contextlib.contextmanager
@@ -406,17 +414,24 @@ def row_of(logs: Mapping[str, Any], *, has_critic: bool = False) -> dict[str, fl
     flat = logs.get("group/zero_variance_share", logs.get("frac_reward_zero_std"))
     taught = logs.get("group/taught_share", None if flat is None else 1.0 - flat)  # runs of old have no share
     logs = logs if taught is None or has_critic else {**logs, TAUGHT: taught}
-    names = ("step", *(metric.name for metric in METRICS))
+    own = [INFO + name for name in own_numbers(_names_of_info(logs))]
+    names = ("step", *(metric.name for metric in METRICS), *own)
     return {name: float(logs[name]) for name in names if isinstance(logs.get(name), int | float)}
 
 
 def shown_metrics(rows: Sequence[Row], width: int) -> list[Metric]:
-    """The columns for these rows; `success` stands for a score before the first of them."""
+    """The columns for these rows; `success` stands for a score before the first of them.
+
+    Numbers of the user's own stand behind the score; a narrow terminal has the first of them alone.
+    """
+    own = own_numbers(dict.fromkeys(name for row in rows for name in _names_of_info(row)))
+    of_user = [Metric(INFO + name, name[:MAX_LABEL], ".2f", index > 0) for index, name in enumerate(own)]
+    behind = next(place for place, metric in enumerate(METRICS) if metric.name == "entropy")
     score = next((name for name in SCORES if any(name in row for row in rows)), None if rows else SCORES[1])
     is_flat = bool(rows) and not any(TAUGHT in row for row in rows)
     return [
         metric
-        for metric in METRICS
+        for metric in (*METRICS[:behind], *of_user, *METRICS[behind:])
         if (metric.name not in SCORES or metric.name == score)
         and not (metric.is_wide and width < WIDE)
         and not (metric.name == TAUGHT and is_flat)

@@ -26,6 +26,11 @@ NAMES = {"em": "exact_match", "valid_answer": "valid_answer_rate"}
 NUM_RESAMPLES = 10_000
 """Resamples of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
 
+OF_EVERY_TRAJECTORY = (
+    "reward", "turns", "tool_calls", "tool_error_rate", "truncated_rate", "completion_tokens", "input_tokens",
+    "sampled_tokens", "infrastructure_failure_rate", "solved_always", "solved_never", *NAMES.values(),
+)  # fmt: skip
+"""Metrics that do not come from the environment's `info`, or that have another name there."""
 COUNTS = ("turns", "tool_calls", "completion_tokens", "input_tokens", "sampled_tokens")
 """Metrics that may be 0 or 1 in every example and are no shares of anything."""
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, write_examples
-from agent_r1_trl.evaluation.result import EvaluationResult, interval_text, number_text, to_json
+from agent_r1_trl.evaluation.result import OF_EVERY_TRAJECTORY, EvaluationResult, interval_text, number_text, to_json
 from agent_r1_trl.recording import TrajectoryStore
+from agent_r1_trl.trajectory import own_numbers
 
 RESULT_FILE = "evaluation.json"
 STEP = 0
@@ -67,17 +68,24 @@ class EvaluationTable:
         tries = {name: name for name in names if name.startswith(("pass@", "pass^"))}
         known = {name: title for name, title in COLUMNS.items() if name in names}
         ahead = {name: title for name, title in known.items() if name in WITH_INTERVAL}
-        return ahead | tries | known
+        return ahead | {name: name for name in self.own_metrics} | tries | known
+
+    @property
+    def own_metrics(self) -> list[str]:
+        """The numbers of the user's own that have a column, from `Trajectory.info`."""
+        names = dict.fromkeys(name for row in self.rows for name in row.result.metrics)
+        return own_numbers(name for name in names if name not in OF_EVERY_TRAJECTORY and not name.startswith("pass"))
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Headings, and the cells of each row as text."""
         lines = []
+        with_interval = (*WITH_INTERVAL, *self.own_metrics)
         for row in self.rows:
             tags = {f"- {column}={tag}": part for column, tags in row.by.items() for tag, part in tags.items()}
             for name, result in ({row.method: row.result} | tags).items():
                 cells = [row.dataset, name, str(result.num_examples)]
                 for metric in self.columns:
-                    bounds = result.intervals.get(metric, ()) if metric in WITH_INTERVAL else ()
+                    bounds = result.intervals.get(metric, ()) if metric in with_interval else ()
                     value = number_text(result.metrics.get(metric, math.nan))
                     cells.append(f"{value} {interval_text(bounds)}".strip())
                 lines.append(cells)
