@@ -369,6 +369,27 @@ def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, named):
     assert time.monotonic() - began < 15, "the others were stopped"
 
 
+def test_a_mistake_that_several_make_at_once_leaves_none_of_them_open():
+    """The first to be closed ends the rollout, while the others are being closed."""
+    numbers, closed = iter(range(4)), []
+
+    class Bad(AddEchoEnv):
+        def __init__(self):
+            super().__init__()
+            self.number = next(numbers)
+
+        async def step(self, message):
+            return "nonsense"
+
+        async def close(self):
+            await asyncio.sleep(0.2 * self.number)
+            closed.append(self.number)
+
+    with pytest.raises(ValueError, match="'nonsense'"):
+        testing.roll_out(Bad, [say()], [{"prompt": PROMPT}] * 4)
+    assert sorted(closed) == [0, 1, 2, 3]
+
+
 def test_a_factory_that_makes_nothing_is_named():
     def make_nothing():
         return None

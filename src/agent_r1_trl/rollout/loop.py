@@ -114,7 +114,17 @@ async def conclude(
         where = f"It was in example {draft.request.example_id!r}, generation {draft.request.generation}."
         raise RewardError(f"{_located(error, session, draft.phase)}{fix} {where}") from error
     finally:
-        await session.close()
+        await _close(session)
+
+
+async def _close(session: EnvSession) -> None:
+    """Close an environment to its end, also if another trajectory fails meanwhile and this one is cancelled."""
+    closing = asyncio.ensure_future(session.close())
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await asyncio.wait({closing})
+        raise
 
 
 def _drive_of(env: object, limits: RolloutLimits) -> Callable[..., Any] | None:
