@@ -2,7 +2,7 @@
 
 Covered: every file of recipes/accelerate_configs, its line in the README there, and what `train` says when a launcher
 starts fewer processes than asked. Not covered: training under each of them (the distributed tests do that on two CPU
-processes, and on two machines of a kind); zero3_offload is read, never run.
+processes, and on two machines of a kind); zero3_offload and fsdp2_offload are read, never run.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import FullyShardedDataParallelPlugin
 
 from agent_r1_trl.cli import train
 from agent_r1_trl.cli.errors import UsageError
 from agent_r1_trl.cli.train import check_num_processes
 from agent_r1_trl.trainers.launcher import asked_of_accelerate
+from tests.trainers.test_sharding import on_gpus
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes" / "accelerate_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -30,6 +32,8 @@ STAGES = {
     "zero2": 2,
     "zero3": 3,
     "zero3_offload": 3,
+    "fsdp2": None,
+    "fsdp2_offload": None,
     "multi_node": 3,
     "cpu_2proc": 2,
     "cpu_2proc_zero3": 3,
@@ -46,7 +50,8 @@ def test_the_files_are_those_that_are_documented():
 @each_file
 def test_accelerate_reads_it(path):
     config = load_config_from_file(str(path))
-    kind = {"single_gpu": "NO", "ddp": "MULTI_GPU"}.get(path.stem, "DEEPSPEED")
+    kinds = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "fsdp2_offload": "FSDP"}
+    kind = kinds.get(path.stem, "DEEPSPEED")
     assert config.distributed_type == kind
     assert config.use_cpu == path.stem.startswith("cpu_")
     assert config.num_processes == {"single_gpu": 1, "multi_node": 16}.get(path.stem, 2 if config.use_cpu else 8)
@@ -70,9 +75,9 @@ def test_its_deepspeed_section_fits_its_name(path):
 
 def test_the_gpu_configurations_differ_in_what_they_split_and_in_nothing_else():
     common = {}
-    for name in ("ddp", "zero1", "zero2", "zero3", "zero3_offload"):
+    for name in ("ddp", "zero1", "zero2", "zero3", "zero3_offload", "fsdp2", "fsdp2_offload"):
         values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
-        for key in ("distributed_type", "deepspeed_config", "gpu_ids"):
+        for key in ("distributed_type", "deepspeed_config", "fsdp_config", "gpu_ids"):
             values.pop(key, None)
         common[name] = values
     assert all(values == common["ddp"] for values in common.values()), common
@@ -96,9 +101,20 @@ def test_processes_that_do_not_train_together_are_refused():
 FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 1, "num_machines": 1}
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_offload"])
+def test_what_the_fsdp2_files_set_is_supported(name, monkeypatch):
+    section = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))["fsdp_config"]
+    assert section["fsdp_offload_params"] == (name == "fsdp2_offload")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for key, value in section.items():
+        monkeypatch.setenv(key.upper(), str(value))
+    on_gpus().check_supported()
+    assert FullyShardedDataParallelPlugin().reshard_after_forward is True  # it reads the same variables
+
+
 @pytest.mark.release
-def test_fsdp_in_a_configuration_is_refused_with_its_source(tmp_path):
-    """Without a GPU, too, where accelerate would leave it out without a word."""
+def test_fsdp_in_a_configuration_is_refused_on_a_cpu_with_its_source(tmp_path):
+    """There accelerate would leave it out without a word."""
     recipe = {
         "model_name_or_path": "none",
         "env": "frozen_lake",
@@ -112,7 +128,7 @@ def test_fsdp_in_a_configuration_is_refused_with_its_source(tmp_path):
     done = accelerate_launch("--config_file", str(tmp_path / "fsdp.yaml"), *train)
     assert done.returncode != 0
     assert "error: fsdp=True (ACCELERATE_USE_FSDP=true: accelerate launch sets it for `--use_fsdp`" in done.stderr
-    assert "recipes/accelerate_configs/zero3.yaml" in done.stderr
+    assert "recipes/accelerate_configs/cpu_2proc_zero3.yaml" in done.stderr
 
 
 def test_the_launchers_flag_arrives_as_that_variable():

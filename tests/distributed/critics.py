@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from agent_r1_trl.critic.attach import base_causal_lm
 from agent_r1_trl.testing import make_policy, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
+from tests.distributed.fsdp2 import whole
 from tests.trainers.helpers import make_trainer
 
 POLICY_FOLDER = "policy"
@@ -20,6 +21,11 @@ KINDS = ("adapter", "head", "model")
 CHECKPOINTING = ("off", "reentrant", "non-reentrant")
 BY_TOKENS = {"update_layout": "shared", "max_tokens_per_micro_batch": 250}
 CASES = tuple(itertools.product(KINDS, CHECKPOINTING))
+
+
+def cases_of(launch):
+    """The cases of a kind of launch; `use_reentrant` is refused with FSDP2."""
+    return [case for case in CASES if launch != "fsdp2" or case[1] != "reentrant"]
 
 
 class CatchGradients(TrainerCallback):
@@ -46,7 +52,7 @@ class CatchGradients(TrainerCallback):
             self.catch()
 
     def catch(self):
-        read = _full_gradient if self.trainer.is_deepspeed_enabled else lambda parameter: parameter.grad
+        read = _full_gradient if self.trainer.is_deepspeed_enabled else lambda parameter: whole(parameter.grad)
         parameters = [(n, p) for n, p in self.trainer.model.named_parameters() if p.requires_grad]
         self.gradients = {name: read(parameter).detach().clone() for name, parameter in parameters}
 

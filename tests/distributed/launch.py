@@ -18,20 +18,21 @@ from pathlib import Path
 
 import psutil
 
+from tests.distributed import fsdp2
 from tests.effort import short
 from tests.own_process import look_packages_up_once
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {"zero2": "cpu_2proc.yaml", "zero3": "cpu_2proc_zero3.yaml"}
-LAUNCHES = short(("ddp", *CONFIGS), "ddp", release=["zero3"])
+LAUNCHES = short(("ddp", *CONFIGS, "fsdp2"), "ddp", release=["zero3", "fsdp2"])
 TIMEOUT_S = 780
 """Of a launch: DeepSpeed compiles for a minute when it is used for the first time."""
 
 
 def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, num_processes=2, needs_vllm=False):
-    """Run `python -m module output_dir` in processes: `ddp` through torchrun, the others through accelerate."""
+    """Run `python -m module output_dir` in processes: `ddp`, `fsdp2` by torchrun, the others by accelerate."""
     program = ["-m", __name__, module, str(output_dir)]
-    if kind == "ddp":
+    if kind in ("ddp", "fsdp2"):
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", num_processes, *program]
     else:
         config = ROOT / "recipes" / "accelerate_configs" / CONFIGS[kind]
@@ -48,6 +49,7 @@ def launch(kind, module, output_dir, timeout_s=TIMEOUT_S, *, num_processes=2, ne
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "TESTS_WITHOUT_VLLM": "" if needs_vllm else "1",
+                fsdp2.ASKED: "1" if kind == "fsdp2" else "",
                 "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
                 "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
             },
@@ -108,6 +110,8 @@ def set_imports_aside(module):
 if __name__ == "__main__":
     del sys.argv[0]
     look_packages_up_once()
+    if fsdp2.is_asked_for():
+        fsdp2.use_fsdp2()
     set_imports_aside(sys.argv[0])
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     end_well()

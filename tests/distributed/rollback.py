@@ -1,6 +1,7 @@
 """A guarded run in any number of processes, of which the main one alone sees the collapse.
 
-DeepSpeed cannot load a checkpoint into a running engine: there the run ends, and another one goes on.
+DeepSpeed cannot load a checkpoint into a running engine, and FSDP2 has not been tried: there the run ends, and another
+one goes on.
 """
 
 import os

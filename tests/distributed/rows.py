@@ -16,6 +16,7 @@ from agent_r1_trl.features.doors import AgentEnv
 from agent_r1_trl.generation import GenerationError
 from agent_r1_trl.testing import say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer, multi_turn
+from tests.distributed import fsdp2
 from tests.distributed.critics import POLICY_FOLDER, CatchGradients, fill, num_processes
 from tests.features.doors.agents import post
 from tests.trainers.helpers import make_trainer
@@ -198,7 +199,7 @@ def _alternate(num_rows, **_):
 
 def trained_weights(trainer):
     """What was trained, by its name."""
-    read = lambda parameter: parameter.detach().clone()  # noqa: E731
+    read = lambda parameter: fsdp2.whole(parameter.detach()).clone()  # noqa: E731
     if trainer.is_deepspeed_enabled:
         from deepspeed.utils import safe_get_full_fp32_param as read
     named = trainer.model.named_parameters()

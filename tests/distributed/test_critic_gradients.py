@@ -5,7 +5,7 @@ import torch
 
 from agent_r1_trl.critic import attach as critic_adapter
 from agent_r1_trl.critic.attach import is_critic_name
-from tests.distributed.critics import CASES, KINDS, one_step
+from tests.distributed.critics import KINDS, cases_of, one_step
 from tests.distributed.launch import LAUNCHES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("launches")]  # they share the launches of conftest.py
@@ -19,7 +19,7 @@ def largest_gap(step, other):
 @pytest.mark.parametrize("launch", ["one", *LAUNCHES])
 def test_checkpointing_leaves_gradients_alone(results, launch):
     steps = results(launch)["critics"]
-    for kind, checkpointing in CASES:
+    for kind, checkpointing in cases_of(launch):
         step, plain = steps[kind, checkpointing], steps[kind, "off"]
         assert largest_gap(step, plain) <= 1e-6, (kind, checkpointing)
         if checkpointing != "off":
@@ -29,7 +29,7 @@ def test_checkpointing_leaves_gradients_alone(results, launch):
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_processes_give_the_gradients_of_one(results, launch):
     one, two = results("one")["critics"], results(launch)["critics"]
-    for case in CASES:
+    for case in cases_of(launch):
         assert largest_gap(two[case], one[case]) <= 1e-6, case
 
 

@@ -18,9 +18,9 @@ from tests.effort import short
 pytestmark = pytest.mark.release
 
 
-@pytest.fixture(scope="module", params=short(["ddp", "zero3"], "zero3"))
+@pytest.fixture(scope="module", params=short(["ddp", "zero3", "fsdp2"], "zero3", "fsdp2"))
 def runs(request, tmp_path_factory):
-    """The folder of a launch; with ZeRO-3 parameters are in pieces on the ranks."""
+    """The folder of a launch; with ZeRO-3 and FSDP2 parameters are in pieces on the ranks."""
     folder = save_policy(tmp_path_factory.mktemp(request.param))
     launch(request.param, resume.__name__, folder)
     return folder

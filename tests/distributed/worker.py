@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tests.distributed import agreement, critics, filtering, nonfinite, recording, resampling, rollback, rows
+from tests.distributed import agreement, critics, filtering, fsdp2, nonfinite, recording, resampling, rollback, rows
 from tests.distributed.critics import num_processes
 
 RESULTS_FILE = "results.pt"
@@ -20,11 +20,13 @@ def compute(folder):
     """The results of this process; credit is estimated in bare models, which DeepSpeed does not run."""
     credit_cases = () if "ACCELERATE_USE_DEEPSPEED" in os.environ else agreement.CREDIT_CASES
     runs = {policy: agreement.losses_and_signals(policy, folder) for policy in agreement.POLICIES}
+    kind = "fsdp2" if fsdp2.is_asked_for() else "other"
+    how = "non-reentrant" if kind == "fsdp2" else "reentrant"
     gc.collect()
     gc.freeze()  # what the first training has imported, which each later one would visit twice
     return {
-        "critics": {case: critics.one_step(*case, folder) for case in critics.CASES},
-        "packed": {kind: critics.one_step(kind, "reentrant", folder, **critics.BY_TOKENS) for kind in critics.KINDS},
+        "critics": {case: critics.one_step(*case, folder) for case in critics.cases_of(kind)},
+        "packed": {critic: critics.one_step(critic, how, folder, **critics.BY_TOKENS) for critic in critics.KINDS},
         "losses": {policy: losses for policy, (losses, _) in runs.items()},
         "signals": runs["full"][1],
         "nonfinite": nonfinite.skipped(folder),

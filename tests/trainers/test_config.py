@@ -183,14 +183,14 @@ def test_sharded_weights_are_gathered_for_ranks_that_sample_at_their_own_pace():
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_sharding_by_fsdp_is_refused_wherever_it_was_asked_for(monkeypatch, name):
+def test_parallelism_of_accelerate_is_refused_wherever_it_was_asked_for(monkeypatch, name):
     config = MultiTurnGRPOConfig(**CPU)
     config.check_supported()
     variable, _ = LAUNCHED[name]
     monkeypatch.setenv(variable, "false")
     config.check_supported()
     monkeypatch.setenv(variable, "true")
-    with pytest.raises(ValueError, match=rf"^{name}=True \({variable}=true: accelerate launch .*zero3\.yaml"):
+    with pytest.raises(ValueError, match=rf"^{name}=True \({variable}=true: accelerate launch .*fsdp2\.yaml"):
         config.check_supported()
 
 

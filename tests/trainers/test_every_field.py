@@ -467,7 +467,7 @@ TABLE = {
     "remove_unused_columns": Refused(True, {"remove_unused_columns": False}),
     "auto_find_batch_size": Refused(True, {"auto_find_batch_size": False}),
     "use_liger_kernel": (ReadByTRL(False), Refused(True, config_class=PPO)),
-    "fsdp": Refused("full_shard"),
+    "fsdp": Refused("full_shard"),  # on a CPU
     "parallelism_config": Refused(ParallelismConfig(dp_replicate_size=1)),
     "train_sampling_strategy": Refused("group_by_length"),
     "length_column_name": Refused("num_words"),

@@ -32,6 +32,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import ModelOutput
 
+from agent_r1_trl.generation import fsdp2
 from agent_r1_trl.generation.positions import positions_of, takes_positions
 
 if TYPE_CHECKING:
@@ -532,13 +533,18 @@ def wrap_save_pretrained(model: PreTrainedModel) -> None:
 
 
 def save_critic(model: nn.Module, folder: str | Path, *, is_main_process: bool = True) -> None:
-    """Write the critic's weights below `folder`. Collective under ZeRO-3: call on every rank."""
+    """Write the critic's weights below `folder`. Collective under ZeRO-3 and FSDP2: call on every rank."""
     parameters = critic_parameters(model)
     with gathered(list(parameters.values())):
+        tensors = {}
+        for name, value in parameters.items():
+            whole = fsdp2.full(value.detach())
+            if is_main_process:
+                tensors[name] = whole.cpu().contiguous()
         if is_main_process:
             path = Path(folder) / CRITIC_FILE
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({name: value.detach().cpu().contiguous() for name, value in parameters.items()}, str(path))
+            save_file(tensors, str(path))
 
 
 def load_critic(model: nn.Module, folder: str | Path) -> None:
@@ -553,6 +559,7 @@ def load_critic(model: nn.Module, folder: str | Path) -> None:
             f"The checkpoint {folder} has no {CRITIC_FILE}: it was not made by a PPO run. Set resume_from_checkpoint "
             "to a checkpoint of a PPO run, or start anew with that model as the policy."
         )
+    fsdp2.reshard(model)
     saved, parameters = load_file(str(path)), critic_parameters(model)
     if set(saved) != set(parameters):
         raise ValueError(
@@ -561,4 +568,4 @@ def load_critic(model: nn.Module, folder: str | Path) -> None:
         )
     with gathered(list(parameters.values())), torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(saved[name])
+            fsdp2.write(parameter, saved[name])

@@ -11,15 +11,16 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.fsdp2 import plain_class
 from agent_r1_trl.generation.local.decoding import evaluation_mode
-from agent_r1_trl.generation.weights import is_sharded
+from agent_r1_trl.generation.weights import is_sharded_by_zero
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -97,12 +98,12 @@ def own_log_probs(
     ids = torch.tensor([[*token_ids]], device=device)  # (1, N)
     targets = ids[0, [*places]]
     readers = torch.tensor([*places], device=device) - 1  # a token is read one place before it
-    head = _head_as_in_the_loss(model) if is_sharded(model) else nullcontext()
+    head = _head_as_in_the_loss(model) if is_sharded_by_zero(model) else nullcontext()
     base = getattr(model, "get_base_model", lambda: model)()
     options = {}
     # The logits of a long row can be larger than the model. Code from elsewhere may take a number only.
-    is_known = type(base).__module__.startswith("transformers.")
-    if is_known and "logits_to_keep" in inspect.signature(type(base).forward).parameters:
+    kind: Any = plain_class(base)
+    if kind.__module__.startswith("transformers.") and "logits_to_keep" in inspect.signature(kind.forward).parameters:
         options["logits_to_keep"] = readers
     with evaluation_mode(model), head:
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **options).logits[0]

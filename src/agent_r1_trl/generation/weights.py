@@ -6,7 +6,8 @@ step, would let low-precision weights drift.
 A base in 4 bits (QLoRA) is dequantised, one layer at a time too: what comes out are the weights that the trainer
 computes with, and the sampler needs no quantisation.
 
-A PPO critic inside the policy is left out. Not covered: other quantised weights, FSDP shards.
+Where parameters are in parts on the ranks (DeepSpeed ZeRO-3, FSDP2), all ranks walk together, and one module is whole
+at a time. A PPO critic inside the policy is left out. Not covered: other quantised weights, FSDP1.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from agent_r1_trl.generation.fsdp2 import full, gathered_module, has_parts, plain_class
+
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -36,13 +39,18 @@ CRITIC_ADAPTER = "critic"
 
 
 def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank holds only parts of some parameters now (ZeRO-3, FSDP2)."""
+    return is_sharded_by_zero(model) or has_parts(model)
+
+
+def is_sharded_by_zero(model: nn.Module) -> bool:
     """Whether this rank holds only parts of ZeRO-3 parameters now."""
     return any(parameter.numel() < getattr(parameter, "ds_numel", 0) for parameter in model.parameters())
 
 
 def gather_for(model: nn.Module) -> Gather:
-    """Context in which parameters of the model are whole."""
-    if not is_sharded(model):
+    """Context in which parameters of the model are whole; FSDP2 has its own (`gathered_module`)."""
+    if not is_sharded_by_zero(model):
         return nullcontext
     import deepspeed
 
@@ -52,12 +60,13 @@ def gather_for(model: nn.Module) -> Gather:
 def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights that the model computes with, active adapters included.
 
-    Where parameters are sharded (DeepSpeed ZeRO-3) this is a collective call, and every rank must iterate.
+    Where parameters are sharded (DeepSpeed ZeRO-3, FSDP2) this is a collective call, and every rank must iterate.
 
     `only_trainable` leaves out what training cannot change: frozen weights without an adapter.
 
     Yields:
-        Checkpoint name and weight, each shared weight once. Adapted weights are copies, the others are the live ones.
+        Checkpoint name and weight, each shared weight once. Adapted weights and those of FSDP2 are copies, the others
+        are the live ones.
 
     Raises:
         ValueError: an adapter sits on a quantised weight.
@@ -66,7 +75,7 @@ def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterato
     walk = _Walk(only_trainable=only_trainable, gather=gather_for(model))
     if are_ends_tied(base):
         walk.done.add(id(_output_layer(base)))
-    named = walk.weights("", base)
+    named = _copies(model, walk.weights("", base)) if has_parts(model) else walk.weights("", base)
     if not _is_stored_differently(base):
         yield from named
         return
@@ -74,6 +83,13 @@ def policy_weights(model: nn.Module, *, only_trainable: bool = False) -> Iterato
 
     # The conversion may join or split tensors (experts of a mixture, say), so it needs all of them.
     yield from revert_weight_conversion(base, dict(named)).items()
+
+
+def _copies(model: nn.Module, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of weights that lose their memory as soon as FSDP2 has them in parts again."""
+    with gathered_module(model):  # a PeftModel may hold parameters of the model inside
+        for name, weight in named:
+            yield name, weight.clone()
 
 
 def _is_stored_differently(base: nn.Module) -> bool:
@@ -95,12 +111,16 @@ class _Walk:
 
     def weights(self, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights of a module and of everything in it; `name` is its own in the checkpoint."""
+        if name.split(".")[-1] in _CRITIC_MODULES or id(module) in self.done:
+            return
+        with gathered_module(module):
+            yield from self._inside(name, module)
+
+    def _inside(self, name: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         from peft.tuners.lora.layer import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
-        if name.split(".")[-1] in _CRITIC_MODULES or id(module) in self.done:
-            return
         if isinstance(module, ParamWrapper):
             yield from self._adapted_parameters(name, module)
         elif isinstance(module, (BaseTunerLayer, TrainableTokensWrapper)):
@@ -230,7 +250,7 @@ def _is_plain_lora(layer: LoraLayer, adapters: Sequence[str]) -> bool:
     """Whether the layer computes base + delta and nothing else (no DoRA, no bias of its own)."""
     from peft.tuners.lora import Embedding, Linear
 
-    is_linear = type(layer) in (Embedding, Linear) or is_4bit(layer.get_base_layer().weight)
+    is_linear = plain_class(layer) in (Embedding, Linear) or is_4bit(layer.get_base_layer().weight)
     return is_linear and not any(
         layer.lora_bias.get(adapter) or adapter in getattr(layer, "lora_variant", {}) for adapter in adapters
     )
@@ -424,7 +444,7 @@ def adapter_tensors(model: nn.Module, adapter: str) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         if "lora_" in name and part.search(name):
             with gather([parameter]):
-                tensors[part.sub("", name)] = parameter.detach().cpu().clone().contiguous()
+                tensors[part.sub("", name)] = full(parameter.detach()).cpu().clone().contiguous()
     return tensors
 
 

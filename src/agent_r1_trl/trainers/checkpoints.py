@@ -25,9 +25,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import sort_checkpoints
 
 from agent_r1_trl.errors import RunError
+from agent_r1_trl.generation import fsdp2
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -391,10 +393,12 @@ def base_fingerprint(model: nn.Module, accelerator: Accelerator) -> str | None:
     marks = [f".{name}." for name in getattr(model, "peft_config", None) or ()]
     if not marks:
         return None
+    fsdp2.reshard(model)
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     frozen = {name: value for name, value in frozen.items() if not any(mark in f"{name}." for mark in marks)}
     sums = _bit_sums(list(frozen.values()))
-    if any(hasattr(value, "ds_tensor") for value in frozen.values()):  # the parts of the ranks add up
+    if any(hasattr(value, "ds_tensor") or isinstance(value, DTensor) for value in frozen.values()):
+        # The parts of the ranks add up.
         sums = accelerator.reduce(sums.to(accelerator.device), "sum")
     return _digest([*frozen], sums)
 

@@ -42,6 +42,7 @@ from agent_r1_trl.settings import (
 )
 from agent_r1_trl.trainers.inherited_settings import TRL_FIELDS, find_inherited_problems
 from agent_r1_trl.trainers.launcher import find_launch_problem
+from agent_r1_trl.trainers.sharding import find_fsdp_problems
 from agent_r1_trl.update.layout import AUTO, PACKED_LAYOUTS, REGROUPING_LAYOUTS
 
 if TYPE_CHECKING:
@@ -482,13 +483,7 @@ def _names_of(rows: Iterable[Estimator]) -> str:
 
 _NO_PREDICTIONS = "leave it unset: the trainer computes its metrics from trajectories, not from predictions"
 _OWN_BATCHES = "leave it off: the rollout batches requests itself"
-_NOT_BY_FSDP = (
-    "shard with DeepSpeed instead, as in recipes/accelerate_configs/zero3.yaml. (FSDP2 gathers weights only while all "
-    "ranks call the model together, but each rank samples at its own pace, and weights go to samplers one by one; "
-    "docs/hardware.md says what is missing)"
-)
 LAUNCHED = {
-    "fsdp": ("ACCELERATE_USE_FSDP", "`--use_fsdp` or `distributed_type: FSDP`"),
     "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "`--use_parallelism_config`"),
 }
 """Options that accelerate also takes from its launcher: name -> (environment variable, what sets it there)."""
@@ -508,8 +503,11 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, str]] = {
         "set it to 1; for a model that does not fit on one GPU start a server with --tensor-parallel-size, and set "
         "vllm_mode='server' (docs/serving.md says why)",
     ),
-    "fsdp": (None, _NOT_BY_FSDP),
-    "parallelism_config": (None, _NOT_BY_FSDP),
+    "parallelism_config": (
+        None,
+        "split the model with FSDP2 (recipes/accelerate_configs/fsdp2.yaml) or DeepSpeed (zero3.yaml) alone; tensor "
+        "and context parallelism are not supported",
+    ),
     "train_sampling_strategy": ("random", "keep 'random': TRL draws whole groups, and shuffle_dataset is its option"),
     "length_column_name": ("length", "keep 'length': rows are not drawn by length"),
     "label_smoothing_factor": (0.0, "keep 0.0: the loss has no labels to smooth"),
@@ -536,6 +534,7 @@ def find_rollout_problems(config: MultiTurnConfig, has_generator: bool) -> Itera
             source = f" ({variable}={os.environ[variable]}: accelerate launch sets it for {setting})"
         if value != accepted and not is_unset and not is_waiting(name):
             yield f"{name}={value!r}{source} is not supported by the multi-turn rollout. Fix: {fix}."
+    yield from find_fsdp_problems(config)
     if unread := find_unread(config, TRL_NEEDS, is_waiting):
         yield unread
     yield from find_clashes(config, ROLLOUT_CLASHES)

@@ -5,6 +5,7 @@ What happens inside a trajectory stands in `agent_r1_trl.rollout`, which rows co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -23,6 +24,7 @@ from agent_r1_trl.environments.factory import users_environments
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
+from agent_r1_trl.generation.fsdp2 import gathered_for_sampling
 from agent_r1_trl.generation.rotary import (
     check_engine_length,
     fix_rotary_embeddings,
@@ -185,8 +187,8 @@ class Rollouts:
         """Sample one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
 
         The rows are this rank's; the model is the policy as accelerate wrapped it. A collective call: before weights
-        are sent, all ranks wait for the last turn that any of them samples, and ZeRO-3 gathers parameters once, around
-        the whole rollout.
+        are sent, all ranks wait for the last turn that any of them samples, and ZeRO-3 and FSDP2 gather parameters
+        once, around the whole rollout.
 
         Raises:
             NothingRolledOutError: a feature ends the run for what has failed; lists the causes.
@@ -200,12 +202,14 @@ class Rollouts:
             # The broadcasts of the sync are no barrier for their sender.
             self._accelerator.wait_for_everyone()
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
+        gather_fsdp2 = contextlib.nullcontext if self.args.use_vllm else gathered_for_sampling
         metrics: dict[str, float] = {}
         while True:
             with (
                 self.features.around_rollout(),
                 torch.no_grad(),
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
+                gather_fsdp2(policy),
             ):
                 policy = getattr(policy, "_orig_mod", policy)  # compiled: other names, and slow at new lengths
                 metrics |= self.sync(policy, position.optimizer_step)  # the second time there is nothing to do

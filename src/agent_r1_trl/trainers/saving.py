@@ -26,6 +26,7 @@ from trl import GRPOTrainer
 from agent_r1_trl.critic.attach import gathered
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.features import feature, has_feature
+from agent_r1_trl.generation import fsdp2
 from agent_r1_trl.trainers.checkpoints import (
     MANIFEST,
     STATE,
@@ -47,6 +48,7 @@ from agent_r1_trl.trainers.construction import is_placeholder
 from agent_r1_trl.trainers.data_workers import outlive_signals
 from agent_r1_trl.trainers.metrics import write_as_text
 from agent_r1_trl.trainers.policy_loss import loss_terms
+from agent_r1_trl.trainers.sharding import keep_log_probs_exact
 from agent_r1_trl.update.entries import KEPT_IDS, MICRO_BATCHES
 from agent_r1_trl.update.sampling_masks import SamplingMasks
 
@@ -249,8 +251,9 @@ def save_reference(folder: Path, trainer: MultiTurnTrainer) -> None:
     tensors = {}
     for name, parameter in trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters():
         with gathered([parameter], modifier_rank=None):
+            whole = fsdp2.full(parameter.detach())
             if trainer.args.should_save:
-                tensors[name] = parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+                tensors[name] = whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
     if trainer.args.should_save:
         (folder / REFERENCE).parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / REFERENCE)
@@ -274,7 +277,7 @@ def load_reference(folder: Path, trainer: MultiTurnTrainer) -> None:
     with safe_open(path, "pt") as file:
         for name, parameter in trainer.accelerator.unwrap_model(trainer.ref_model).named_parameters():
             with torch.no_grad(), gathered([parameter]):
-                parameter.copy_(file.get_tensor(name))
+                fsdp2.write(parameter, file.get_tensor(name))
 
 
 class SavingTrainer(GRPOTrainer):
@@ -296,6 +299,11 @@ class SavingTrainer(GRPOTrainer):
     # TRL's own.
     _buffered_inputs: list[dict[str, Any]] | None
     _step: int
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's; under FSDP2 log-probabilities are not rounded."""
+        super().create_accelerator_and_postprocess()
+        keep_log_probs_exact(self.accelerator)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
         """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).

@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl import GRPOTrainer
 
 from agent_r1_trl.critic.attach import base_causal_lm, is_critic_name
+from agent_r1_trl.trainers.sharding import check_not_quantised
 
 
 def check_policy(trainer: GRPOTrainer) -> None:
@@ -23,6 +24,8 @@ def check_policy(trainer: GRPOTrainer) -> None:
         ValueError: says what to load or to pass.
     """
     check_trainable(trainer.model)
+    if trainer.is_fsdp_enabled:
+        check_not_quantised(trainer.model)
     if trainer.optimizer is not None:
         check_optimizer(trainer.model, trainer.optimizer)
     trainer.add_callback(OptimizerCheck(is_visible=not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)))

@@ -88,7 +88,10 @@ def test_it_reads_every_recipe(path, model, known_shape):
     assert (setup.critic is None) == (recipe.get("trainer", "grpo") != "ppo")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+ESTIMATED = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("fsdp2"))
+
+
+@pytest.mark.parametrize("path", ESTIMATED, ids=lambda path: path.stem)
 def test_it_reads_every_accelerate_configuration(path):
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     launch = read_accelerate_config(str(path))

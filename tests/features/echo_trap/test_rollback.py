@@ -232,7 +232,7 @@ def test_the_replay_of_a_run_that_went_back_says_how_it_is_made(tmp_path):
 
 def test_a_rollback_under_deepspeed_ends_the_process_and_a_new_one_goes_on(tmp_path):
     trainer = guarded(tmp_path, {4: "collapsed"}, "rollback")
-    guard_of(trainer)._is_engine = True
+    guard_of(trainer)._needs_new_process = True
     with pytest.raises(RestartError, match="resume_from_checkpoint: true"):
         trainer.train()
     assert trainer.state.global_step == 4 and (tmp_path / "checkpoint-2" / ROLLED_BACK).exists()

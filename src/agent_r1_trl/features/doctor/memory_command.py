@@ -132,8 +132,8 @@ def read_accelerate_config(path: str | None) -> dict[str, Any]:
     if kind in ("FSDP", "MEGATRON_LM", "XLA") or "deepspeed_config_file" in section:
         what = "deepspeed_config_file" if kind == "DEEPSPEED" else kind
         raise UsageError(
-            f"accelerate_config={path!r}: {what} is not estimated. Pass a file of recipes/accelerate_configs (ZeRO-3 "
-            "splits what FSDP's full sharding splits)."
+            f"accelerate_config={path!r}: {what} is not estimated. Pass another file of recipes/accelerate_configs "
+            "(zero3.yaml splits what FSDP2 splits)."
         )
     is_zero = kind == "DEEPSPEED"
     return {

@@ -91,7 +91,7 @@ class EchoGuard(RolloutCallback):
         """
         super().attach(trainer)
         self._judge = trainer.features["echo_signals"].judge
-        self._is_engine = trainer.is_deepspeed_enabled
+        self._needs_new_process = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
         names = list(trainer.args.echo.actions)
         found = {name: self._refusal(name) for name in (ACTIONS if names == [ALL] else names)}
         self._actions = [name for name, text in found.items() if text is None]
@@ -138,7 +138,7 @@ class EchoGuard(RolloutCallback):
 
         Raises:
             CollapsedError: the action `stop` was taken.
-            RestartError: a run with DeepSpeed goes back to a checkpoint.
+            RestartError: a run with DeepSpeed or FSDP goes back to a checkpoint.
         """
         if self._ending is not None:
             raise self._ending
@@ -357,11 +357,11 @@ class EchoGuard(RolloutCallback):
             write_guard(folder, (read_guard(folder) or {}) | {"guard": asdict(state)}, name=ROLLED_BACK)
             delete_after(folder, state.run)
         trainer.accelerator.wait_for_everyone()
-        if self._is_engine:
+        if self._needs_new_process:
             control.should_training_stop = True
             self._ending = RestartError(
-                f"The run collapsed at step {trainer.state.global_step} and goes back to {folder}. With DeepSpeed "
-                "that takes a new process: start it again with resume_from_checkpoint: true."
+                f"The run collapsed at step {trainer.state.global_step} and goes back to {folder}. With DeepSpeed or "
+                "FSDP that takes a new process: start it again with resume_from_checkpoint: true."
             )
         else:
             micro_step = trainer._on_main_process(lambda: (read_guard(folder) or {})["micro_step"])

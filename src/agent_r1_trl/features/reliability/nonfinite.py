@@ -129,7 +129,7 @@ class NumberWatch(RolloutCallback):
     def before_save(self, folder: str) -> None:
         """Refuse to save weights that are not finite; names the first of them and the last healthy checkpoint."""
         bad = nonfinite_weights(self.trainer.model)
-        if self.trainer.is_deepspeed_enabled:  # then all ranks save together
+        if self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:  # then all ranks save together
             bad = [name for names in gather_object([bad]) for name in names]
         if bad:
             raise NonFiniteError(
