@@ -66,7 +66,7 @@ quickstart: $(STAMPS)/package ## install, train a small agent on the CPU (or GPU
 
 install: $(STAMPS)/package ## only make the environment and install the package
 
-test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run the suite (about 13 minutes on two cores); PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
+test: $(STAMPS)/test $(STAMPS)/vllm-$(VLLM) $(STAMPS)/browser ## run the suite (about 12 minutes on two cores); PYTEST_ARGS, WORKERS, VLLM=cpu|cuda|none
 	$(SAY) "Tests"
 	$(BROWSER) $(PYTEST) -m "$(SUITE)$(WITHOUT_VLLM)" $(PYTEST_ARGS)
 

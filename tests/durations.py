@@ -50,7 +50,10 @@ class Ledger:
 
     def pytest_runtest_logreport(self, report):
         marker = next((name for name in ("matrix", "release") if name in report.keywords), "test")
-        seconds = self.tests[marker][report.nodeid]
+        name = report.nodeid
+        if hasattr(report, "node"):  # of a process of pytest-xdist, which adds the test's group
+            name = name.rpartition("@")[0]
+        seconds = self.tests[marker][name]
         seconds[:] = [total + spent for total, spent in zip(seconds, report.spent, strict=True)]
 
     def pytest_sessionfinish(self):
