@@ -1,11 +1,13 @@
 """Build the site of the documentation and check it: `python docs/build_site.py` (`make docs`).
 
-    docs/*.md, recipes/*/README.md, benchmarks/*.md  ->  build/docs  ->  zensical  ->  build/site
+    README.md, docs/*.md, recipes/*/README.md, benchmarks/*.md  ->  build/docs  ->  zensical  ->  build/site
+
+The README is the home page, without its list of headings beside it, so that its pictures have room.
 
 Links between pages of the repository become links between pages of the site; those to other files of the repository
-lead to `repo_url`. zensical's strict mode passes over dead links out of a page's folder and pages that the navigation
-lacks or invents, so the HTML is read once more: every link and anchor inside the site leads somewhere, and no page
-loads anything from another server.
+lead to `extra.repository` (a `repo_url` has every page ask GitHub's API for stars). zensical's strict mode passes over
+dead links out of a page's folder and pages that the navigation lacks or invents, so the HTML is read once more:
+every link and anchor inside the site leads somewhere, and no page loads anything from another server.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, SOURCES, SITE = ROOT / "mkdocs.yml", ROOT / "build" / "docs", ROOT / "build" / "site"
-BRANCH = "main"
-STYLE = "td code { white-space: nowrap; }\n"
-"""Names in narrow tables do not break."""
+BRANCH, HOME = "main", "index.md"
+STYLE = ".md-typeset td code, .md-typeset .name { white-space: nowrap; }\n"
+MAX_NAME = 36
+"""Characters that fit in a line of a phone; longer words may break."""
+_CODE = re.compile(r"(<pre.*?</pre>)|(<code>)([^<]*)(</code>)", re.DOTALL)
+ASKS_ANOTHER_SERVER = 'data-md-component="source"'
+"""The theme's link to a repository, whose script asks GitHub or GitLab for its figures."""
+WIDE = "---\nhide: [toc]\n---\n"
 _LINK = re.compile(r"(!?\[[^\]]*\]\()(?!https?://|mailto:|#)([^)#\s]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^(```.*?^```\s*?$)", re.MULTILINE | re.DOTALL)
 
@@ -39,6 +46,8 @@ class SiteError(Exception):
 def find_pages() -> dict[Path, str]:
     """File of the repository -> page of the site."""
     pages = {path: path.name for path in ROOT.glob("docs/*.md")}
+    pages[ROOT / "docs" / "README.md"] = "pages.md"
+    pages[ROOT / "README.md"] = HOME
     pages |= {path: f"recipes/{path.parent.name}.md" for path in ROOT.glob("recipes/*/README.md")}
     pages |= {path: f"benchmarks/{path.name}" for path in ROOT.glob("benchmarks/*.md")}
     return {path: re.sub(r"README\.md$", "index.md", name) for path, name in pages.items()}
@@ -51,7 +60,7 @@ def write_sources(pages: dict[Path, str], repo_url: str) -> None:
         parts = _FENCE.split(path.read_text(encoding="utf-8"))
         text = "".join(part if part.startswith("```") else _relink(part, path, pages, repo_url) for part in parts)
         (SOURCES / name).parent.mkdir(parents=True, exist_ok=True)
-        (SOURCES / name).write_text(text, encoding="utf-8")
+        (SOURCES / name).write_text(WIDE * (name == HOME) + text, encoding="utf-8")
     (SOURCES / "narrow.css").write_text(STYLE, encoding="utf-8")
 
 
@@ -74,6 +83,20 @@ def _relink(text: str, path: Path, pages: dict[Path, str], repo_url: str) -> str
         return f"{start}{os.path.relpath(to, Path(pages[path]).parent)}{anchor})"
 
     return _LINK.sub(replace, text)
+
+
+def keep_names_whole(page: str) -> str:
+    """The HTML of a page in which no line of running text breaks after a dash of a name."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match[1]:
+            return match[1]
+        words = re.split(r"(\s+)", match[3])
+        is_name = ["-" in word and len(word) <= MAX_NAME for word in words]
+        marked = [f'<span class="name">{word}</span>' if is_name[i] else word for i, word in enumerate(words)]
+        return match[2] + "".join(marked) + match[4]
+
+    return _CODE.sub(replace, page)
 
 
 def check_navigation(pages: dict[Path, str], nav: list[Any]) -> list[str]:
@@ -100,7 +123,9 @@ class _Page(HTMLParser):
         self.anchors: set[str] = set()
         self.links: list[str] = []
         self.loads: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        self.asks_another_server = ASKS_ANOTHER_SERVER in text
+        self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
@@ -120,6 +145,8 @@ def check_links(site: Path) -> list[str]:
             continue
         here = path.relative_to(site)
         problems += [f"{here} loads {link}" for link in page.loads if urlsplit(link).netloc]
+        if page.asks_another_server:
+            problems.append(f"{here} has {ASKS_ANOTHER_SERVER}, which asks another server")
         for link in [*page.links, *page.loads]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -144,12 +171,14 @@ def build() -> int:
     pages = find_pages()
     problems = check_navigation(pages, config["nav"])
     if not problems:
-        write_sources(pages, config["repo_url"])
+        write_sources(pages, config["extra"]["repository"])
         shutil.rmtree(SITE, ignore_errors=True)
         zensical = Path(sys.executable).parent / "zensical"
         subprocess.run(
             [str(zensical), "build", "--strict", "--clean", "--config-file", str(CONFIG)], check=True, cwd=ROOT
         )
+        for path in SITE.rglob("*.html"):
+            path.write_text(keep_names_whole(path.read_text(encoding="utf-8")), encoding="utf-8")
         problems = check_links(SITE)
     if problems:
         raise SiteError("\n".join(problems))

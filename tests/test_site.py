@@ -43,6 +43,7 @@ LINKS = {
     '<img src="x.png">': "a/index.html links to x.png, which does not exist",
     '<script src="https://cdn.org/x.js">': "a/index.html loads https://cdn.org/x.js",
     '<link rel="preconnect" href="https://fonts.org">': "a/index.html loads https://fonts.org",
+    '<a data-md-component="source">': f"a/index.html has {build_site.ASKS_ANOTHER_SERVER}, which asks another server",
 }
 
 
@@ -66,6 +67,21 @@ def test_links_of_a_page_lead_to_pages_or_to_the_repository():
     }
     for link, expected in links.items():
         assert build_site._relink(f"[a]({link})", page, pages, "https://home") == f"[a]({expected})"
+
+
+def test_the_home_page_is_the_readme():
+    pages = build_site.find_pages()
+    assert pages[ROOT / "README.md"] == "index.md" and pages[ROOT / "docs" / "README.md"] == "pages.md"
+    link = build_site._relink("[a](docs/games.md)", ROOT / "README.md", pages, "https://home")
+    assert link == "[a](games.md)"
+
+
+def test_names_of_options_do_not_break_in_running_text():
+    page = "<p><code>train --max_steps 3</code></p><pre><code>--raw</code></pre>"
+    whole = '<p><code>train <span class="name">--max_steps</span> 3</code></p><pre><code>--raw</code></pre>'
+    assert build_site.keep_names_whole(page) == whole
+    too_long = f"<code>--{'x' * build_site.MAX_NAME}</code>"
+    assert build_site.keep_names_whole(too_long) == too_long
 
 
 def test_every_public_name_stands_on_the_api_page():
