@@ -41,6 +41,7 @@ CONFIG = [
     ({"advantage_estimator": "no_such_module.fn"},),
     ({"servers.urls": ["a:1"], "use_vllm": True, "vllm_mode": "server"}, "http://"),
     ({"servers.urls": ["http://a:1", "http://a:1/"], "use_vllm": True, "vllm_mode": "server"}, "once"),
+    ({"servers.urls_file": "/", "use_vllm": True, "vllm_mode": "server"}, "Is a directory", "one URL a line"),
 ]
 INHERITED = [
     ("learning_rate", -1e-3, math.inf), ("weight_decay", -1), ("adam_beta1", 1.5), ("adam_beta2", 1.0),

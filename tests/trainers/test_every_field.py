@@ -156,6 +156,11 @@ TABLE = {
     "generation_batch_rows": Acts(effects.local_generator, 3),
     "servers": Refused(3, {"servers": {"urls": ["http://a:1"]}}, **SERVERS),
     "servers.urls": (Acts(effects.engine, ["http://a:1"], **SERVER), Refused(["http://a:1"], SERVERS)),
+    "servers.urls_file": (
+        Acts(effects.engine, "servers.txt", **SERVER),
+        Refused("servers.txt", SERVERS),
+        Refused("servers.txt", {"servers.urls_file": None}, **SERVERS, servers={"urls": ["http://b:1"]}),
+    ),
     "servers.max_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
     "overlap_rollout": (
         Refused(True, ENGINE),

@@ -17,6 +17,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS, Estimator, find_estimator
 from agent_r1_trl.features import FEATURES, feature, has_feature, mappings_of
+from agent_r1_trl.generation.vllm.server_file import ServerFile
 from agent_r1_trl.generation.vllm.server_routes import check_urls
 from agent_r1_trl.objects import OwnObject, did_you_mean, own_object
 from agent_r1_trl.rollout.limits import find_limit_problems
@@ -79,6 +81,7 @@ TRL_NEEDS = (
     ),
     Need("vllm_gpu_memory_utilization vllm_model_impl vllm_dtype", {"vllm_mode": ("colocate",)}),
     Need("vllm_server_base_url vllm_server_host vllm_server_port", {"servers.urls": (None,)}),
+    Need("vllm_server_base_url vllm_server_host vllm_server_port", {"servers.urls_file": (None,)}),
     Need("vllm_server_host vllm_server_port", {"vllm_server_base_url": (None,)}),
     Need(
         "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
@@ -139,6 +142,15 @@ CLASHES = (
         {"servers.urls": None, "use_vllm": (), "vllm_mode": ()},
         "nothing would speak to these servers. Set use_vllm=True and vllm_mode='server', or remove servers.urls.",
         lambda c: not (c.use_vllm and c.vllm_mode == "server"),
+    ),
+    Clash.of(
+        {"servers.urls_file": None, "use_vllm": (), "vllm_mode": ()},
+        "nothing would speak to these servers. Set use_vllm=True and vllm_mode='server', or remove servers.urls_file.",
+        lambda c: not (c.use_vllm and c.vllm_mode == "server"),
+    ),
+    Clash.of(
+        {"servers.urls": None, "servers.urls_file": None},
+        "both name the servers. Remove one of them: the file is read again at each weight sync.",
     ),
     Clash.of(
         {"overlap_rollout": (True,), "use_vllm": (False,)}, "the sampler needs weights of its own. Set use_vllm=True."
@@ -356,6 +368,8 @@ def check_config(config: MultiTurnConfig) -> None:
     refuse(filter(None, [find_launch_problem(os.environ, config.world_size)]))
     if (urls := plain_value(config, "servers.urls")) is not None:
         check_urls(urls)
+    if (file := plain_value(config, "servers.urls_file")) is not None:
+        ServerFile(Path(file)).read()  # it may not be there yet; if it is, it must be one
 
 
 def layout_problem(config: MultiTurnConfig, layout: str) -> str:

@@ -100,8 +100,10 @@ def check_vllm(args: MultiTurnConfig, model: PreTrainedModel, *, is_on_gpu: bool
     check_adapters(model, is_merged=True)
 
 
-def server_urls(args: Any) -> list[str]:
-    """`servers.urls`, or the one server of TRL's own arguments."""
+def server_urls(args: Any) -> list[str] | Path:
+    """`servers.urls`, the file `servers.urls_file`, or the one server of TRL's own arguments."""
+    if args.servers.urls_file:
+        return Path(args.servers.urls_file)
     if args.servers.urls:
         return list(args.servers.urls)
     return [args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"]

@@ -69,6 +69,7 @@ class Fleet:
     def __init__(self, http: HTTPClient, models: dict[str, str], settings: ServerSettings):
         self._http = http
         self.servers = {url: Server(url, model) for url, model in models.items()}
+        """Those of the list, by URL."""
         self.weights: str | None = None
         """Name of the weights of the last sync; None before the first, when servers answer as they were started."""
         self.is_adapter = False
@@ -123,9 +124,9 @@ class Fleet:
 
     async def _choose(self, slot: TrajectorySlot) -> Server:
         """The trajectory's server, or the next one that is not excluded."""
-        servers = list(self.servers.values())
         assert slot.place is not None
         while True:
+            servers = list(self.servers.values())
             for place in range(slot.place, slot.place + len(servers)):
                 if servers[place % len(servers)].identity is not None:
                     slot.place = place
@@ -261,6 +262,27 @@ class Fleet:
             if not server.is_restoring:
                 comeback.cancel()
         await asyncio.gather(*(comeback for _, comeback in attempts), return_exceptions=True)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """URL -> name of the base model, of every server."""
+        return {url: server.model for url, server in self.servers.items()}
+
+    async def adopt(self, models: dict[str, str]) -> None:
+        """Make these the servers, URL -> name of its base model; a new one holds no weights until `resume`."""
+        old = self.servers
+        for url in old.keys() - models.keys():
+            logger.warning("The vLLM server %s has left the run: it is no longer in the list.", url)
+            left = old[url]
+            left.identity, left.reason = None, "it is no longer in the list"
+            if left.comeback is not None:
+                left.comeback.cancel()
+        for url in models.keys() - old.keys():
+            logger.warning("The vLLM server %s joins the run.", url)
+        self.servers = {
+            url: old.get(url) or Server(url, model, identity=None, reason="it has only joined")
+            for url, model in models.items()
+        }
 
     async def resume(self, weights: str, found: Found, *, is_adapter: bool) -> None:
         """Sample from the servers that hold `weights` after a sync; the others may still come back."""

@@ -5,6 +5,9 @@ rollout. A trajectory stays with the server that has its keys and values in the 
 brings the weights: an adapter alone where the servers serve LoRA, as a folder that they see under the same path; else
 all weights that training changed, adapters merged into copies, over NCCL or through a folder.
 
+The list of servers may be a file, which the first rank reads again at each sync: a server that is new in it gets the
+weights before it is sampled from, and one that is gone from it is dropped (`server_file.py`).
+
 Each sync gives the weights a new name, which a server proves to hold (`fleet.py`). A server that cannot be reached or
 breaks off is excluded; a sync fails only when no server is left, or when one is unfit from the start. A server that
 was restarted gets the weights again in the rollout.
@@ -42,6 +45,7 @@ from agent_r1_trl.generation.base import (
 )
 from agent_r1_trl.generation.vllm.fleet import Fleet, Found, Server
 from agent_r1_trl.generation.vllm.kept import MORE, num_logprobs, read_kept_ids
+from agent_r1_trl.generation.vllm.server_file import ServerFile
 from agent_r1_trl.generation.vllm.server_routes import (
     NO_NCCL,
     HTTPClient,
@@ -49,6 +53,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     NoAdaptersError,
     UnfitServerError,
     ask_each,
+    base_model,
     check_urls,
     hello,
     identity_of,
@@ -86,7 +91,8 @@ class VLLMServerGenerator(Generator):
     """A `Generator` on vLLM servers.
 
     Args:
-        urls: of the servers, such as `http://127.0.0.1:8000`. All must hold the policy's architecture.
+        urls: of the servers, such as `http://127.0.0.1:8000`, or the path of a file with one URL a line, which is read
+            again at each sync. All must hold the policy's architecture.
         stop_token_ids: ids that end a turn; a sampled one is kept as the last id.
         settings: times, and the way of the weights; `urls` in it are not read.
         adapter_dir: where adapters are written for the servers to read, which must see it under the same path. None
@@ -99,13 +105,13 @@ class VLLMServerGenerator(Generator):
             restarted in a rollout can get its weights again.
 
     Raises:
-        ValueError: a URL is not one, or comes twice.
-        GenerationError: a server does not answer within `startup_timeout_s`.
+        ValueError: a URL is not one, or comes twice; or the file cannot be read.
+        GenerationError: a server does not answer within `startup_timeout_s`, or the file names none.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Sequence[str] | Path,
         *,
         stop_token_ids: Collection[int],
         settings: ServerSettings | None = None,
@@ -115,13 +121,16 @@ class VLLMServerGenerator(Generator):
         max_connections: int = 256,
         may_restore: bool = False,
     ) -> None:
-        self.urls, self._rank = check_urls(urls), own_rank()
+        self._rank = own_rank()
+        self._file = ServerFile(urls) if isinstance(urls, Path) else None
+        self._absent: dict[str, str] = {}  # URL in the file -> why the server has not joined
+        own_urls = check_urls(urls) if not isinstance(urls, Path) else self._first_urls(startup_timeout_s)
         self._settings = settings = settings or ServerSettings()
         self._stop_token_ids = sorted(stop_token_ids)
         self._http = HTTPClient(max_connections=max_connections, timeout_s=settings.request_timeout)
         self._next_place = itertools.count(self._rank)  # ranks start at different servers
         try:
-            models = self._http.run(wait_for_servers(self._http, self.urls, startup_timeout_s))
+            models = self._http.run(wait_for_servers(self._http, own_urls, startup_timeout_s))
         except GenerationError:
             self._http.close()
             raise
@@ -210,6 +219,8 @@ class VLLMServerGenerator(Generator):
         if found is None:
             found = self._sync_whole(model, name)
         self._model = model
+        if self._file is not None:  # the first rank has read it
+            self._http.run(self._fleet.adopt(agreed(self._fleet.models)))
         is_restorable = is_adapter or (self._may_restore and not is_sharded(model))
         self._fleet.may_be_restored = is_restorable
         self._fleet.restore = self._restore if is_restorable and (is_adapter or self._rank == 0) else None
@@ -232,13 +243,14 @@ class VLLMServerGenerator(Generator):
         """URL -> what `action` returned and "", or None and why it failed; repeated until it succeeds for a server."""
         deadline = time.monotonic() + self._settings.retry_window
         while True:
+            await self._read_file()
             found, failures = await ask_each(self._fleet.servers, action)
             self._refuse_unfit(failures)
             reasons = {url: str(error) for url, error in failures.items()}
             if found:
                 return {url: (found.get(url), reasons.get(url, "")) for url in self._fleet.servers}
             if time.monotonic() > deadline or (self.is_cancelled is not None and self.is_cancelled.is_set()):
-                raise GenerationError(self._fleet.explain(reasons))
+                raise GenerationError(self._fleet.explain(self._absent | reasons))
             await asyncio.sleep(_POLL_S)
 
     def _refuse_unfit(self, failures: dict[str, Exception]) -> None:
@@ -246,6 +258,49 @@ class VLLMServerGenerator(Generator):
         for error in failures.values():
             if isinstance(error, UnfitServerError) and self._fleet.weights is None:
                 raise error
+
+    # ---------------------------------------------------------------- the list of servers
+
+    def _first_urls(self, timeout_s: float) -> list[str]:
+        """The servers that the file names at the start, on every rank."""
+        assert self._file is not None
+        file = self._file
+        return self._led(lambda: file.wait(timeout_s))
+
+    async def _read_file(self) -> None:
+        """Let servers join and leave as the file says now; where it cannot be read or names none, all stay."""
+        if self._file is None:
+            return
+        try:
+            urls = self._file.read()
+        except ValueError as error:
+            self._file.say_once(f"{error} The servers stay as they were.")
+            return
+        if not urls:
+            self._file.say_once(f"{self._file.setting} names no server. The servers stay as they were.")
+            return
+        known = self._fleet.models
+        joined, failures = await ask_each([url for url in urls if url not in known], self._meet)
+        self._absent = {url: str(error) for url, error in failures.items()}
+        if failures:
+            self._file.say_once(
+                f"Not in the run yet, though {self._file.path} names them: {'; '.join(self._absent.values())}"
+            )
+        known |= joined
+        models = {url: known[url] for url in urls if url in known}
+        if models != self._fleet.models:
+            await self._fleet.adopt(models)
+
+    async def _meet(self, url: str) -> str:
+        """The name of a new server's base model."""
+        model = await base_model(self._http, url, timeout_s=self._settings.health_timeout)
+        length, own_length = model.get("max_model_len"), self.max_model_length
+        if length and own_length and length < own_length:
+            raise UnfitServerError(
+                f"{url} takes {length} tokens, and this run's trajectories have up to {own_length}. Start it with "
+                f"--max-model-len {own_length}."
+            )
+        return model["id"]
 
     # ---------------------------------------------------------------- adapters
 

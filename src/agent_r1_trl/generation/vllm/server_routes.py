@@ -141,8 +141,8 @@ class NoAdaptersError(UnfitServerError):
 # -------------------------------------------------------------------- before the first request
 
 
-def check_urls(urls: Sequence[str]) -> list[str]:
-    """The URLs without a slash at the end.
+def check_urls(urls: Sequence[str], setting: str | None = None) -> list[str]:
+    """The URLs without a slash at the end; `setting` is what the message names in place of `servers.urls`.
 
     Raises:
         ValueError: no URL is given, one is not a URL, or one is given twice.
@@ -151,8 +151,30 @@ def check_urls(urls: Sequence[str]) -> list[str]:
     wrong = [url for url in cleaned if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname]
     if wrong or not cleaned or len(set(cleaned)) < len(cleaned):
         problem = f"{wrong[0]!r} is no URL of a server" if wrong else "it must name at least one server, and each once"
-        raise ValueError(f"servers.urls={list(urls)}: {problem}. Give URLs such as http://127.0.0.1:8000.")
+        setting = setting or f"servers.urls={list(urls)}"
+        raise ValueError(f"{setting}: {problem}. Give URLs such as http://127.0.0.1:8000.")
     return cleaned
+
+
+async def base_model(http: HTTPClient, url: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+    """The server's base model as it describes it (`id`, `max_model_len`).
+
+    Raises:
+        HTTPError: no answer, or that of a server that is still starting.
+        UnfitServerError: it is not a vLLM server.
+    """
+    try:
+        model = (await http.request("GET", f"{url}/v1/models", timeout_s=timeout_s))["data"][0]
+        _ = model["id"]
+        return model
+    except (TypeError, LookupError, HTTPError) as error:
+        if isinstance(error, HTTPError) and error.is_passing:
+            raise
+        reason = str(error) if isinstance(error, HTTPError) else "names no model"
+        raise UnfitServerError(
+            f"{url} is not a vLLM server, or has the wrong port: {reason}. Set servers.urls, or the "
+            "lines of servers.urls_file, to the addresses that `vllm serve` printed."
+        ) from error
 
 
 async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
@@ -166,17 +188,10 @@ async def wait_for_servers(http: HTTPClient, urls: Sequence[str], timeout_s: flo
     async def model_of(url: str) -> dict[str, Any]:
         while True:
             try:
-                model = (await http.request("GET", f"{url}/v1/models"))["data"][0]
-                _ = model["id"]
+                model = await base_model(http, url)
                 del waiting[url]
                 return model
-            except (TypeError, LookupError, HTTPError) as error:
-                if not isinstance(error, HTTPError) or not error.is_passing:
-                    reason = str(error) if isinstance(error, HTTPError) else "names no model"
-                    raise GenerationError(
-                        f"{url} is not a vLLM server, or has the wrong port: {reason}. Set servers.urls to the "
-                        "addresses that `vllm serve` printed."
-                    ) from error
+            except HTTPError as error:
                 if waiting[url] != str(error):
                     logger.warning("Waiting up to %g s for the vLLM server: %s", timeout_s, error)
                 waiting[url] = str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from agent_r1_trl.settings import OneOf, Positive, Seconds, SettingsGroup, Texts, setting
+from agent_r1_trl.settings import OneOf, Positive, Seconds, SettingsGroup, Texts, Words, setting
 
 
 @dataclass(kw_only=True)
@@ -16,6 +16,11 @@ class ServerSettings(SettingsGroup):
         None,
         "URLs of the servers to sample from with vllm_mode='server', for example http://127.0.0.1:8000. None: TRL's "
         "`vllm_server_base_url`, or its host and port.",
+    )
+    urls_file: Words | None = setting(
+        None,
+        "Path of a file with the URLs of the servers, one a line, in place of urls. It is read again at each weight "
+        "sync: a server that is new in it joins with the current weights, one that is gone from it is dropped.",
     )
     weight_transfer: Annotated[str, OneOf("auto", "nccl", "folder")] = setting(
         "auto",
