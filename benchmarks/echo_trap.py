@@ -34,7 +34,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from _common import be_quiet, check_at_least, make_parser, print_table, report, rounded
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.resolve import resolve_env
@@ -96,7 +96,7 @@ SHARED: dict[str, Any] = {
     "record_trajectories": "none",
     "journal": False,
     "logging_strategy": "no",
-    "disable_tqdm": True,
+    "progress": "none",
 }
 GUARD: dict[str, dict[str, Any]] = {
     "repetition": {"echo": {"rate_factor": 0.2, "rate_steps": 100}},  # a rate of 1e-3, to the end of the run
@@ -174,8 +174,6 @@ def train(name: str, args: argparse.Namespace, seed: int, *, is_guarded: bool) -
         config.model_init_kwargs = {"dtype": model.dtype}
         env = resolve_env(script.env, script.env_kwargs)
         trainer = trainer_class(script.trainer)(model=model.model_name_or_path, args=config, env=env)
-        for callback in (PrinterCallback, ProgressCallback):
-            trainer.remove_callback(callback)
         watch = Watch(trainer)
         trainer.add_callback(watch)
         try:

@@ -124,3 +124,16 @@ def pytest_runtest_logreport(report):
     """Print each failure at once: a run that is cut short says nothing at its end."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n{report.nodeid} ({report.when}):\n{report.longreprtext}\n", flush=True)
+
+
+@pytest.fixture
+def terminal(request):
+    """Makes terminals of so many columns and rows, with environment variables."""
+    from tests.display.terminals import Terminal
+
+    def make(*size, **environment):
+        made = Terminal(*size, **environment)
+        request.addfinalizer(made.close)
+        return made
+
+    return make

@@ -21,8 +21,19 @@ SRC = Path(__file__).resolve().parents[1] / "src" / "agent_r1_trl"
 
 # From the first step of the data flow to the last. A module may import from its own set and from those before it.
 ORDER = [
-    {"trajectory", "tool_results", "kept_ids", "objects", "patterns", "settings", "safe_text", "errors", "features"},
-    {"tools"},
+    {
+        "trajectory",
+        "tool_results",
+        "kept_ids",
+        "objects",
+        "patterns",
+        "settings",
+        "safe_text",
+        "errors",
+        "features",
+        "display",
+    },
+    {"tools", "display"},
     {"environments", "rewards"},
     {"chat"},
     {"generation"},
@@ -35,6 +46,7 @@ ORDER = [
         "features.echo_trap",
         "features.reliability",
         "features.journal",
+        "features.progress",
         "features.sandbox",
         "features.games",
         "features.search",

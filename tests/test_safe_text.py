@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_r1_trl import safe_text
-from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, run_command
+from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.rollout.failures import check_some_rolled_out
 from agent_r1_trl.rollout.requests import rollout_requests
 from agent_r1_trl.safe_text import SecretRules, SecretSettings, markdown, mask, shown, visible

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.terminals import Terminal
 from tests.cli.test_exit_codes import HANGING
+from tests.display.terminals import Terminal
 from tests.effort import for_release
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
-from agent_r1_trl.cli.progress import headline_of
 from agent_r1_trl.cli.train import read_arguments
+from agent_r1_trl.display.lines import headline_of
 from agent_r1_trl.recording import read_records
 
 ROOT = Path(__file__).resolve().parents[2]

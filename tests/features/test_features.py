@@ -27,6 +27,7 @@ ASKS = {
     "journal": {"journal": {"replay": "elsewhere"}},
     "reliability": {"failures": {"window": 16}},
     "hub": {"push": {"allow_secrets": ["notes.txt"]}},
+    "progress": {"progress": "lines"},
 }
 """A setting that only the feature reads."""
 

@@ -153,6 +153,13 @@ def store(folder, config_class, **options):
     return None if found is None else str(vars(found))
 
 
+def shown_by(folder, config_class, **options):
+    """The callbacks that print something of the run, and how."""
+    trainer = make(folder, config_class, disable_tqdm=False, **options)
+    kinds = {type(item).__name__: getattr(item, "_is_plain", None) for item in trainer.callback_handler.callbacks}
+    return {name: is_plain for name, is_plain in kinds.items() if "Progress" in name}
+
+
 def critic(folder, config_class, **options):
     trainer = make(folder, config_class, **options)
     rates = [group["lr"] for group in trainer.create_optimizer().param_groups]

@@ -257,6 +257,7 @@ TABLE = {
             gradient_accumulation_steps=2,
         ),
     ),
+    "progress": tuple(Acts(effects.shown_by, value) for value in ("lines", "transformers", "none")),
     "record_trajectories": Acts(effects.store, "none"),
     "push.trajectories": Refused(True, {"record_trajectories": "jsonl"}, record_trajectories="none"),
     "push": Refused(True, {"push": {"trajectories": True}}),

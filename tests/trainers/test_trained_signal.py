@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agent_r1_trl.cli.progress import row_of
+from agent_r1_trl.display.lines import row_of
 from agent_r1_trl.features.sampling.rules import group_scores, has_signal, select_groups
 from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnPPOTrainer

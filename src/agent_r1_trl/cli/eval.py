@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_r1_trl.cli.arguments import BASELINES, HELP, KEY, EvalArguments
-from agent_r1_trl.cli.console import PlainConsole, table_console
 from agent_r1_trl.cli.errors import DependencyError, UsageError, loading, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.progress import trajectory_progress
 from agent_r1_trl.cli.recipe import without_package_paths, words_of
 from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
 from agent_r1_trl.cli.tables import new_table, result_table
+from agent_r1_trl.display.console import PlainConsole, table_console
 from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
 from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, TableRow, evaluate, open_agent
 from agent_r1_trl.evaluation.agent import Agent, check_model_folder

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from agent_r1_trl.cli.console import table_console
 from agent_r1_trl.cli.errors import PlainParser, UsageError
 from agent_r1_trl.cli.tables import changes_table, new_table
+from agent_r1_trl.display.console import table_console
 from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, compare, read_examples
 from agent_r1_trl.evaluation.result import number_text
 

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback, ProgressCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import agent_r1_trl.trainers as trainers
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.cli.arguments import TrainArguments
-from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import (
     UsageError,
     is_main_process,
@@ -33,7 +32,6 @@ from agent_r1_trl.cli.errors import (
     with_fix,
 )
 from agent_r1_trl.cli.parser import OVER_RECIPE, RecipeParser
-from agent_r1_trl.cli.progress import TrainingProgress
 from agent_r1_trl.cli.recipe import (
     FILE,
     config_of,
@@ -55,6 +53,7 @@ from agent_r1_trl.cli.resolve import (
     resolve_object,
     with_reward_options,
 )
+from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
 from agent_r1_trl.errors import RunError
@@ -131,11 +130,9 @@ def run(argv: Sequence[str]) -> int:
         facts = facts_of_run(processes=args.world_size, device=str(args.device), data=data)
         given = script_args.settings | {"overwrite": False}
         write_resolved_recipe(given, (TrainArguments, type(args), ModelConfig), task["env"], facts, folder)
-    progress = TrainingProgress(console, is_plain=args.disable_tqdm, is_verbose=script_args.verbose)
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(progress)
-    _train(trainer, checkpoint, progress)
+    if (progress := trainer.features.get("progress")) is not None:
+        progress.is_verbose = script_args.verbose
+    _train(trainer, checkpoint)
     with saving(Path(args.output_dir)):  # absolute by now, wherever a tool has gone
         trainer.save_model(args.output_dir, _internal_call=True)  # True: nothing is uploaded yet
     if trainer.is_world_process_zero():
@@ -399,7 +396,7 @@ def make_trainer(script_args: TrainArguments, args: MultiTurnConfig, model_args:
         raise UsageError(message) from error
 
 
-def _train(trainer: MultiTurnTrainer, checkpoint: str | bool | None, progress: TrainingProgress) -> None:
+def _train(trainer: MultiTurnTrainer, checkpoint: str | bool | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except RunError as error:
@@ -407,7 +404,6 @@ def _train(trainer: MultiTurnTrainer, checkpoint: str | bool | None, progress: T
             print(shown(f"error on rank {os.environ.get('RANK')}: {error}"), file=sys.stderr)
         raise
     finally:
-        progress.stop()
         try:
             trainer.rollouts.close()
         except Exception as error:  # hides neither how the run ended nor its model

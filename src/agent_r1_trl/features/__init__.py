@@ -50,6 +50,7 @@ FEATURES = {
         {},
         has_mapping=True,
     ),
+    "progress": FeatureRow("the block in a terminal, and the lines elsewhere", "progress", {}),
     "sandbox": FeatureRow("tools that run a model's code", None, {}),
     "games": FeatureRow("games as environments", None, {}),
     "search": FeatureRow("search servers", None, {}),

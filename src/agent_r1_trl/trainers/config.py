@@ -316,6 +316,13 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "about them. None or false: off.",
     )
 
+    progress: Annotated[str, OneOf("auto", "lines", "transformers", "none")] = setting(
+        "auto",
+        "What is shown of a training: 'auto': a block in a terminal, a line a step elsewhere and with disable_tqdm; "
+        "'lines': those; 'transformers': its bar and a dict of all metrics a step; 'none': nothing. Trackers and "
+        "trainer_state.json always get all metrics.",
+    )
+
     # ---- rollout shaping
     prompts_per_rollout: Count | None = setting(
         None,

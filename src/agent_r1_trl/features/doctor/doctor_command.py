@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import config_of
 from agent_r1_trl.cli.resolve import resolve_env, resolve_function
+from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.agent import is_local
 from agent_r1_trl.features.doctor.checks import run_doctor

@@ -20,11 +20,11 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from agent_r1_trl.cli.arguments import TrainArguments
-from agent_r1_trl.cli.console import PlainConsole
 from agent_r1_trl.cli.errors import UsageError, model_problem, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
 from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.train import config_class_of, find_trainer
+from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.features.doctor.command_arguments import HELP, MemoryArguments
 from agent_r1_trl.features.doctor.memory import (
     GIB,

@@ -9,7 +9,7 @@ import termios
 import pyte
 from rich.control import Control
 
-from agent_r1_trl.cli.console import PlainConsole
+from agent_r1_trl.display.console import PlainConsole
 
 
 class Terminal:

@@ -67,14 +67,16 @@ class LiveBlock(RenderHook):
         setattr(sys, name, above)
         self._undo.callback(lambda: setattr(sys, name, stream) if getattr(sys, name) is above else None)
 
-    def stop(self) -> None:
-        """Draw the block once more and leave it there; nothing if it has been stopped."""
+    def stop(self, *, is_left: bool = True) -> None:
+        """Draw the block once more and leave it there, or take it away; nothing if it has been stopped."""
         if not self._has_ended.is_set():
             self._has_ended.set()
             try:
                 for stream in (sys.stdout, sys.stderr):
                     if isinstance(stream, _Above):
                         stream.end()
+                if not is_left:
+                    self._lines = lambda width, height: ()
                 self._draw()
             finally:
                 self._undo.close()
