@@ -147,6 +147,15 @@ def test_whole_conversations_above_the_reward_are_written_with_their_tools(tmp_p
     assert all(row["tools"][0]["function"]["name"] == "add" for row in rows)
 
 
+def test_assistant_messages_of_the_prompt_have_no_weight(tmp_path):
+    item = two_turns()
+    item.prompt_messages = [item.prompt_messages[0], {"role": "assistant", "content": "Hm?"}, item.prompt_messages[0]]
+    TrajectoryStore(tmp_path / "run").write(1, [item])
+    (row,) = sft(tmp_path, tmp_path / "run", "--min_reward", "0")
+    weights = [message.get("weight") for message in row["messages"] if message["role"] == "assistant"]
+    assert weights == [0, *[None] * len(item.turns)]
+
+
 def test_trl_reads_the_conversations_of_a_run(tmp_path):
     """Rows with different arguments, none of which may get the keys of another."""
     first, second = two_turns(), two_turns()

@@ -245,6 +245,56 @@ class ChatFormat:
         ids = self.encoder.encode(before + said)
         return ids[len(alone) :] if ids[: len(alone)] == alone else self.encoder.encode(said)
 
+    def encode_demonstration(
+        self, messages: Sequence[Message], tools: Sequence[Schema] | None = None
+    ) -> dict[str, list[int]]:
+        """A whole conversation in the ids of a rollout whose policy says its assistant messages, with its mask.
+
+        Messages before the first assistant message are the prompt. An assistant message with `weight: 0` is context:
+        it is not taught, and part of the prompt if no taught one is before it.
+
+        Args:
+            messages: the conversation, up to the last assistant message; later ones are dropped.
+            tools: schemas.
+
+        Returns:
+            A row for TRL's `SFTTrainer`: `input_ids` and `assistant_masks`, both (N,). The mask is 1 for what a policy
+            samples, end-of-turn tokens included.
+
+        Raises:
+            ChatFormatError: no assistant message is taught, the template cannot write a message, or
+                `strips_reasoning`, with which no row holds the whole conversation.
+        """
+        if self.reasoning_rule is not None:
+            raise ChatFormatError(
+                "strips_reasoning: every turn has another context, so no row holds a whole conversation.",
+                "Make the ChatFormat without it.",
+            )
+        places = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        taught = [index for index in places if messages[index].get("weight") != 0]
+        if not taught:
+            raise ChatFormatError(
+                f"messages: no assistant message is taught (roles: {[message.get('role') for message in messages]}).",
+                "Pass a conversation in which the assistant says something, with a weight other than 0.",
+            )
+        ids = self.encode_prompt(messages[: taught[0]], tools)
+        mask = [0] * len(ids)
+        said = [index for index in places if index >= taught[0]]
+        for index, following in zip(said, [*said[1:], None], strict=True):
+            message = messages[index]
+            reply = self.encode_reply(message)
+            parsed = self.parse(reply, ids, tools)
+            ids += reply
+            mask += [int(message.get("weight") != 0)] * len(reply)
+            if following is None:
+                break
+            answers = _with_call_ids(messages[index + 1 : following], message, parsed)
+            between, _ = self.encode_observations(parsed, answers, tools)
+            between = [*self.encode_turn_end(reply, stopped=True), *between]
+            ids += between
+            mask += [0] * len(between)
+        return {"input_ids": ids, "assistant_masks": mask}
+
     # ---------------------------------------------------------------- ids -> message
 
     def parse(
@@ -359,6 +409,18 @@ class ChatFormat:
 
     def _id(self, spelling: str) -> int:
         return self.encoder.control_ids[spelling]
+
+
+def _with_call_ids(observations: Sequence[Message], message: Message, parsed: Message) -> list[Message]:
+    """Observations whose `tool_call_id`s are those that a rollout gives to the calls of the turn."""
+    own = [call.get("id") for call in message.get("tool_calls") or ()]
+    read = [call.get("id") for call in parsed.get("tool_calls") or ()]
+    new_id = dict(zip(own, read, strict=False))
+    renamed = []
+    for observation in observations:
+        old = observation.get("tool_call_id")
+        renamed.append({**observation, "tool_call_id": new_id[old]} if old in new_id else dict(observation))
+    return renamed
 
 
 def suggestion(tokenizer: PreTrainedTokenizerBase, template: str) -> str:

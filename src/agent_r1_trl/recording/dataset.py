@@ -7,7 +7,7 @@ stay masked (`is_masked`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from agent_r1_trl.recording.lines import check_is_new
 from agent_r1_trl.recording.store import SPLITS, Record, read_records
 from agent_r1_trl.safe_text import dump_json
+from agent_r1_trl.trajectory import Trajectory
 
 COLUMNS = {
     "id": ("text", "of the example in the data set"),
@@ -187,26 +188,26 @@ What models, tools and web pages wrote stands here as it was; treat it as text o
 
 
 def sft_rows(
-    run: str | Path, *, min_reward: float, tools: list[dict[str, Any]] | None = None, split: str | None = "train"
+    trajectories: Iterable[Trajectory], *, min_reward: float, tools: list[dict[str, Any]] | None = None
 ) -> Iterator[dict[str, Any]]:
     """Conversations for supervised fine-tuning (`messages`, and `tools` if there are any), in TRL's form.
 
     Excluded are trajectories that a limit or a failure ended, that nothing scored, and those whose context was
-    rewritten: no one conversation is what their model read.
+    rewritten: no one conversation is what their model read. Assistant messages of the prompt, which the policy did not
+    say, have `weight: 0`.
 
     Args:
-        run: see `write_dataset`.
+        trajectories: such as `read_trajectories` gives, or `roll_out`.
         min_reward: least total reward.
         tools: JSON schemas.
-        split: `train`, `eval`, or None for both.
-
-    Raises:
-        FileNotFoundError: `run` does not exist.
-        ValueError: a line is not a trajectory.
     """
-    for record in read_records(run, split=split):
-        item = record.trajectory
+    for item in trajectories:
         is_whole = item.stop_reason.value == "done" and item.in_baseline and not item.segments
-        if is_whole and item.total_reward >= min_reward:
-            row: dict[str, Any] = {"messages": json.loads(dump_json(item.messages))}
-            yield row | ({"tools": tools} if tools else {})
+        if not is_whole or item.total_reward < min_reward:
+            continue
+        prompt = [
+            {**message, "weight": 0} if message.get("role") == "assistant" else message
+            for message in item.prompt_messages
+        ]
+        row: dict[str, Any] = {"messages": json.loads(dump_json([*prompt, *item.completion_messages]))}
+        yield row | ({"tools": tools} if tools else {})

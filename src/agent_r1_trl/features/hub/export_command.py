@@ -70,12 +70,14 @@ def _write_dataset(arguments: argparse.Namespace) -> str:
 
 
 def _write_sft(arguments: argparse.Namespace) -> str:
+    from agent_r1_trl.recording import read_trajectories
     from agent_r1_trl.recording.dataset import sft_rows
     from agent_r1_trl.safe_text import dump_json
 
     path, least = Path(arguments.output), arguments.min_reward
     _, tools, split = _facts(arguments)
-    rows = list(map(dump_json, sft_rows(arguments.run, min_reward=least, tools=tools, split=split)))
+    trajectories = read_trajectories(arguments.run, split=split)
+    rows = list(map(dump_json, sft_rows(trajectories, min_reward=least, tools=tools)))
     if not rows:
         raise UsageError(
             f"--min_reward {least:g}: no whole trajectory of {arguments.run} (stop 'done', scored, in one context) "
