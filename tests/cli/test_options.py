@@ -38,6 +38,14 @@ def test_the_page_shows_no_backslashes_between_backticks():
     assert [span for span in spans if "\\" in span.replace("\\|", "")] == []
 
 
+def test_the_page_has_all_that_we_say_of_a_setting_and_the_first_sentence_of_what_libraries_say():
+    """`train --help` prints all of it."""
+    ours, theirs = page_text().partition("## Model and adapter (TRL)")[::2]
+    assert "| Maximum number of assistant turns per trajectory. Tool calls of the last turn are still executed" in ours
+    assert "| Mode to use for vLLM integration when `use_vllm` is set to `True`. |" in theirs
+    assert "(e.g., 'http://localhost:8000'). |" in theirs, "an abbreviation ends no sentence"
+
+
 @pytest.mark.parametrize("command", ["eval", "chat"])
 def test_the_help_of_a_command_has_its_own_defaults(command, capsys):
     with pytest.raises(SystemExit):

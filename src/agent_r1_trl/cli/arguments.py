@@ -137,8 +137,8 @@ class TrainArguments(TaskArguments):
     )
     overwrite: bool = setting(
         False,
-        "Start a new run in an output_dir that holds one: the old run's folder is moved to output_dir.1 (.2, ...), "
-        "and nothing is deleted. Off: such a folder is refused.",
+        "Start a new run in an output_dir that holds one: the old folder is moved to output_dir.1 (.2, ...), nothing "
+        "is deleted. Off: refused.",
     )
 
 

@@ -19,14 +19,23 @@ PAGE = Path("docs/options.md")
 _INTRODUCTION = """\
 # Options of training
 
-Every setting of `agent-r1-trl train`, ours first. A recipe writes `name: value` and the command line `--name value`, a
-list is `name: [one, two]` and `--name one two`; both write `null` for None, also to take back what a recipe sets.
-`echo.patience` is the key `patience` of the mapping `echo`: a recipe writes `echo: {patience: 5}`, the command line
-`--echo.patience 5`, a script `echo={"patience": 5}`. Each stands on the command line once. What describes an adapter
-(`lora_...`, `use_dora`, `use_rslora`) needs `use_peft: true`. In a script, all but those of task, data and model are
-arguments of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`. Where PPO's default differs, both are given. Made by `make
-options`.
+Every setting of `agent-r1-trl train`, ours first. Of TRL's and transformers' own, the first sentence;
+`agent-r1-trl train --help` prints the rest.
+
+- A recipe writes `name: value`, the command line `--name value`; a list is `name: [one, two]` and `--name one two`;
+  None is `null`, also to take back what a recipe sets. Each option stands on the command line once.
+- `echo.patience` is the key `patience` of the mapping `echo`: `echo: {patience: 5}` in a recipe, `--echo.patience 5`
+  on the command line, `echo={"patience": 5}` in a script.
+- In a script, all but those of task, data and model are arguments of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`.
+  Where PPO's default differs, both are given.
+- Adapters (`lora_...`, `use_dora`, `use_rslora`) need `use_peft: true`.
+
+Made by `make options`.
 """
+_OF_LIBRARIES = ("(TRL)", "(transformers)")
+"""What titles of groups end with whose settings are not ours."""
+_SENTENCE = re.compile(r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)\s+(?=[A-Z`'\"])")
+"""The gap between two sentences."""
 
 
 def page_text() -> str:
@@ -41,8 +50,12 @@ def page_text() -> str:
             item: Any = of_grpo.get(field.name, field)
             own = default_text(item)
             ppo = of_ppo.get(item.name, own)
+            meaning = help_of(item)
+            if title.endswith(_OF_LIBRARIES):
+                meaning = _SENTENCE.split(meaning, maxsplit=1)[0]
             choices = ", ".join(map(repr, item.metadata.get("choices") or ()))
-            meaning = f"{help_of(item)} Choices: {choices}." if choices else help_of(item)
+            if choices:
+                meaning = f"{meaning} Choices: {choices}."
             rows.append(f"| `{item.name}` | {_cell(own if own == ppo else f'{own}; PPO: {ppo}')} | {_cell(meaning)} |")
         parts.append("\n".join(rows))
     return "\n\n".join(part.strip() for part in parts) + "\n"

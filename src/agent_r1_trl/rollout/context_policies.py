@@ -29,12 +29,11 @@ class ContextSettings(SettingsGroup):
 
     policy: str = setting(
         "keep",
-        "What each turn is sampled after: 'keep' everything so far; 'window': the prompt and the last `turns` turns; "
-        "'drop_observations': of what answered the turns before those, only a note; 'step': what the environment "
-        "gives (info['next_context']), else as 'window', and every turn is a row of its own; 'summarise': the prompt "
-        "and a summary that the model wrote; 'strip_thinking': without the reasoning of earlier turns that the "
-        "published chat template drops; 'agent': what an agent of its own asks with. Or your own: a function, or its "
-        "path, my_module.my_policy.",
+        "What each turn is sampled after. 'keep': everything so far. 'window': the prompt and the last `turns` "
+        "turns. 'drop_observations': a note in place of answers to earlier turns. 'step': what the environment gives "
+        "(info['next_context']), else as 'window'; every turn is a row. 'summarise': the prompt and the model's "
+        "summary. 'strip_thinking': without the earlier reasoning that the published chat template drops. 'agent': "
+        "what your own agent asks with. Or your own: a function, or its path, my_module.my_policy.",
     )
     turns: Count | None = setting(
         None,

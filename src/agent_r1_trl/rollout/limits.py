@@ -105,9 +105,9 @@ class RolloutSettings:
     )
     context: ContextMapping = setting(
         None,
-        "What each turn is sampled after, which may be less than everything so far: a policy (keep, window, "
-        "drop_observations, step, summarise, strip_thinking, or your own), or a mapping, for example {policy: window, "
-        "turns: 4}. None: 'keep'.",
+        "What each turn is sampled after: a policy (keep, window, drop_observations, step, summarise, "
+        "strip_thinking, or your own), or a mapping, for example {policy: window, turns: 4}. None: 'keep', "
+        "everything so far.",
     )
     max_invalid_calls: CountOrZero = setting(
         2,
@@ -131,8 +131,8 @@ class RolloutSettings:
     )
     stall_timeout: Seconds | None = setting(
         600,
-        "Seconds for which one call may hold up all trajectories: by blocking their event loop, which is then given "
-        "up, or by keeping the interpreter's lock, which ends the process with exit code 1. None: no limit.",
+        "Seconds for which one call may hold up all trajectories, by blocking their event loop (then given up) or by "
+        "keeping the interpreter's lock (the process ends with exit code 1). None: no limit.",
     )
 
     def check_limits(self) -> None:

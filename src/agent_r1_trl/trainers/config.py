@@ -228,13 +228,13 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     step_weight: NotNegative = setting(1.0, "Weight of GiGPO's step advantages.")
     loss_term: str | None = setting(
         None,
-        "A loss term of your own, or its path, my_module.my_term: a function of the micro-batch, the log-probs and "
-        "their mask that returns a sum over tokens (docs/extending.md).",
+        "Your own loss term, or its path, my_module.my_term: a function of micro-batch, log-probs and mask that "
+        "returns a sum over tokens (docs/extending.md).",
     )
     loss_unit: Annotated[str, OneOf("token", "turn", "trajectory")] | None = setting(
         None,
         "What has the same weight in the policy loss: each 'token', or each 'turn' or 'trajectory', spread over its "
-        "action tokens. None: as `loss_type` has it, a trajectory counting as one row however many it has.",
+        "action tokens. None: as `loss_type` has it, a trajectory counting as one row.",
     )
     kl_placement: Annotated[str, OneOf("loss", "reward")] = setting(
         "loss", "Where the KL term of weight `beta` is added: to the 'loss' (k3) or to each token's 'reward' (k1)."
@@ -269,10 +269,10 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     # ---- update
     update_layout: Annotated[str, OneOf(AUTO, *UPDATE_LAYOUTS)] = setting(
         AUTO,
-        "How rows are laid out in a forward pass of the update: 'padded' as in TRL; 'grouped' by length, with the "
-        "common padding cut off; 'packed' without padding; 'shared': packed, and what rows have in common at their "
-        "beginning (the prompt of a group) computed once; 'auto': on a CUDA GPU the last of these that model and "
-        "settings allow, elsewhere 'padded', or 'shared' with max_tokens_per_micro_batch.",
+        "Layout of rows in the update's forward passes: 'padded' as in TRL; 'grouped' by length, common padding cut "
+        "off; 'packed' without padding; 'shared': packed, common beginnings (a group's prompt) computed once; "
+        "'auto': on a CUDA GPU the last of these that model and settings allow, elsewhere 'padded', or 'shared' with "
+        "max_tokens_per_micro_batch.",
     )
     max_tokens_per_micro_batch: Count | None = setting(
         None,
@@ -281,13 +281,13 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     disable_dropout: Flag = setting(
         True,
-        "Switch off dropout of every kind (modules, numbers in attention functions, LoRA's) and router jitter in the "
-        "update: a sampler has none, so with it the update scores another policy than the one that sampled.",
+        "Switch off dropout of every kind and router jitter in the update. A sampler has none, so with them another "
+        "policy is scored than the one that sampled.",
     )
     score_check: Annotated[str, OneOf("error", "warn", "off")] = setting(
         "error",
-        "What happens if rows of the first rollout, scored as in the update, have other log-probs than by the model's "
-        "own forward pass: 'error' ends the run before its first update, 'warn' goes on, 'off' does not look.",
+        "What happens if rows of the first rollout have other log-probs in the update than in the model's own "
+        "forward pass: 'error' ends the run before its first update, 'warn' goes on, 'off' does not look.",
     )
 
     # ---- features (one mapping each; `features/NAME/settings.py` declares the keys; None: the defaults of the keys)
@@ -304,8 +304,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     journal: AsMapping = setting(
         True,
-        "Write every turn of a rollout to output_dir/journal as it happens, so that a run that is killed and resumed "
-        "repeats nothing but the turn that was in flight: true, false, or a mapping, such as {keep: 9}.",
+        "Write every turn of a rollout to output_dir/journal as it happens, so that a killed and resumed run repeats "
+        "only the turn in flight: true, false, or a mapping, such as {keep: 9}.",
     )
     push: AsMapping = setting(
         None, "What `push_to_hub` uploads besides the model, such as {trajectories: true}. None: no records."
@@ -318,9 +318,9 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     progress: Annotated[str, OneOf("auto", "lines", "transformers", "none")] = setting(
         "auto",
-        "What is shown of a training: 'auto': a block in a terminal, a line a step elsewhere and with disable_tqdm; "
-        "'lines': those; 'transformers': its bar and a dict of all metrics a step; 'none': nothing. Trackers and "
-        "trainer_state.json always get all metrics.",
+        "How a training is shown: 'auto': a block in a terminal, a line a step elsewhere and with disable_tqdm; "
+        "'lines'; 'transformers': its bar and a dict of all metrics a step; 'none'. Trackers and trainer_state.json "
+        "always get all metrics.",
     )
 
     # ---- rollout shaping

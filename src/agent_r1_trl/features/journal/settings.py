@@ -21,8 +21,8 @@ class JournalSettings(SettingsGroup):
     )
     replay: Words | None = setting(
         None,
-        "Take the rollouts from the journal of another run or evaluation (its output_dir, or the folder `journal`) "
-        "instead of sampling them: no sampler, no tools, no environment. For debugging reward functions and losses.",
+        "Take the rollouts from the journal of another run or evaluation (its output_dir, or the folder `journal`): "
+        "no sampler, no tools, no environment. For debugging reward functions and losses.",
     )
 
 

@@ -36,13 +36,13 @@ class OutageSettings(SettingsGroup):
 
     max_failure_rise: Share = setting(
         0.3,
-        "How much the share of a tool's calls that fail may rise above that of its past, before the tool is asked "
-        "whether it is down. The model's own mistakes do not count. 1.0 disables the check.",
+        "A tool is asked whether it is down when its share of failed calls has risen by more than this above its "
+        "past. The model's own mistakes do not count. 1.0 disables the check.",
     )
     min_calls: Count = setting(8, "Number of calls, on all processes, over which a tool is judged at least.")
     max_wait: NotNegative = setting(
         1800.0,
-        "Seconds that the run waits for a tool that is down, before it ends. What was sampled in the meantime is not "
+        "Seconds to wait for a tool that is down, before the run ends. What was sampled in the meantime is not "
         "trained on. 0: it ends at once.",
     )
 

@@ -30,10 +30,10 @@ class SamplingSettings(SettingsGroup):
 
     filter_groups: str | None = setting(
         None,
-        "Train only on the groups of a rollout whose returns differ most: 'top_fraction' (the best `filter_value` of "
-        "the groups), 'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (those with at least "
-        "`filter_value` of the largest spread). Or your own: a function, or its path, my_module.my_rule. A step of "
-        "which no group is kept is skipped. None: all.",
+        "Train only on the groups whose returns differ most: 'top_fraction' (the best `filter_value` of the groups), "
+        "'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (at least `filter_value` of the largest "
+        "spread). Or your own: a function, or its path, my_module.my_rule. A step without kept groups is skipped. "
+        "None: all.",
     )
     filter_value: PositiveShare | None = setting(
         None,
@@ -41,20 +41,20 @@ class SamplingSettings(SettingsGroup):
     )
     filter_when: NotNegative | None = setting(
         None,
-        "Filter only rollouts in which Std(RV)/Mean(RV), RV the variances of the groups, is above this. RAGEN-2 found "
-        "that filtering helped at about 1.2 and hurt at 0.33. None: filter every rollout.",
+        "Filter only rollouts with Std(RV)/Mean(RV) above this, RV the variances of the groups. RAGEN-2 found that "
+        "filtering helped at about 1.2 and hurt at 0.33. None: filter every rollout.",
     )
     filter_loss_scaling: Flag = setting(False, "Multiply the loss by the share of the rows that the filter keeps.")
 
     resample_rounds: CountOrZero = setting(
         0,
-        "After a rollout, replace prompt groups whose returns are all equal by groups of fresh prompts, in up to this "
-        "many rounds. 0: train on what the first rollout gave.",
+        "Rounds after a rollout in which groups with equal returns are replaced by groups of fresh prompts, at most. "
+        "0: train on what the first rollout gave.",
     )
     pass_reward: Annotated[float, Number()] = setting(
         0.5,
-        "A trajectory has passed if the environment's success is at least 1/2; where it reports none, if the outcome "
-        "(without the rewards of turns) is at least this much (sampling/pass_rate, curriculum).",
+        "A trajectory passes if the environment's success is at least 1/2 or, where it reports none, the outcome "
+        "(without turn rewards) is at least this (sampling/pass_rate, curriculum).",
     )
     curriculum: Flag = setting(
         False,

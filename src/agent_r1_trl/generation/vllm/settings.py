@@ -19,8 +19,8 @@ class ServerSettings(SettingsGroup):
     )
     urls_file: Words | None = setting(
         None,
-        "Path of a file with the URLs of the servers, one a line, in place of urls. It is read again at each weight "
-        "sync: a server that is new in it joins with the current weights, one that is gone from it is dropped.",
+        "Path of a file with the servers' URLs, one a line, in place of urls, read again at each weight sync: a new "
+        "server joins with the current weights, one that is gone is dropped.",
     )
     weight_transfer: Annotated[str, OneOf("auto", "nccl", "folder")] = setting(
         "auto",
@@ -39,8 +39,8 @@ class ServerSettings(SettingsGroup):
     )
     health_timeout: Seconds = setting(
         30.0,
-        "Seconds that a server may be silent to health checks while requests wait for it. A slow server answers them; "
-        "a frozen one is excluded, and its requests go to other servers.",
+        "Seconds of silence to health checks while requests wait. A slow server answers them; a frozen one is "
+        "excluded, and its requests go to other servers.",
     )
     retry_window: Seconds = setting(
         300.0,
