@@ -74,7 +74,7 @@ def test_the_recipe_ends_at_once_if_its_judge_takes_no_key(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with judge_server(faults=[error(401, "wrong key")] * 9) as (url, _):
         assert train(url) == 3
-    assert "All 8 trajectories failed: 8 x not_scored: judge: HTTP 401: " in capsys.readouterr().err
+    assert "All 8 trajectories were lost: 8 x not_scored: judge: HTTP 401: " in capsys.readouterr().err
 
 
 def test_the_recipe_trains_on_what_its_judge_says(tmp_path, monkeypatch):

@@ -59,12 +59,12 @@ def test_metrics_of_three_trajectories_by_hand():
         "reward": -1 / 3,
         "turns": 2.0,
         "tool_calls": 4 / 3,
-        "tool_error_rate": 1 / 4,
+        "call_error_rate": 1 / 4,
         "truncated_rate": 1 / 3,
         "completion_tokens": 0.0,
         "input_tokens": 0.0,
         "sampled_tokens": 0.0,
-        "infrastructure_failure_rate": 0.0,
+        "lost_rate": 0.0,
     }
     assert metrics == pytest.approx(expected)
 
@@ -86,7 +86,7 @@ def test_a_failed_trajectory_counts_as_a_failure_and_nowhere_else():
     rows = [example_sums([rolled_out(em=1.0)]), example_sums([failed])]
     metrics = EvaluationResult.from_rows(rows, example_ids=["a", "b"]).metrics
     assert metrics["exact_match"] == 1.0 and metrics["turns"] == 1.0
-    assert metrics["infrastructure_failure_rate"] == 0.5
+    assert metrics["lost_rate"] == 0.5
 
 
 def test_a_trajectory_that_nothing_scored_counts_everywhere_but_in_the_reward():
@@ -100,8 +100,8 @@ def test_a_trajectory_that_nothing_scored_counts_everywhere_but_in_the_reward():
 
 def test_without_a_tool_call_there_is_no_error_rate():
     result = EvaluationResult.from_rows([example_sums([rolled_out()])], example_ids=["a"])
-    assert math.isnan(result.metrics["tool_error_rate"])
-    assert json.loads(to_json(result.to_dict()))["tool_error_rate"] is None
+    assert math.isnan(result.metrics["call_error_rate"])
+    assert json.loads(to_json(result.to_dict()))["call_error_rate"] is None
 
 
 # ---------------------------------------------------------------- intervals
@@ -114,7 +114,7 @@ def test_intervals_agree_with_a_naive_bootstrap_of_a_ratio():
     for _ in range(4000):
         drawn = rng.choices(pairs, k=60)
         naive.append(sum(n for n, _ in drawn) / sum(d for _, d in drawn))
-    low, high = bootstrap_intervals({"tool_error_rate": np.array(pairs)})["tool_error_rate"]
+    low, high = bootstrap_intervals({"call_error_rate": np.array(pairs)})["call_error_rate"]
     assert (low, high) == pytest.approx(tuple(np.quantile(naive, [0.025, 0.975])), abs=0.02)
 
 
@@ -208,7 +208,7 @@ def test_every_example_is_rolled_out_greedily_as_often_as_asked(tokenizer, chat)
     assert {request.params for request in generator.requests} == {SamplingParams(temperature=0.0)}
     assert len({t.seed for t in result.trajectories}) == 8
     assert result.metrics["exact_match"] == 1.0 and result.metrics["turns"] == 2.0
-    assert result.metrics["tool_calls"] == 1.0 and result.metrics["tool_error_rate"] == 0.0
+    assert result.metrics["tool_calls"] == 1.0 and result.metrics["call_error_rate"] == 0.0
     assert result.settings["temperature"] == 0.0 and result.settings["limits"]["max_turns"] == 8
 
 
@@ -225,7 +225,7 @@ def test_when_every_environment_fails_each_cause_is_said_with_its_count(tokenize
             raise OSError("lost" if example["id"] == "q2" else "the server is down")
 
     with pytest.raises(
-        NothingRolledOutError, match=r"All 4 trajectories failed: 3 x .*is down \(.*'q0'\); 1 x .*lost"
+        NothingRolledOutError, match=r"All 4 trajectories were lost: 3 x .*is down \(.*'q0'\); 1 x .*lost"
     ):
         evaluate(scripted(tokenizer, chat), Broken, chat, ROWS)
 

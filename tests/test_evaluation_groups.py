@@ -103,7 +103,7 @@ def test_a_comparison_has_difference_interval_and_counts():
 
 def test_an_example_that_failed_in_one_of_two_evaluations_is_compared_in_neither():
     one, two = result_of([1, 1, 0, 0]), result_of([1, 1, 0, 0])
-    two.rows[3] = {"infrastructure_failure_rate": (1.0, 1.0)}
+    two.rows[3] = {"lost_rate": (1.0, 1.0)}
     change = compare(one, two)["exact_match"]
     assert change.counts == (0, 0, 3) and change.before == change.after == pytest.approx(2 / 3)
     assert (change.low, change.high) == (0.0, 0.0)

@@ -674,7 +674,7 @@ def test_what_is_not_charged_is_counted_as_the_tools():
 
     for failure, is_charged in BY_FAULT:
         metrics, result = metrics_of(failure)
-        assert (metrics["tools/failure_share"], metrics["tools/uncharged_share"]) == (1.0, not is_charged)
+        assert (metrics["tools/call_error_share"], metrics["tools/uncharged_share"]) == (1.0, not is_charged)
         assert result.error_label == ("exception" if is_charged else "exception, not charged")
 
 

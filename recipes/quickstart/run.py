@@ -21,7 +21,7 @@ from agent_r1_trl.trainers.checkpoints import set_aside
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SHOWN = ("exact_match", "f1", "valid_answer_rate", "turns", "tool_calls", "tool_error_rate")
+SHOWN = ("exact_match", "f1", "valid_answer_rate", "turns", "tool_calls", "call_error_rate")
 
 
 def read_options() -> argparse.Namespace:
@@ -71,7 +71,7 @@ trajectories  {out}/trajectories (training), {out}/before and {out}/after (evalu
 
 Next:
   agent-r1-trl view {out}                                     # every token of it, in a browser
-  agent-r1-trl view {out}/after --terminal --filter failed    # what it still gets wrong
+  agent-r1-trl view {out}/after --terminal --filter unsolved    # what it still gets wrong
   agent-r1-trl doctor --config {options.config}""")
 
 

@@ -106,7 +106,7 @@ def test_where_nothing_can_be_rolled_out_every_cause_is_said(recipe, refusal, mo
     assert "cannot start on the first rows" in refusal(*flags)
     monkeypatch.setattr("agent_r1_trl.cli.eval.check_first_row", lambda *args: None)
     message = refusal(*flags, code=EXIT_INFRASTRUCTURE)
-    assert "All 6 trajectories failed: 6 x environment_error: Down.reset raised OSError: it is down" in message
+    assert "All 6 trajectories were lost: 6 x environment_error: Down.reset raised OSError: it is down" in message
     assert "example 'test0'" in message
 
 

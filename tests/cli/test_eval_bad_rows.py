@@ -84,7 +84,7 @@ def test_rows_that_the_environment_refuses_are_counted_and_named_and_the_others_
     write("test.jsonl", row(0), *bad, {**bad[0], "id": "also-no-question"}, row(5))
     assert main(flags) == 0
     result = read_result()
-    assert (result["num_examples"], result["infrastructure_failure_rate"]) == (8, 6 / 8)
+    assert (result["num_examples"], result["lost_rate"]) == (8, 6 / 8)
     causes = result["failures"].split("; ")
     assert causes[0].startswith("2 x ") and "'prompt' nor 'question'" in causes[0] and "'no-question'" in causes[0]
     assert len(causes) == 5
@@ -98,15 +98,15 @@ def test_rows_that_the_environment_refuses_are_counted_and_named_and_the_others_
         assert words in cause
     assert result["turns"] == 2
     note = Path("scores/evaluation.md").read_text().splitlines()[-1]
-    assert note.startswith("- test, model: 75.0% failed for no fault of the model") and "2 x environment_error" in note
-    assert "| failed |" in Path("scores/evaluation.md").read_text().splitlines()[0]
+    assert note.startswith("- test, model: 75.0% of the trajectories were lost") and "2 x environment_error" in note
+    assert "| lost |" in Path("scores/evaluation.md").read_text().splitlines()[0]
 
 
 def test_bugs_of_the_environment_end_their_rows_alone(flags):
     write("test.jsonl", *(row(index) for index in range(6)))
     assert main([*flags, "--env", "task.py:BuggyEnv"]) == 0
     result = read_result()
-    assert result["infrastructure_failure_rate"] == 4 / 6 and result["reward"] == -1.0
+    assert result["lost_rate"] == 4 / 6 and result["reward"] == -1.0
     for words in (
         r"BuggyEnv.outcome_reward raised KeyError: 'column' \(.*task.py, line 26\) \(first in example 'q1'\)",
         "SystemExit 3",
@@ -123,7 +123,10 @@ def test_a_set_of_which_nothing_can_be_rolled_out_leaves_the_figures_of_the_othe
     assert main(flags) == EXIT_INFRASTRUCTURE
     printed = capsys.readouterr()
     assert "error: nothing could be sampled of: bad, model." in printed.err
-    assert "bad, model: 100.0% failed" in printed.out and "the game is over (first in example 'b0')" in printed.out
+    assert (
+        "bad, model: 100.0% of the trajectories were lost" in printed.out
+        and "the game is over (first in example 'b0')" in printed.out
+    )
     bad, good = read_result()["rows"]
     assert "exact_match" not in bad and good["exact_match"] == 0.0
     assert main([*flags, "--journal.replay", "scores", "--output_dir", "again"]) == EXIT_INFRASTRUCTURE
@@ -134,7 +137,7 @@ def test_one_of_the_first_rows_must_start_before_the_model_is_loaded(flags, refu
     bad = [without("question", id=f"b{index}") for index in range(5)]
     write("some.jsonl", *bad[:4], row(0))
     assert main([*flags, "--datasets", "some.jsonl"]) == 0
-    assert read_result()["infrastructure_failure_rate"] == 4 / 5
+    assert read_result()["lost_rate"] == 4 / 5
     write("some.jsonl", *bad, row(0))
     message = refusal(*flags, "--datasets", "some.jsonl", "--model", "./nowhere")
     assert "first rows of eval_dataset_name='some.jsonl'" in message and "neither 'prompt' nor 'question'" in message

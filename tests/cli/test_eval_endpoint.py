@@ -121,13 +121,15 @@ def test_what_failed_is_said_and_the_same_command_rolls_it_out_again_and_nothing
         flags += ["--endpoint", url]
         assert main(["eval", *flags]) == 0
         printed = capsys.readouterr().out
-        assert "1 of 3 trajectories failed for no fault of the model. The same command samples those again" in printed
-        assert read_table()[0]["infrastructure_failure_rate"] == pytest.approx(1 / 3)
+        assert (
+            "1 of 3 trajectories were lost for no fault of the model. The same command samples those again" in printed
+        )
+        assert read_table()[0]["lost_rate"] == pytest.approx(1 / 3)
         assert "endpoint_options was" in refusal("eval", *flags, "--endpoint_options", "{seed: 1}")
         seen.bodies.clear()
         assert main(["eval", *flags]) == 0
         assert [body["messages"][-1]["content"] for body in seen.bodies] == ["What is 0?"]
-        assert read_table()[0]["infrastructure_failure_rate"] == 0
+        assert read_table()[0]["lost_rate"] == 0
         assert len(list(read_records("scores", split="eval"))) == 3
         seen.bodies.clear()
         assert main(["eval", *flags]) == 0  # it had ended: all of it, once more

@@ -46,9 +46,10 @@ def hanging(recipe, request):
 @pytest.mark.parametrize("signum", [signal.SIGINT, *for_release(signal.SIGKILL)])
 def test_a_training_that_is_ended_in_a_rollout_leaves_its_terminal_clean(hanging, signum):
     shown, process = hanging("train", 4, max_steps=1, failures={"save_on_signal": False})
-    assert shown.block()[0].split() == ["step", "reward", "success", "entropy", "turns", "failed", "taught", "s/step"]
-    shown.resize(70)  # of the window alone: the process has to find out
-    until(lambda: [*shown.block(), ""][0].split() == ["step", "reward", "success", "entropy"], shown, process)
+    columns = ["step", "reward", "success", "entropy", "turns", "call", "errors", "taught", "s/step"]
+    assert shown.block()[0].split() == columns
+    shown.resize(60)  # of the window alone: the process has to find out
+    until(lambda: [*shown.block(), ""][0].split() == columns[:-1], shown, process)
     process.send_signal(signum)
     process.wait(300)
     lines = shown.lines()

@@ -83,12 +83,12 @@ def test_a_run_its_folder_and_a_file_show_the_same(run_folder, view, source):
 @pytest.mark.parametrize(
     ("name", "expected"),
     {
-        "failed": ["wrong", "cut", "-"],
+        "unsolved": ["wrong", "cut"],
         "solved": ["right"],
         "truncated": ["cut"],
-        "tool_errors": ["right", "wrong", "cut"],
+        "call_errors": ["right", "wrong", "cut"],
         "invalid": ["right", "wrong", "cut"],
-        "infrastructure": ["-"],
+        "lost": ["-"],
     }.items(),
 )
 def test_a_filter_leaves_what_its_name_says(run_folder, view, name, expected):
@@ -163,10 +163,11 @@ MISTAKES = {
     "an unknown example": (["{run}", "--example", "?"], "--example '\\?'.*such as 'wrong'"),
     "an example of another step": (["{run}", "--example", "early", "--step", "2"], "4 examples of step 2"),
     "a filter without a match": (
-        ["{run}", "--step", "1", "--filter", "infrastructure"],
-        "--filter infra.* 1 trajectories of step 1",
+        ["{run}", "--step", "1", "--filter", "lost"],
+        "--filter lost.* 1 trajectories of step 1",
     ),
-    "a filter that does not exist": (["{run}", "--filter", "bad"], "--filter: invalid choice: 'bad'.*failed"),
+    "a filter that does not exist": (["{run}", "--filter", "bad"], "--filter: invalid choice: 'bad'.*unsolved"),
+    "a filter's earlier name": (["{run}", "--filter", "failed"], "--filter: 'failed' .*Did you mean 'unsolved'"),
     "a split that does not exist": (["{run}", "--split", "test"], "--split: invalid choice: 'test'.*train.*eval"),
     "a word for a step": (["{run}", "--step", "x"], "--step: invalid int value: 'x'"),
     "no trajectories": (["{run}", "--num", "0"], "--num=0"),

@@ -10,10 +10,10 @@ ROWS = [
 def test_a_table_is_as_wide_as_its_numbers_and_what_is_unknown_is_a_dash():
     rows = [*ROWS, {"step": 1000.0, "reward": -12345.678, "rollout/turns": float("nan")}]
     assert [line.plain for line in table(rows, shown_metrics(rows, 80))] == [
-        "step     reward  exact match  entropy  turns  failed  s/step",
-        "   1      +0.50         0.50    0.040      -       -     3.2",
-        "   2      +1.00         0.50    0.040      -       -     3.2",
-        "1000  -12345.68            -        -      -       -       -",
+        "step     reward  exact match  entropy  turns  call errors  s/step",
+        "   1      +0.50         0.50    0.040      -            -     3.2",
+        "   2      +1.00         0.50    0.040      -            -     3.2",
+        "1000  -12345.68            -        -      -            -       -",
     ]
 
 
@@ -22,10 +22,11 @@ def test_numbers_of_the_users_own_stand_behind_the_score():
     own = {"env/right": 0.25, "env/num_open_orders": 3.0, "env/c": 1.0, "env/d": 1.0, "env/agent/raised": 0.0}
     rows = [row_of({"step": 1, "reward": 0.5, "env/success": 0.5, **own, "entropy": 0.04, "step_time": 3.25})]
     assert [line.plain for line in table(rows, shown_metrics(rows, 80))] == [
-        "step  reward  success  right  num_open_or     c  entropy  turns  failed  s/step",
-        "   1   +0.50     0.50   0.25         3.00  1.00    0.040      -       -     3.2",
+        "step  reward  success  right  num_open_or     c  entropy  turns  call errors",
+        "   1   +0.50     0.50   0.25         3.00  1.00    0.040      -            -",
     ]
-    assert [metric.label for metric in shown_metrics(rows, 60)] == ["reward", "success", "right", "entropy"]
+    labels = [metric.label for metric in shown_metrics(rows, 60)]
+    assert labels == ["reward", "success", "right", "num_open_or", "c", "entropy"]
     assert headline_of({"reward": 0.5, **own}) == "reward 0.5  right 0.25  num_open_orders 3  c 1"
 
 

@@ -121,7 +121,7 @@ def bad_row(folder):
     trainer = trainer_of(folder, OneBadRow, save_strategy="steps", save_steps=1)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [[entry["loss"], entry["grad_norm"], entry["rollout/infrastructure_failure_share"]] for entry in logged]
+    return [[entry["loss"], entry["grad_norm"], entry["rollout/lost_share"]] for entry in logged]
 
 
 def evaluation(folder):
@@ -168,7 +168,7 @@ def replaced(folder):
     runner.RETRY_WAIT_S = 0.01
     trainer = trainer_of(folder, OnceOnTheLast, retry_failed=1, failures={"max_share": 0.0, "window": 1})
     trainer.train()
-    names = ("rollout/replaced_share", "rollout/infrastructure_failure_share")
+    names = ("rollout/replaced_share", "rollout/lost_share")
     return [[entry[name] for name in names] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -103,7 +103,7 @@ def train(case, output_dir, checkpoint=None):
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     trainer.rollouts.close()
     weights = trained_weights(trainer)
-    names = ("loss", "grad_norm", "reward", "critic/value_loss", "rollout/infrastructure_failure_share")
+    names = ("loss", "grad_norm", "reward", "critic/value_loss", "rollout/lost_share")
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     own = {
         "logged": [{name: step[name] for name in names if name in step} for step in steps],

@@ -30,7 +30,7 @@ def test_an_outage_ends_the_run_on_both_ranks_with_the_same_reason(found):
     first, second = (rank["outage"] for rank in found)
     assert first == second
     assert first.startswith(
-        "NothingRolledOutError: All 8 trajectories failed: 8 x environment_error: Outage.reset raised"
+        "NothingRolledOutError: All 8 trajectories were lost: 8 x environment_error: Outage.reset raised"
     )
 
 

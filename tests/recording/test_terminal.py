@@ -116,8 +116,8 @@ def test_the_head_and_the_turns_say_what_happened():
     assert "stop: done" in shown
     assert "reward: +1.000 = turns -0.100 + outcome +1.100 (answer +1.000, format +0.100)" in shown
     assert "4 policy (mask 1)  2 template  2 environment  3 prompt" in shown
-    assert "turn 0 · reward -0.100 (tool_error -0.100) · advantage +0.700 · invalid · 1 failed call" in shown
-    assert "search(query='Höhe 🙂')  250 ms  failed: timeout" in shown
+    assert "turn 0 · reward -0.100 (tool_error -0.100) · advantage +0.700 · invalid · 1 call error" in shown
+    assert "search(query='Höhe 🙂')  250 ms  call error: timeout" in shown
     assert "→ too slow" in shown
     assert "gold=['Oslo']" in shown
 

@@ -1,4 +1,4 @@
-"""Trajectories that failed for no fault of the policy are sampled again, with the row and seeds of the first try."""
+"""Lost trajectories are sampled again, with the row and seeds of the first try."""
 
 import pytest
 

@@ -102,9 +102,9 @@ def _lost(plan: Plan, folder: Path) -> Iterator[str]:
             yield f"step {step}: {len(failed[step])} of {expected} trajectories recorded, and nothing said of it"
         elif failed[step]:
             share = sum(failed[step]) / len(failed[step])
-            logged = entry["rollout/infrastructure_failure_share"]
+            logged = entry["rollout/lost_share"]
             if len(failed[step]) == expected and not math.isclose(share, logged, abs_tol=1e-6):
-                yield f"step {step}: {share:g} of the trajectories failed, {logged:g} is logged"
+                yield f"step {step}: {share:g} of the trajectories were lost, {logged:g} is logged"
 
 
 def _weights(folder: Path) -> Iterator[str]:

@@ -30,7 +30,7 @@ def folder(tmp_path):
     failed = two_turns(stop_reason=StopReason.ENVIRONMENT_ERROR, error="down")
     for step in range(1, MAX_STEPS + 1):
         TrajectoryStore(tmp_path).write(step, [two_turns(), two_turns(), two_turns(), failed])
-        add_line(tmp_path / "steps.jsonl", {"step": step, "rollout/infrastructure_failure_share": 0.25})
+        add_line(tmp_path / "steps.jsonl", {"step": step, "rollout/lost_share": 0.25})
     item = two_turns()
     for turn in item.turns:
         prompt = [*item.prompt_ids, *item.completion_ids[: turn.start]]
@@ -84,14 +84,14 @@ def test_a_trajectory_that_is_not_recorded_is_found_unless_the_run_says_so(folde
     assert problems_of(PLAN, folder) == []
 
 
-FAILURES, GAP = "rollout/infrastructure_failure_share", "sampling/sampling_logp_difference/max"
+FAILURES, GAP = "rollout/lost_share", "sampling/sampling_logp_difference/max"
 
 
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ({"step": 4, FAILURES: 0.25}, "logged steps: [1, 2, 3, 4]"),
-        ({"step": 3, FAILURES: 0.0}, "step 3: 0.25 of the trajectories failed, 0 is logged"),
+        ({"step": 3, FAILURES: 0.0}, "step 3: 0.25 of the trajectories were lost, 0 is logged"),
         ({"step": 3, FAILURES: 0.25, GAP: 2.2}, "step 3: sampler and trainer differ by 2.2"),
     ],
 )

@@ -272,11 +272,9 @@ def test_an_evaluation_in_which_everything_failed_is_said_and_never_the_best(
     assert trainer.state.global_step == 3
     evaluations = [entry for entry in trainer.state.log_history if "eval_rollout/turns" in entry]
     assert [entry["eval_reward"] for entry in evaluations] == [None if i in outage else 2.0 for i in range(3)]
-    assert [entry["eval_rollout/infrastructure_failure_share"] for entry in evaluations] == [
-        float(i in outage) for i in range(3)
-    ]
+    assert [entry["eval_rollout/lost_share"] for entry in evaluations] == [float(i in outage) for i in range(3)]
     said = (
-        "5 of the 5 trajectories of this evaluation failed, so that it has no reward: 5 x environment_error: DownEnv"
+        "5 of the 5 trajectories of this evaluation were lost, so that it has no reward: 5 x environment_error: Down"
     )
     assert caplog.text.count(said) == len(outage)
     assert trainer.state.best_metric == (2.0 if len(outage) < 3 else -math.inf)
@@ -295,7 +293,7 @@ def test_the_metrics_of_several_evaluation_sets_have_their_names(tmp_path, monke
     expected = {"hard_new": 2.0, "hard": 1.0}
     for name, reward in expected.items():
         assert logged[f"eval_{name}_reward"] == (None if name == broken else reward)
-        assert logged[f"eval_{name}_rollout/infrastructure_failure_share"] == float(name == broken)
+        assert logged[f"eval_{name}_rollout/lost_share"] == float(name == broken)
         assert f"eval_{name}_loss" in logged
     assert not [name for name in logged if name.startswith("eval_") and not name.startswith("eval_hard_")]
     assert trainer.state.best_metric == (-math.inf if broken == "hard_new" else 2.0)
@@ -309,6 +307,21 @@ def test_a_best_metric_that_no_evaluation_set_has_is_refused_before_the_run(tmp_
         with pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, env=SumEnv, eval_dataset=sets, metric_for_best_model=metric, **options)
     make_trainer(tmp_path, env=SumEnv, eval_dataset=sets, metric_for_best_model="easy_reward", **options)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tools/failure_share", "tools/call_error_share"),
+        ("eval_tools/failures/timeout", "eval_tools/call_errors/timeout"),
+        ("eval_rollout/infrastructure_failure_share", "eval_rollout/lost_share"),
+    ],
+)
+def test_a_best_metric_that_has_another_name_now_is_refused_with_that_name(tmp_path, old, new):
+    options = {**EVALUATION, **BEST, "eval_dataset": questions(5), "env": SumEnv}
+    with pytest.raises(ValueError, match=rf"metric_for_best_model='{old}': .*Did you mean '{new}'"):
+        make_trainer(tmp_path, metric_for_best_model=old, **options)
+    make_trainer(tmp_path, metric_for_best_model=new, **options)
 
 
 @pytest.mark.parametrize(("metric", "better"), [(None, "eval_reward"), ("hard_loss", "eval_hard_reward")])
@@ -329,6 +342,6 @@ def test_failed_rows_are_excluded_from_the_reward_of_an_evaluation(tmp_path, mon
     with caplog.at_level(logging.WARNING, logger="agent_r1_trl"):
         metrics = trainer.evaluate()
     assert metrics["eval_reward"] == metrics["eval_reward/outcome"] == 1.0  # of 0, 1 and 2
-    assert metrics["eval_rollout/infrastructure_failure_share"] == 0.4
+    assert metrics["eval_rollout/lost_share"] == 0.4
     assert metrics[f"eval_stop/{StopReason.ENVIRONMENT_ERROR.value}"] == 0.4
-    assert "2 of the 5 trajectories of this evaluation failed" in caplog.text and "example 'q3'" in caplog.text
+    assert "2 of the 5 trajectories of this evaluation were lost" in caplog.text and "example 'q3'" in caplog.text

@@ -19,17 +19,17 @@ def test_a_count_is_0_for_the_rollouts_without_it_before_and_after_it_was_first_
     metrics = {
         "rollout/turns": [2.0, 1.0, 1.0, 2.0],
         "reward/process": [0.5, math.nan, 0.5, 0.5],
-        "tools/failures/timeout": [3.0],
+        "tools/call_errors/timeout": [3.0],
         "tools/add/calls": [1.0, 2.0],
         "tools/add/latency_s": [0.25],
         "rollout/rows": [3.0],
         "reward_parts/format": [0.75],
         "env/em": [1.0],
     }
-    complete(metrics, seen=["tools/failures/timeout", "tools/failures/exception"])
+    complete(metrics, seen=["tools/call_errors/timeout", "tools/call_errors/exception"])
     means = {name: logged_mean(values) for name, values in metrics.items()}
-    assert means["tools/failures/timeout"] == 3 / 4
-    assert means["tools/failures/exception"] == 0
+    assert means["tools/call_errors/timeout"] == 3 / 4
+    assert means["tools/call_errors/exception"] == 0
     assert means["tools/add/calls"] == 3 / 4
     assert means["rollout/rows"] == 6 / 4, "one row per trajectory where nothing was rewritten"
     assert means["reward_parts/format"] == 0.75 / 3, "one rollout has no trajectory in the baseline"
@@ -38,7 +38,7 @@ def test_a_count_is_0_for_the_rollouts_without_it_before_and_after_it_was_first_
 
 def test_a_log_without_a_new_rollout_says_nothing_of_rollouts():
     metrics = {"loss": [1.0]}
-    fill_absent(metrics, ["tools/failures/timeout", "reward_parts/format"])
+    fill_absent(metrics, ["tools/call_errors/timeout", "reward_parts/format"])
     assert metrics == {"loss": [1.0]}
 
 
@@ -68,7 +68,7 @@ def trainer_that_calls_in(tmp_path, steps, **options):
     return trainer
 
 
-COUNTS = {"tools/failures/invalid_arguments": 1.0, "tools/add/calls": 1.0, "reward_parts/tool_error": -0.1}
+COUNTS = {"tools/call_errors/invalid_arguments": 1.0, "tools/add/calls": 1.0, "reward_parts/tool_error": -0.1}
 
 
 def test_metrics_of_one_rollout_in_four_are_means_over_the_four_and_0_afterwards(tmp_path):
@@ -79,7 +79,7 @@ def test_metrics_of_one_rollout_in_four_are_means_over_the_four_and_0_afterwards
         assert first[name] == pytest.approx(value / 4), name
         assert second[name] == 0, name
     assert first["reward_parts/tool_error"] == pytest.approx(first["reward/process"])
-    assert second["tools/failure_share"] == 0 and "tools/add/latency_s" not in second
+    assert second["tools/call_error_share"] == 0 and "tools/add/latency_s" not in second
 
 
 def test_a_resumed_run_logs_0_of_what_it_has_logged_before(tmp_path):
@@ -102,7 +102,7 @@ def test_a_second_evaluation_logs_0_of_what_the_first_one_has_logged(tmp_path):
     first = trainer.evaluate()
     calls_in.clear()
     second = trainer.evaluate()
-    name = "eval_tools/failures/invalid_arguments"
+    name = "eval_tools/call_errors/invalid_arguments"
     assert first[name] == 1 and second[name] == 0
     assert second["eval_reward_parts/tool_error"] == 0
 

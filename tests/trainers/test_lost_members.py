@@ -104,7 +104,7 @@ def test_a_replaced_failure_changes_no_bit_of_the_run(tmp_path):
     logged = [entry for entry in runs[1].state.log_history if "rollout/tries" in entry]
     assert [entry["rollout/replaced_share"] for entry in logged] == [0.25] * 3
     assert [entry["rollout/tries"] for entry in logged] == [1.5] * 3
-    assert [entry["rollout/infrastructure_failure_share"] for entry in logged] == [0.0] * 3
+    assert [entry["rollout/lost_share"] for entry in logged] == [0.0] * 3
 
 
 def test_what_still_fails_after_all_tries_counts_as_failed(tmp_path):
@@ -112,7 +112,7 @@ def test_what_still_fails_after_all_tries_counts_as_failed(tmp_path):
         tmp_path, env=failing(0, 1, 2, 3), train_dataset=questions(2), max_steps=3, retry_failed=1,
         failures={"max_share": 0.4, "window": 2},
     )  # fmt: skip
-    with pytest.raises(NothingRolledOutError, match=r"4 of the last 8 trajectories failed.*4 x environment_error"):
+    with pytest.raises(NothingRolledOutError, match=r"4 of the last 8 trajectories were lost.*4 x environment_error"):
         trainer.train()
 
 
@@ -122,5 +122,5 @@ def test_failures_of_an_evaluation_are_sampled_again(tmp_path):
         num_generations_eval=4,
     )  # fmt: skip
     metrics = trainer.evaluate()
-    assert metrics["eval_rollout/infrastructure_failure_share"] == 0.0
+    assert metrics["eval_rollout/lost_share"] == 0.0
     assert metrics["eval_rollout/replaced_share"] == 0.25

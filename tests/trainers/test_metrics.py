@@ -64,9 +64,9 @@ def test_tools_are_counted_per_trajectory_and_by_name(metrics):
     assert metrics["tools/search/calls"] == 2 / 4
     assert metrics["tools/search/latency_s"] == pytest.approx(0.2)
     assert metrics["tools/search/latency_max_s"] == 0.3
-    assert metrics["tools/failure_share"] == 2 / 4
-    assert metrics["tools/failures/unknown_tool"] == 1 / 4
-    assert metrics["tools/failures/malformed"] == 1 / 4
+    assert metrics["tools/call_error_share"] == 2 / 4
+    assert metrics["tools/call_errors/unknown_tool"] == 1 / 4
+    assert metrics["tools/call_errors/malformed"] == 1 / 4
     assert not any("nope" in name for name in metrics), "a name the model made up is no metric"
 
 
@@ -77,7 +77,7 @@ def test_turns_tokens_and_stops(metrics):
     assert metrics["tokens/environment"] == 2 / 4
     assert metrics["stop/done"] == 0.5
     assert metrics["stop/max_turns"] == metrics["rollout/truncated_share"] == 0.25
-    assert metrics["rollout/infrastructure_failure_share"] == 0.25
+    assert metrics["rollout/lost_share"] == 0.25
     assert sum(metrics[f"stop/{reason.value}"] for reason in StopReason) == 1.0
     assert metrics["time/generate_s"] == 1.5
     assert metrics["time/longest_trajectory_s"] == 2.0

@@ -367,7 +367,7 @@ def _unfinished(arguments: EvalArguments, results: list[EvaluationResult], conso
         failed = sum(may_pass(item, is_refused=False) for item in trajectories)
         if failed and arguments.journal:
             console.print(
-                f"{failed} of {len(trajectories)} trajectories failed for no fault of the model. The same command "
+                f"{failed} of {len(trajectories)} trajectories were lost for no fault of the model. The same command "
                 "samples those again, and only those (--no_resume: all)."
             )
         elif arguments.journal:

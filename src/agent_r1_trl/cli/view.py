@@ -3,7 +3,7 @@
 agent-r1-trl view outputs/my-agent
 agent-r1-trl view outputs/my-agent --against outputs/other --html compared.html
 agent-r1-trl view outputs/my-agent --serve
-agent-r1-trl view outputs/my-agent --terminal --step 40 --filter failed
+agent-r1-trl view outputs/my-agent --terminal --step 40 --filter unsolved
 agent-r1-trl view outputs/my-agent --list
 agent-r1-trl view outputs/my-agent --example q/17
 agent-r1-trl view outputs/my-agent --events
@@ -35,13 +35,18 @@ COMMAND = "agent-r1-trl view"
 NUM_SHOWN = 3
 TERMINAL = ("terminal", "list", "events", "step", "example", "index", "split", "filter", "num", "width", "color")
 """Options for the terminal: one of them is enough, and no file is written."""
+OLD_FILTERS = {"failed": "unsolved", "tool_errors": "call_errors", "infrastructure": "lost"}
+"""Earlier name of a filter -> its name."""
 FILTERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "failed": ("no exact match, a success below 1/2, or an outcome of 0 or less", lambda item: not item.is_solved),
-    "solved": ("all others", lambda item: item.is_solved),
+    "unsolved": (
+        "no exact match, a success below 1/2, or an outcome of 0 or less; without lost ones",
+        lambda item: not item.is_solved and not item.stop_reason.is_infrastructure_failure,
+    ),
+    "solved": ("an exact match, a success of 1/2 or more, or an outcome above 0", lambda item: item.is_solved),
     "truncated": ("ended by a limit", lambda item: item.stop_reason.is_truncated),
-    "tool_errors": ("with a failed tool call", lambda item: any(result.is_error for result in item.tool_results)),
+    "call_errors": ("with a call error", lambda item: any(result.is_error for result in item.tool_results)),
     "invalid": ("with an unusable turn", lambda item: any(turn.is_invalid for turn in item.turns)),
-    "infrastructure": ("ended by an infrastructure failure", lambda item: item.stop_reason.is_infrastructure_failure),
+    "lost": ("ended by an infrastructure failure", lambda item: item.stop_reason.is_infrastructure_failure),
 }
 
 
@@ -114,7 +119,9 @@ def make_parser() -> PlainParser:
     parser.add_argument("--example", metavar="ID", help="One example: a line for each trajectory of all steps.")
     parser.add_argument("--index", type=int, help="Trajectory to show; by default the first ones of the step.")
     parser.add_argument("--split", choices=("train", "eval"), help="Split to show; by default train, if recorded.")
-    parser.add_argument("--filter", choices=tuple(FILTERS), help=f"Show only some trajectories. {filters}.")
+    parser.add_argument(
+        "--filter", type=_filter_name, choices=tuple(FILTERS), help=f"Show only some trajectories. {filters}."
+    )
     parser.add_argument("--num", type=int, help=f"How many to show; by default {NUM_SHOWN}, with --list all of them.")
     parser.add_argument("--tokenizer", help="Directory or Hub id of a tokenizer; by default the one saved in the run.")
     parser.add_argument("--trust_remote_code", action="store_true", help="Let code that comes with a tokenizer run.")
@@ -122,6 +129,12 @@ def make_parser() -> PlainParser:
     colors = ("auto", "always", "never")
     parser.add_argument("--color", choices=colors, help="auto, the default, respects NO_COLOR.")
     return parser
+
+
+def _filter_name(name: str) -> str:
+    if name in OLD_FILTERS:
+        raise argparse.ArgumentTypeError(f"{name!r} is no filter. Did you mean {OLD_FILTERS[name]!r}? Set it to that")
+    return name
 
 
 def _write_page(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """The lines of a run in a terminal, as functions of its numbers: a table, curves, a bar.
 
-step  reward  exact match  entropy  turns  failed  taught  s/step
-  11   +0.52         0.76    0.034    3.1    0.0%     62%     3.3
-  12   +0.72         0.86    0.040    3.2    0.0%     41%     3.4
+step  reward  exact match  entropy  turns  call errors  taught  s/step
+  11   +0.52         0.76    0.034    3.1         0.0%     62%     3.3
+  12   +0.72         0.86    0.040    3.2         0.0%     41%     3.4
 
 reward       -0.38 ▁▂▅▄▅▄▆█ +0.72
 exact match   0.31 ▁▂▅▄▅▄▆█ 0.86
@@ -25,8 +25,6 @@ from agent_r1_trl.trajectory import own_numbers
 
 TAUGHT = "taught"
 """Share of the groups that taught something: `group/taught_share`."""
-WIDE = 76
-"""Columns of a terminal below which the table has half of its columns."""
 MAX_ROWS, MAX_SPARK, MAX_LABEL = 20, 64, 11
 """Bounds of a table's rows and of the characters of a sparkline and of the label of a number of the user's own."""
 
@@ -38,7 +36,7 @@ class Metric(NamedTuple):
     label: str
     format: str
     is_wide: bool = False
-    """Whether narrow terminals leave it out."""
+    """Whether it is left out where the columns are too wide for the terminal, the last one first."""
 
 
 INFO = "env/"
@@ -52,7 +50,7 @@ METRICS = (
     Metric("sampling/pass_rate", "pass rate", ".2f"),
     Metric("entropy", "entropy", ".3f"),
     Metric("rollout/turns", "turns", ".1f", True),
-    Metric("tools/failure_share", "failed", ".1%", True),
+    Metric("tools/call_error_share", "call errors", ".1%", True),
     Metric(TAUGHT, "taught", ".0%", True),
     Metric("step_time", "s/step", ".1f", True),
 )
@@ -70,7 +68,7 @@ HEADLINE = {
     "env/success": "success",
     "rollout/turns": "turns",
     "rollout/tool_calls": "calls",
-    "tools/failure_share": "failed calls",
+    "tools/call_error_share": "call errors",
     TAUGHT: "taught",
     "entropy": "entropy",
     "filter/kept_share": "kept",
@@ -113,20 +111,22 @@ def row_of(logs: Mapping[str, Any], *, has_critic: bool = False) -> dict[str, fl
 def shown_metrics(rows: Sequence[Row], width: int) -> list[Metric]:
     """The columns for these rows; `success` stands for a score before the first of them.
 
-    Numbers of the user's own stand behind the score; a narrow terminal has the first of them alone.
+    Numbers of the user's own stand behind the score. Columns that do not fit are left out, the last one first.
     """
     own = own_numbers(dict.fromkeys(name for row in rows for name in _names_of_info(row)))
     of_user = [Metric(INFO + name, name[:MAX_LABEL], ".2f", index > 0) for index, name in enumerate(own)]
     behind = next(place for place, metric in enumerate(METRICS) if metric.name == "entropy")
     score = next((name for name in SCORES if any(name in row for row in rows)), None if rows else SCORES[1])
     is_flat = bool(rows) and not any(TAUGHT in row for row in rows)
-    return [
+    shown = [
         metric
         for metric in (*METRICS[:behind], *of_user, *METRICS[behind:])
-        if (metric.name not in SCORES or metric.name == score)
-        and not (metric.is_wide and width < WIDE)
-        and not (metric.name == TAUGHT and is_flat)
+        if (metric.name not in SCORES or metric.name == score) and not (metric.name == TAUGHT and is_flat)
     ]
+    for metric in reversed(shown):
+        if metric.is_wide and len(table([], shown)[0]) >= width:
+            shown.remove(metric)
+    return shown
 
 
 def table(rows: Sequence[Row], metrics: Sequence[Metric]) -> list[Text]:

@@ -75,7 +75,7 @@ def evaluate(
         params: greedy by default.
         num_generations: attempts per example; a metric is the mean over those that did not fail.
         seed: for sampling, environments and bootstrap.
-        retry_failed: how often a trajectory that failed for no fault of the policy is sampled again.
+        retry_failed: how often a trajectory that was lost for no fault of the policy is sampled again.
         on_trajectory: called with each trajectory as it ends, from another thread.
         journal: file that keeps every turn, from which `replay_evaluation` evaluates again.
         resume: go on with that file if there is one: what it holds is not sampled again, but for trajectories that
@@ -198,7 +198,7 @@ def _result(
         check_some_rolled_out(trajectories)
     if causes := count_causes(map(failure_of, trajectories)):
         logger.warning(
-            "%d of %d trajectories failed and are scored nowhere but in infrastructure_failure_rate: %s.",
+            "%d of %d trajectories were lost and are scored nowhere but in lost_rate: %s.",
             sum(cause.count for cause in causes),
             len(trajectories),
             describe_causes(causes),

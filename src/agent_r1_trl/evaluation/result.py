@@ -3,7 +3,7 @@
 A metric is a ratio of two sums over examples (scores and scored attempts; failed calls and calls). The bootstrap draws
 whole examples, so several attempts at one question never count as independent evidence. Where every example has one
 value, 0 or 1, the interval is Wilson's: the bootstrap of examples that are all alike has no width. A trajectory that
-ended in an infrastructure failure counts in `infrastructure_failure_rate` and nowhere else.
+ended in an infrastructure failure counts in `lost_rate` and nowhere else.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NUM_RESAMPLES = 10_000
 """Resamples of the bootstrap; for more than 1,000 examples fewer, but at least 1,000."""
 
 OF_EVERY_TRAJECTORY = (
-    "reward", "turns", "tool_calls", "tool_error_rate", "truncated_rate", "completion_tokens", "input_tokens",
-    "sampled_tokens", "infrastructure_failure_rate", "solved_always", "solved_never", *NAMES.values(),
+    "reward", "turns", "tool_calls", "call_error_rate", "truncated_rate", "completion_tokens", "input_tokens",
+    "sampled_tokens", "lost_rate", "solved_always", "solved_never", *NAMES.values(),
 )  # fmt: skip
 """Metrics that do not come from the environment's `info`, or that have another name there."""
 COUNTS = ("turns", "tool_calls", "completion_tokens", "input_tokens", "sampled_tokens")
@@ -62,7 +62,7 @@ class EvaluationResult:
     duration_s: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     failures: str = ""
-    """Causes of failed trajectories, none the model's fault: the most frequent causes, each with its count and its
+    """Causes of lost trajectories, none the model's fault: the most frequent causes, each with its count and its
     first example.
     """
 
@@ -78,8 +78,8 @@ class EvaluationResult:
 
     @property
     def is_lost(self) -> bool:
-        """Whether every trajectory failed."""
-        return self.metrics.get("infrastructure_failure_rate") == 1.0
+        """Whether every trajectory was lost."""
+        return self.metrics.get("lost_rate") == 1.0
 
     @classmethod
     def from_rows(cls, rows: list[Row], *, example_ids: list[str], seed: int = 0, **values: Any) -> EvaluationResult:
@@ -121,7 +121,7 @@ def to_json(content: dict[str, Any]) -> str:
 def trajectory_sums(trajectory: Trajectory) -> Row:
     """One trajectory's addition to each metric: (numerator, denominator)."""
     is_failure = trajectory.stop_reason.is_infrastructure_failure
-    failures = {"infrastructure_failure_rate": (float(is_failure), 1.0)}
+    failures = {"lost_rate": (float(is_failure), 1.0)}
     if is_failure:
         return failures
     results = trajectory.tool_results
@@ -129,7 +129,7 @@ def trajectory_sums(trajectory: Trajectory) -> Row:
         "reward": (trajectory.total_reward if trajectory.is_scored else 0.0, float(trajectory.is_scored)),
         "turns": (float(len(trajectory.env_turns)), 1.0),
         "tool_calls": (float(len(results)), 1.0),
-        "tool_error_rate": (float(sum(result.is_error for result in results)), float(len(results))),
+        "call_error_rate": (float(sum(result.is_error for result in results)), float(len(results))),
         "truncated_rate": (float(trajectory.stop_reason.is_truncated), 1.0),
         **{name: (float(count), 1.0) for name, count in token_counts(trajectory).items()},
         **failures,

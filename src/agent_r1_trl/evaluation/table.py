@@ -16,7 +16,7 @@ from agent_r1_trl.trajectory import own_numbers
 RESULT_FILE = "evaluation.json"
 STEP = 0
 """Under which the trajectories are recorded."""
-FAILED = "infrastructure_failure_rate"
+LOST = "lost_rate"
 COLUMNS = {
     "exact_match": "EM",
     "f1": "F1",
@@ -25,9 +25,9 @@ COLUMNS = {
     "turns": "turns",
     "tool_calls": "calls",
     "completion_tokens": "tokens",
-    FAILED: "failed",
+    LOST: "lost",
 }
-"""Metric -> heading; a metric that no row has is left out, and so are failures where there are none."""
+"""Metric -> heading; a metric that no row has is left out, and so is `lost` where nothing was."""
 WITH_INTERVAL = ("exact_match", "f1", "success", "reward")
 
 
@@ -64,7 +64,7 @@ class EvaluationTable:
         """Metric -> heading, of the metrics that some row has."""
         names = list(dict.fromkeys(name for row in self.rows for name in row.result.metrics))
         if not any(row.result.failures for row in self.rows):
-            names = [name for name in names if name != FAILED]
+            names = [name for name in names if name != LOST]
         tries = {name: name for name in names if name.startswith(("pass@", "pass^"))}
         known = {name: title for name, title in COLUMNS.items() if name in names}
         ahead = {name: title for name, title in known.items() if name in WITH_INTERVAL}
@@ -126,13 +126,13 @@ class EvaluationTable:
             notes[f"{row.method}: {row.model or 'a loaded model'}{f', {sampling}' if sampling else ''}"] = None
         panels = [(row.dataset, row.result.panel) for row in self.rows if row.result.panel]
         notes |= dict.fromkeys(f"{dataset}: panel {panel}" for dataset, panel in panels)
-        failed = [
-            f"{row.dataset}, {row.method}: {row.result.metrics[FAILED]:.1%} failed for no fault of the model and "
-            f"stand in no other figure: {row.result.failures}."
+        lost = [
+            f"{row.dataset}, {row.method}: {row.result.metrics[LOST]:.1%} of the trajectories were lost, for no fault "
+            f"of the model, and count in no other figure: {row.result.failures}."
             for row in self.rows
             if row.result.failures
         ]
-        return [*notes, "In brackets: 95% interval over examples (bootstrap; Wilson's where each is 0 or 1).", *failed]
+        return [*notes, "In brackets: 95% interval over examples (bootstrap; Wilson's where each is 0 or 1).", *lost]
 
 
 def short_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:

@@ -192,7 +192,7 @@ def _calls(trajectory: Trajectory) -> list[RenderableType]:
                     (f"turn {index}  ", "bold"),
                     _cut(f"{result.call.name or '?'}({arguments})"),
                     (f"  {result.latency_s * 1000:.0f} ms", "dim"),
-                    (f"  failed: {result.error_label}" if result.is_error else "", "red"),
+                    (f"  call error: {result.error_label}" if result.is_error else "", "red"),
                     ("  cut" if result.is_truncated else "", "yellow"),
                     f"\n  → {_cut(' '.join(result.content.split()))}",
                 )
@@ -212,8 +212,8 @@ def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
     opened = [item for item in trajectory.segments if item.start == turn.start and item.prompt_ids]
     parts += [f"after a new context of {len(opened[-1].prompt_ids or ())} tokens"] if opened else []
     flags = [name for name, is_set in (("cut", turn.is_truncated), ("invalid", turn.is_invalid)) if is_set]
-    failures = _num_failures(turn)
-    flags += [f"{failures} failed call{'s' if failures > 1 else ''}"] if failures else []
+    num_errors = _num_call_errors(turn)
+    flags += [f"{num_errors} call error{'s' if num_errors > 1 else ''}"] if num_errors else []
     return _rule(" · ".join([*parts, *flags]), style="red" if flags else "default")
 
 
@@ -233,7 +233,7 @@ def summary_table(records: Sequence[Record], example: str | None = None) -> Tabl
     from rich import box
     from rich.table import Table
 
-    title, hidden = (_text(example), ("calls", "failed", "tokens")) if example else (None, ())
+    title, hidden = (_text(example), ("calls", "call errors", "tokens")) if example else (None, ())
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", collapse_padding=True)
     for row, record in enumerate(records):
         item = record.trajectory
@@ -244,7 +244,7 @@ def summary_table(records: Sequence[Record], example: str | None = None) -> Tabl
             "stop": item.stop_reason.value,
             "turns": str(len(item.env_turns)),
             "calls": str(len(item.tool_results)),
-            "failed": str(sum(map(_num_failures, item.turns))),
+            "call errors": str(sum(map(_num_call_errors, item.turns))),
             "tokens": str(
                 item.info[USAGE].get("completion_tokens", "-") if item.is_hosted else len(item.completion_ids)
             ),
@@ -279,7 +279,7 @@ def _parts(parts: dict[str, float]) -> str:
     return f" ({', '.join(f'{name} {value:+.3f}' for name, value in parts.items())})" if parts else ""
 
 
-def _num_failures(turn: Turn) -> int:
+def _num_call_errors(turn: Turn) -> int:
     return sum(result.is_error for result in turn.tool_results)
 
 

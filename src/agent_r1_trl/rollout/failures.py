@@ -21,7 +21,7 @@ class NothingRolledOutError(RunError):
 
 @dataclass(kw_only=True, frozen=True)
 class FailureCause:
-    """Why trajectories failed."""
+    """Why trajectories were lost."""
 
     stop_reason: str
     error: str
@@ -95,5 +95,5 @@ def check_some_rolled_out(trajectories: Sequence[Trajectory]) -> None:
     causes = count_causes(map(failure_of, trajectories))
     if sum(cause.count for cause in causes) == len(trajectories):
         raise NothingRolledOutError(
-            f"All {len(trajectories)} trajectories failed: {describe_causes(causes)}. {what_to_do(causes)}"
+            f"All {len(trajectories)} trajectories were lost: {describe_causes(causes)}. {what_to_do(causes)}"
         )

@@ -77,7 +77,7 @@ class RolloutRunner:
         env_factory: makes a fresh environment; called once per trajectory.
         limits: of every trajectory.
         params: how tokens are drawn, unless `run` is told otherwise.
-        retry_failed: how often a trajectory that failed for no fault of the policy is tried again.
+        retry_failed: how often a trajectory that was lost for no fault of the policy is tried again.
         on_trajectory: called with each trajectory as it ends (from the event loop's thread).
         keep_going: see `run_trajectory`.
     """
@@ -254,7 +254,7 @@ class RolloutRunner:
         if cause.key not in self._warned_of and len(self._warned_of) < MAX_CAUSES:
             self._warned_of.add(cause.key)
             logger.warning(
-                "A trajectory failed and is tried again (retry_failed=%d): %s. This cause is reported once; "
+                "A trajectory was lost and is tried again (retry_failed=%d): %s. This cause is reported once; "
                 "rollout/tries counts on.",
                 self.retry_failed,
                 cause,

@@ -114,7 +114,7 @@ def roll_out(
         examples: B rows of a data set. Trajectory i has seed i, and the row's `id`, else i, as `example_id`.
         chat: the chat format (`ChatFormat(tokenizer)` for your model's); None: that of a scripted policy, else a tiny
             tokenizer with Qwen3's template.
-        retry_failed: how often a trajectory that failed for no fault of the policy is tried again.
+        retry_failed: how often a trajectory that was lost for no fault of the policy is tried again.
         reset_seed: the seed of the initial state, the same for all.
         on_trajectory: called with each trajectory as it ends, from another thread.
         **limits: fields of `RolloutLimits`, such as `max_turns=2`.

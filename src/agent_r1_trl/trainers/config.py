@@ -176,7 +176,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     retry_failed: CountOrZero = setting(
         0,
-        "How often a trajectory that failed for no fault of the policy (not prompt_too_long) is sampled again in its "
+        "How often a lost trajectory (environment_error, generation_error, tool_failure) is sampled again in its "
         "rollout, with the same seeds.",
     )
     min_group_size: Count | None = setting(

@@ -23,6 +23,7 @@ from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.pool import prepare_threads_with
 from agent_r1_trl.trainers.callbacks import is_main_process
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.metrics import RENAMED
 
 if TYPE_CHECKING:
     import asyncio
@@ -145,11 +146,17 @@ def check_best_metric(config: MultiTurnConfig, eval_dataset: EvalRows) -> None:
     """Look at what the best checkpoint is chosen by, which else shows at the first evaluation, or never.
 
     Raises:
-        ValueError: of several evaluation sets none has such a metric.
+        ValueError: of several evaluation sets none has such a metric, or metrics of this name have another one now.
     """
     best = config.metric_for_best_model
     if best is None or str(getattr(config.eval_strategy, "value", config.eval_strategy)) == "no":
         return
+    for old, new in RENAMED.items():
+        if old in best:
+            raise ValueError(
+                f"metric_for_best_model={best!r}: there is no such metric. Did you mean {best.replace(old, new)!r}? "
+                "Set metric_for_best_model to a name of docs/metrics.md."
+            )
     name, sets = f"eval_{best.removeprefix('eval_')}", [*eval_dataset] if isinstance(eval_dataset, Mapping) else []
     if sets and not name.startswith(tuple(f"eval_{key}_" for key in sets)):
         raise ValueError(

@@ -50,7 +50,7 @@ class EvaluationRows:
 
     @property
     def has_failed(self) -> bool:
-        """Whether there were rows, and every trajectory failed."""
+        """Whether there were rows, and every trajectory was lost."""
         return bool(self._failures) and None not in self._failures
 
     def take_rewards(self, values: torch.Tensor, trajectories: Sequence[Trajectory], *, rank: int) -> None:
@@ -125,7 +125,7 @@ class EvaluationRows:
         if causes and is_main_process():
             logger.log(
                 logging.ERROR if self.has_failed else logging.WARNING,
-                "%d of the %d trajectories of this evaluation failed, %s: %s.",
+                "%d of the %d trajectories of this evaluation were lost, %s: %s.",
                 sum(cause.count for cause in causes),
                 len(self._failures),
                 "so that it has no reward" if self.has_failed else "and are excluded from its reward",

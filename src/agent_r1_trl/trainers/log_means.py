@@ -94,7 +94,7 @@ ROLLOUT = "rollout/turns"
 BASELINE = "reward/process"
 """One that every rollout has, and that is NaN where no trajectory is in the baseline."""
 ABSENT: tuple[tuple[re.Pattern[str], float, str], ...] = (
-    (re.compile(r"tools/failures/.+"), 0.0, ROLLOUT),
+    (re.compile(r"tools/call_errors/.+"), 0.0, ROLLOUT),
     (re.compile(r"tools/.+/calls"), 0.0, ROLLOUT),
     (re.compile(r"rollout/summaries"), 0.0, ROLLOUT),
     (re.compile(r"rollout/rows"), 1.0, ROLLOUT),

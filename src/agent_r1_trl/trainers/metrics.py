@@ -59,6 +59,14 @@ def gather_metrics(
     return metrics, sum(record["prompt_length"] + record["length"] for record in records)
 
 
+RENAMED = {
+    "rollout/infrastructure_failure_share": "rollout/lost_share",
+    "tools/failure_share": "tools/call_error_share",
+    "tools/failures/": "tools/call_errors/",
+}
+"""Earlier name of a metric, or its beginning -> its name."""
+
+
 def trajectory_record(trajectory: Trajectory, compared: Sequence[float] | None = None) -> dict[str, Any]:
     """The few numbers that metrics need from one trajectory: small enough to gather over ranks.
 
@@ -76,7 +84,7 @@ def trajectory_record(trajectory: Trajectory, compared: Sequence[float] | None =
         "rollout/invalid_turns": sum(turn.is_invalid for turn in turns),
         "rollout/tool_calls": len(results),
         "rollout/truncated_share": stop.is_truncated,
-        "rollout/infrastructure_failure_share": stop.is_infrastructure_failure,
+        "rollout/lost_share": stop.is_infrastructure_failure,
         "rollout/unscored_share": not trajectory.is_scored and not stop.is_infrastructure_failure,
         "rollout/replaced_share": bool(trajectory.failed_tries) and not stop.is_infrastructure_failure,
         "rollout/tries": 1 + len(trajectory.failed_tries),
@@ -180,12 +188,12 @@ def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     num_read = len(calls) - errors["malformed"]  # to TRL, what cannot be read is no call
     num_uncharged = sum(record["uncharged"] for record in records)
     metrics = {
-        "tools/failure_share": sum(errors.values()) / len(calls) if calls else 0.0,
+        "tools/call_error_share": sum(errors.values()) / len(calls) if calls else 0.0,
         "tools/uncharged_share": num_uncharged / len(calls) if calls else 0.0,
         "tools/call_frequency": num_read / len(records),
         "tools/failure_frequency": (sum(errors.values()) - errors["malformed"]) / num_read if num_read else 0.0,
     }
-    metrics |= {f"tools/failures/{kind}": count / len(records) for kind, count in sorted(errors.items())}
+    metrics |= {f"tools/call_errors/{kind}": count / len(records) for kind, count in sorted(errors.items())}
     for name in sorted({name for record in records for name in record["known_tools"]}):
         latencies, waits, cuts = zip(*(rest for call, *rest in calls if call == name), strict=True)
         metrics[f"tools/{name}/calls"] = len(latencies) / len(records)

@@ -45,10 +45,10 @@ RECIPE = {
 RESULTS = {
     "exact_match": 0.625,
     "turns": 2.5,
-    "tool_error_rate": None,
+    "call_error_rate": None,
     "num_examples": 40,
     "num_generations": 1,
-    "intervals": {"exact_match": [0.5, 0.75], "turns": [2.25, 2.75], "tool_error_rate": [None, None]},
+    "intervals": {"exact_match": [0.5, 0.75], "turns": [2.25, 2.75], "call_error_rate": [None, None]},
     "duration_s": 3.0,
     "settings": {"temperature": 0.0},
 }

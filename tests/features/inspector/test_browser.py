@@ -170,7 +170,7 @@ def run_page(tmp_path_factory):
 def test_the_overview_says_what_to_look_at_and_a_card_sets_the_filter(browser, run_page):
     visit = Visit(browser, run_page)
     assert "trajectories of training" in visit.text("#overview")
-    visit.page.click("text=with failed tool calls")
+    visit.page.click("text=with call errors")
     visit.until("location.hash.startsWith('#1/')")
     assert "1 of 5" in visit.text("#filters") and "q/2" in visit.text("#rows") and "q/3" not in visit.text("#rows")
     assert not visit.errors

@@ -169,10 +169,10 @@ def test_badges_sit_where_token_rewards_places_them(run_folder, tmp_path):
 def test_flags_say_what_is_wrong_with_a_trajectory(run_folder, tmp_path):
     _, meta = read_page(run_folder, tmp_path / "a.html")
     names = [{name for bit, name in enumerate(FLAGS) if flags >> bit & 1} for flags in meta["index"]["flags"]]
-    assert names[0] == {"tool_error", "invalid", "same"}
-    assert names[6] == {"tool_error", "invalid"} and names[7] == {"tool_error", "invalid"}
-    failed = meta["index"]["stop"].index(meta["stops"].index("prompt_too_long"))
-    assert names[failed] == {"infrastructure", "failed", "untrained"} and meta["index"]["reward"][failed] is None
+    assert names[0] == {"call_errors", "invalid", "same"}
+    assert names[6] == {"call_errors", "invalid"} and names[7] == {"call_errors", "invalid"}
+    lost = meta["index"]["stop"].index(meta["stops"].index("prompt_too_long"))
+    assert names[lost] == {"lost", "untrained"} and meta["index"]["reward"][lost] is None
 
 
 def test_groups_of_older_records_are_counted_in_their_order(run_folder):

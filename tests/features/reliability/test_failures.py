@@ -81,7 +81,7 @@ def test_share_and_window_are_the_users():
 def test_the_error_names_the_causes_the_setting_and_the_fix():
     watch = FailureBudget(0.25, 2)
     assert watch.judge([failed("lost"), failed(), failed(example_id="q2"), None], group_size=2) == (
-        "3 of the last 4 trajectories failed, a larger share than failures.max_share=0.25 allows: "
+        "3 of the last 4 trajectories were lost, a larger share than failures.max_share=0.25 allows: "
         "2 x environment_error: the server is down (first in example 'q1'); "
         "1 x environment_error: lost (first in example 'q1'). Correct the environment or the data, or raise "
         "failures.max_share. Run `agent-r1-trl doctor` on this environment and data set."
@@ -164,7 +164,7 @@ def test_an_outage_ends_the_run_when_the_window_is_full_of_it(tmp_path, share, n
 
     options = {"failures.window": 4, "failures.max_share": share, **ONE_PROMPT}
     trainer = make_trainer(tmp_path, env=Outage, max_steps=20, **options)
-    message = rf"{num_failed} of the last 16 trajectories failed, .*failures.max_share={share}"
+    message = rf"{num_failed} of the last 16 trajectories were lost, .*failures.max_share={share}"
     with pytest.raises(NothingRolledOutError, match=message):
         trainer.train()
     assert trainer.state.global_step == steps
@@ -201,7 +201,7 @@ def test_a_required_reward_that_is_missing_is_in_no_loss_and_counts_as_a_failure
 
 def test_a_judge_that_is_away_from_the_start_or_stays_away_ends_the_run(tmp_path):
     trainer = make_trainer(tmp_path / "start", max_steps=3, reward_funcs=[silent_for()])
-    with pytest.raises(NothingRolledOutError, match="All 8 trajectories failed: 8 x not_scored: HTTP 503") as error:
+    with pytest.raises(NothingRolledOutError, match="All 8 trajectories were lost: 8 x not_scored: HTTP 503") as error:
         trainer.train()
     assert "Correct the reward function, or resume" in str(error.value)
     assert "doctor" not in str(error.value), "the doctor calls no reward function"
@@ -246,7 +246,7 @@ def test_an_update_on_failures_alone_changes_nothing(tmp_path, trainer_class, la
         any(not torch.equal(a, b) for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(weights)
     ]
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    share = [entry.get("rollout/infrastructure_failure_share") for entry in logged]
+    share = [entry.get("rollout/lost_share") for entry in logged]
     share = [value if value is not None else share[index - 1] for index, value in enumerate(share)]
     assert set(share) == {0.0, 1.0}
     for entry, value, changed in zip(logged, share, is_changed, strict=True):

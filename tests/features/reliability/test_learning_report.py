@@ -12,6 +12,7 @@ from agent_r1_trl.features.reliability.tool_watch import ToolOutageError
 from agent_r1_trl.rewards import required
 from agent_r1_trl.testing import AddEnv, calls, say
 from agent_r1_trl.tools import tool
+from agent_r1_trl.trajectory import StopReason
 from tests.trainers.helpers import make_trainer
 
 
@@ -158,8 +159,8 @@ class Scored:
 
     in_baseline, turns = True, ()
 
-    def __init__(self, reward):
-        self.total_reward = reward
+    def __init__(self, reward, stop_reason=StopReason.DONE):
+        self.total_reward, self.is_solved, self.stop_reason = reward, reward > 0, stop_reason
 
 
 def test_the_summary_of_a_run_in_which_nothing_was_scored_says_so():
@@ -176,10 +177,12 @@ def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
         report.take([Scored(float(i % 32 < num_right)) for i in range(32)], step=step, group_size=8)
     summary = report.summary()
     assert "reward          0.25 at step 1, 0 at step 4, best 0.5 at step 3" in summary
-    assert "agent-r1-trl view out --filter failed" in summary
+    assert "unsolved        32 of the last rollout: agent-r1-trl view out --filter unsolved" in summary
     # The first mean has the standard error sqrt(8 * 24 / 32 / 31 / 32) = 0.078, and 0.25 is more than 3 of them.
     assert "The reward fell" in summary and "lower learning_rate" in summary
     report.take([Scored(float(i < 6)) for i in range(32)], step=5, group_size=8)
     assert "The reward fell" not in report.summary(), "0.19 is no certain fall from 0.25"
+    report.take([Scored(1.0)] * 31 + [Scored(0.0, StopReason.ENVIRONMENT_ERROR)], step=6, group_size=8)
+    assert "unsolved" not in report.summary()
     report.begin_run()
     assert report.summary() == ""

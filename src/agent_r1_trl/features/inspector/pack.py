@@ -40,7 +40,7 @@ AUTHORS = list(Author)
 SIGNS = ("+ ", "- ", "* ", "/ ", "= ")
 EXACT = ("advantage", "return", "value", "sum")
 """Columns of 16 bits of mantissa: parts of sums."""
-_FLAGS = "infrastructure tool_error invalid truncated failed untrained same masked rows gap"
+_FLAGS = "lost call_errors invalid truncated unsolved untrained same masked rows gap"
 FLAGS = tuple(_FLAGS.split())
 """Bits of `flags` in the index, from the lowest. `gap`: the recorded advantage is not the explained one."""
 
@@ -341,12 +341,13 @@ def flags_of(record: Record, is_same: bool, found: Explanation | None) -> int:
     item, in_loss = record.trajectory, record.in_loss
     if in_loss is None:  # an older record
         in_loss = item.in_baseline and not item.is_replaced and any(item.advantages or [])
+    is_lost = item.stop_reason.is_infrastructure_failure
     is_set = {
-        "infrastructure": item.stop_reason.is_infrastructure_failure,
-        "tool_error": any(result.is_error for result in item.tool_results),
+        "lost": is_lost,
+        "call_errors": any(result.is_error for result in item.tool_results),
         "invalid": any(turn.is_invalid for turn in item.turns),
         "truncated": item.stop_reason.is_truncated,
-        "failed": not item.is_solved,
+        "unsolved": not (item.is_solved or is_lost),
         "untrained": record.split == "train" and not in_loss,
         "same": is_same,
         "masked": record.is_masked,

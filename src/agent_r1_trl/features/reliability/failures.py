@@ -52,7 +52,7 @@ class FailureBudget(RolloutCallback):
     def begin_run(self) -> None:
         """Forget the rollouts of an earlier run; one that is resumed begins anew as well."""
         self._rollouts: deque[tuple[int, Sequence[FailureCause | None]]] = deque()
-        """Number of prompts of each of the last rollouts, and why each of its trajectories failed, if it did."""
+        """Number of prompts of each of the last rollouts, and why each of its trajectories were lost, if it did."""
         self._num_prompts, self._has_rolled_out, self._had_rolled_out = 0, False, False
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
@@ -124,11 +124,11 @@ class FailureBudget(RolloutCallback):
         found = [failure for _, failures in self._rollouts for failure in failures]
         causes, num_failed = count_causes(found), len(found) - found.count(None)
         if found and not self._has_rolled_out and not may_be_one_row:
-            return f"All {len(found)} trajectories failed: {describe_causes(causes)}. {what_to_do(causes)}"
+            return f"All {len(found)} trajectories were lost: {describe_causes(causes)}. {what_to_do(causes)}"
         is_full = sum(num for num, _ in self._rollouts) >= self.window
         if is_full and num_failed > self.max_share * len(found):
             return (
-                f"{num_failed} of the last {len(found)} trajectories failed, a larger share than "
+                f"{num_failed} of the last {len(found)} trajectories were lost, a larger share than "
                 f"failures.max_share={self.max_share} allows: {describe_causes(causes)}. "
                 f"{what_to_do(causes, ', or raise failures.max_share')}"
             )
@@ -141,8 +141,8 @@ class FailureBudget(RolloutCallback):
             self._warned_of.add(cause.key)
             if is_main_process():
                 logger.warning(
-                    "Trajectories failed for no fault of the policy and are excluded from the update: %s. This cause "
-                    "is reported once; rollout/infrastructure_failure_share and rollout/unscored_share count on.%s",
+                    "Trajectories were lost for no fault of the policy and are excluded from the update: %s. This "
+                    "cause is reported once; rollout/lost_share and rollout/unscored_share count on.%s",
                     cause,
                     " Further causes are not reported." if len(self._warned_of) == MAX_WARNINGS else "",
                 )

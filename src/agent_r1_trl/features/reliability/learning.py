@@ -84,6 +84,8 @@ class LearningReport(RolloutCallback):
         """Forget an earlier run of the same trainer."""
         self.rollouts: list[RolloutResult] = []
         self._has_rolled_out = False
+        self.num_unsolved = 0
+        """Trajectories of the last rollout whose task was not solved, on all ranks."""
         self.answers: dict[str, Answers] = {}
         self._warned_of: set[str] = set()
         """Names of tools, and "" for the rewards."""
@@ -117,6 +119,8 @@ class LearningReport(RolloutCallback):
         `has_advantage`: whether any of them has an advantage other than 0 in the loss; None where it is unknown.
         """
         self._has_rolled_out = True
+        unsolved = [not (item.is_solved or item.stop_reason.is_infrastructure_failure) for item in trajectories]
+        self.num_unsolved = sum(gather_object(unsolved))
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
         groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
         groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
@@ -207,7 +211,8 @@ class LearningReport(RolloutCallback):
                 "The reward fell: the model at the end is worse than the one at the start. Set a lower learning_rate "
                 "(a third of it or less), and see docs/troubleshooting.md."
             )
-        lines += [f"failures        {self.command} --filter failed"] if self.command else []
+        if self.command and self.num_unsolved:
+            lines.append(f"unsolved        {self.num_unsolved} of the last rollout: {self.command} --filter unsolved")
         return "\n".join(lines)
 
 

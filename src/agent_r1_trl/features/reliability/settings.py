@@ -13,7 +13,7 @@ class FailureSettings(SettingsGroup):
 
     max_share: Share = setting(
         0.5,
-        "End the run when a larger share of the last trajectories failed for no fault of the policy "
+        "End the run when a larger share of the last trajectories were lost for no fault of the policy "
         "(environment_error, generation_error, tool_failure, prompt_too_long), or a required reward function did not "
         "score them. 1.0: only if nothing can be sampled.",
     )

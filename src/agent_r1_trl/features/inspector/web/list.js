@@ -2,12 +2,12 @@
 
 const ROW = 44;
 const CHIPS = [
-  {flag: "infrastructure", label: "infrastructure", weight: 16},
+  {flag: "lost", label: "lost", weight: 16},
   {flag: "gap", label: "unexplained", weight: 8},
-  {flag: "tool_error", label: "tool errors", weight: 6},
+  {flag: "call_errors", label: "call errors", weight: 6},
   {flag: "invalid", label: "invalid turns", weight: 4},
   {flag: "truncated", label: "truncated", weight: 3},
-  {flag: "failed", label: "failed", weight: 0},
+  {flag: "unsolved", label: "unsolved", weight: 0},
   {flag: "untrained", label: "not trained on", weight: 0},
   {flag: "same", label: "all the same", weight: 0},
   {flag: "rows", label: "new contexts", weight: 0},
@@ -193,7 +193,7 @@ function rewardColour(place) {
 }
 
 function noteOf(line) {
-  const errors = line.members.filter((i) => has(i, "tool_error")).length;
+  const errors = line.members.filter((i) => has(i, "call_errors")).length;
   const isEach = line.members.length === 1;
   const first = line.members[0];
   const problem = CHIPS.find(({flag, weight}) => weight > 0 && line.flags & FLAG[flag]);
@@ -201,7 +201,7 @@ function noteOf(line) {
     const reward = table.reward[first] === null ? "not scored" : show(table.reward[first], true, 2);
     return el(problem ? "span.problem" : "span", `${problem ? problem.label : stopReason(first)} · ${reward}`);
   }
-  if (problem && problem.flag === "tool_error") return el("span.problem", `${errors} with tool errors`);
+  if (problem && problem.flag === "call_errors") return el("span.problem", `${errors} with call errors`);
   if (problem) return el("span.problem", problem.label);
   if (line.flags & FLAG.same) return el("span", "all the same reward");
   return el("span", `mean ${show(line.mean, true, 2)}`);

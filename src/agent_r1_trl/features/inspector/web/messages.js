@@ -47,5 +47,5 @@ function callNode(call) {
   return el("div.call", el("span.label", "call"), el("div.content",
     el("b", named(call.name)),
     list.map(([name, value]) => el("div.argument", name ? [named(name), " = "] : null, foreign(value))),
-    el("div.quiet", facts, call.error ? el("span.problem", ` · failed: ${call.error}`) : null)));
+    el("div.quiet", facts, call.error ? el("span.problem", ` · call error: ${call.error}`) : null)));
 }

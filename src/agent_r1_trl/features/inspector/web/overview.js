@@ -3,7 +3,7 @@
 const run = meta.runs[0];
 const FIRST = [
   ["reward"], ["env/em", "env/success", "reward/outcome"], ["frac_reward_zero_std"], ["entropy"], ["kl"],
-  ["rollout/turns"], ["completions/mean_length"], ["rollout/truncated_share"], ["tools/failure_share"], ["grad_norm"],
+  ["rollout/turns"], ["completions/mean_length"], ["rollout/truncated_share"], ["tools/call_error_share"], ["grad_norm"],
   ["loss"], ["critic/explained_variance"], ["step_time"],
 ];
 // Of a rollout beside the update, a step takes what the update waits for it.
@@ -36,7 +36,7 @@ function sentence() {
     parts.push(logs > 1 ? `Reward went from ${from} to ${to} in ${plural(logs, "log")}${fell}.` : `Reward is ${to}.`);
   } else {
     const known = Object.keys(table.run).filter((i) => table.run[i] === 0 && table.reward[i] !== null);
-    const solved = known.filter((i) => !has(i, "failed")).length;
+    const solved = known.filter((i) => !has(i, "unsolved") && !has(i, "lost")).length;
     const mean = known.reduce((sum, i) => sum + table.reward[i], 0) / known.length;
     if (known.length) parts.push(`${count(solved)} of ${plural(known.length, "trajectory", "trajectories")} are solved; ` +
       `the mean reward is ${show(mean, true, 2)}.`);
@@ -56,12 +56,12 @@ function sentence() {
 // ---------------------------------------------------------------- look at these first
 
 const CARDS = [
-  ["infrastructure", "ended by an infrastructure failure", "neither in the baseline nor in the loss"],
+  ["lost", "lost to an infrastructure failure", "neither in the baseline nor in the loss"],
   ["gap", "with an advantage that the record does not explain", "please report it"],
-  ["tool_error", "with failed tool calls", ""],
+  ["call_errors", "with call errors", "tool calls that failed"],
   ["invalid", "with an unusable turn", "malformed calls, unknown tools"],
   ["truncated", "ended by a limit", "turns, tokens or time"],
-  ["untrained", "not trained on", "filtered, replaced, failed, or without advantage"],
+  ["untrained", "not trained on", "filtered, replaced, lost, or without advantage"],
   ["same", "in groups with one reward", "a group like that has no signal"],
   ["masked", "with a masked secret", ""],
 ];

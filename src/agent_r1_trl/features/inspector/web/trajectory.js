@@ -67,7 +67,7 @@ function heading(opened) {
     has(i, "untrained") ? "Not trained on: none of its tokens is in the loss." : "",
     has(i, "masked") ? "A secret was masked: the ids of that part are 0." : "",
     has(i, "gap") ? "The recorded advantage is not the one that the record explains." : "",
-    ...head.tries.map((text) => `An earlier try failed: ${text}`),
+    ...head.tries.map((text) => `An earlier try was lost: ${text}`),
   ].filter(Boolean);
   const infos = head.info.map(([name, value]) => el("span.item", named(name), " = ", foreign(value, "plain", 600)));
   return el("div.heading",
