@@ -29,6 +29,11 @@ class DoctorArguments(TaskArguments, TemplateArguments):
         "Load the weights as well, sample short answers and compare their log-probs with those of an update (minutes "
         "for a large model).",
     )
+    num_prompts: Count | None = setting(
+        None,
+        "Also sample this many rows of the recipe's data set as its training does (the weights are loaded): shares of "
+        "valid calls and of success, and whether the rewards in a group differ.",
+    )
     context: ContextMapping = setting(None, "Context policy of the recipe: 'strip_thinking' decides the chat format.")
 
     def chat_options(self) -> dict[str, Any]:

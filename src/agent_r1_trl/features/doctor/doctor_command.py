@@ -21,6 +21,7 @@ from agent_r1_trl.environments.data_files import load_rows
 from agent_r1_trl.evaluation.agent import is_local
 from agent_r1_trl.features.doctor.checks import run_doctor
 from agent_r1_trl.features.doctor.command_arguments import HELP
+from agent_r1_trl.features.doctor.command_trial import examine_start
 from agent_r1_trl.features.doctor.memory import GIB, estimate_memory, find_peak, find_savings, judge
 from agent_r1_trl.features.doctor.memory_command import read_setup
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
@@ -70,8 +71,13 @@ def run(argv: Sequence[str]) -> int:
     if problem := problem_of_recipe(parser.recipe):
         report.warning("precision", problem, REMEDY)
     path = config_of(argv)
+    if path is None and arguments.num_prompts is not None:
+        raise UsageError("--num_prompts: rows are sampled as a recipe says, and there is none. Pass --config.")
     if path is not None:
-        _report_memory(report, ["--config", path, "--model_name_or_path", arguments.model_name_or_path])
+        flags = ["--config", path, "--model_name_or_path", arguments.model_name_or_path]
+        if arguments.num_prompts is not None:
+            examine_start(report, flags, arguments.num_prompts)
+        _report_memory(report, flags)
     PlainConsole().print(render(report.findings))
     return int(has_errors(report.findings))
 
