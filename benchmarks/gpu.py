@@ -520,7 +520,7 @@ def shape_of(options: argparse.Namespace) -> Any:
     """Sizes of a step's model."""
     from peft import LoraConfig
 
-    from agent_r1_trl.features.doctor.memory import read_shape
+    from agent_r1_trl.trainers.memory import read_shape
 
     lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if options.lora else None
     return read_shape(train_step.model_config(options), lora)
@@ -528,7 +528,7 @@ def shape_of(options: argparse.Namespace) -> Any:
 
 def estimated_bytes(options: argparse.Namespace, size: Any) -> float:
     """What `memory` expects of the update, CUDA context apart."""
-    from agent_r1_trl.features.doctor.memory import CONTEXT_BYTES, MemorySetup, estimate_memory, find_peak
+    from agent_r1_trl.trainers.memory import CONTEXT_BYTES, MemorySetup, estimate_memory, find_peak
 
     batch = train_step.make_batch(options)
     lengths = (batch["prompt_mask"].sum(dim=1) + batch["completion_mask"].sum(dim=1)).tolist()

@@ -1,7 +1,7 @@
 """`agent-r1-trl memory` reads a recipe and an accelerate configuration as `train` would, and says whether it fits.
 
 Covered: what the settings become, the printed table, exit codes, mistakes. Not covered: the arithmetic
-(tests/features/doctor/test_memory.py).
+(tests/trainers/test_memory.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from transformers import MambaConfig, Qwen2Config
 
 from agent_r1_trl.cli import main
 from agent_r1_trl.features.doctor import memory_command
-from agent_r1_trl.features.doctor.memory import ModelShape
 from agent_r1_trl.features.doctor.memory_command import read_accelerate_config, read_setup, run
-from tests.features.doctor.test_memory import BILLION
+from agent_r1_trl.trainers.memory import ModelShape
+from tests.trainers.test_memory import BILLION
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "recipes" / "accelerate_configs"

@@ -22,10 +22,11 @@ from agent_r1_trl.evaluation.agent import is_local
 from agent_r1_trl.features.doctor.checks import run_doctor
 from agent_r1_trl.features.doctor.command_arguments import HELP
 from agent_r1_trl.features.doctor.command_trial import examine_start
-from agent_r1_trl.features.doctor.memory import GIB, estimate_memory, find_peak, find_savings, judge
 from agent_r1_trl.features.doctor.memory_command import read_setup
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
+from agent_r1_trl.features.doctor.savings import find_savings
 from agent_r1_trl.features.doctor.scores import examine_scores
+from agent_r1_trl.trainers.memory import GIB, estimate_memory, find_peak, judge
 from agent_r1_trl.trainers.metrics import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"

@@ -26,18 +26,18 @@ from agent_r1_trl.cli.recipe import read_recipe
 from agent_r1_trl.cli.train import config_class_of, find_trainer
 from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.features.doctor.command_arguments import HELP, MemoryArguments
-from agent_r1_trl.features.doctor.memory import (
+from agent_r1_trl.features.doctor.savings import find_savings
+from agent_r1_trl.generation.adapter_folders import check_whole_model
+from agent_r1_trl.trainers.config import ModelConfig, get_peft_config
+from agent_r1_trl.trainers.memory import (
     GIB,
     PHASES,
     MemorySetup,
     estimate_memory,
     find_peak,
-    find_savings,
     judge,
     read_shape,
 )
-from agent_r1_trl.generation.adapter_folders import check_whole_model
-from agent_r1_trl.trainers.config import ModelConfig, get_peft_config
 
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 

@@ -14,18 +14,17 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
 from agent_r1_trl.critic.attach import attach_critic, critic_parameters
-from agent_r1_trl.features.doctor.memory import (
+from agent_r1_trl.generation.local.decoding import RowCache
+from agent_r1_trl.trainers.memory import (
     GIB,
     MemorySetup,
     ModelShape,
     estimate_memory,
     find_peak,
-    find_savings,
     judge,
     read_shape,
     token_bytes,
 )
-from agent_r1_trl.generation.local.decoding import RowCache
 from agent_r1_trl.update.micro_batches import plan_micro_batches
 from agent_r1_trl.update.packed_attention import use_packed_attention
 from agent_r1_trl.update.packing import pack
@@ -327,17 +326,6 @@ def test_the_peak_takes_the_larger_of_update_and_rollout():
 @pytest.mark.parametrize(("peak", "verdict"), [(0.9, "fits"), (0.91, "tight"), (1.01, "does not fit")])
 def test_the_verdict_compares_the_peak_with_the_gpu(peak, verdict):
     assert judge(20 * GIB * peak, 20) == verdict
-
-
-def test_savings_are_real_and_sorted():
-    sizes = {"num_processes": 4, "gradient_checkpointing": False, "per_device_train_batch_size": 8}
-    savings = find_savings(setup := MemorySetup(shape=BILLION, critic="model", **sizes))
-    assert list(savings.values()) == sorted(savings.values())
-    assert max(savings.values()) < find_peak(estimate_memory(setup))
-    assert {"accelerate_config: zero3", "critic: head", "update_layout: packed, max_tokens_per_micro_batch: 1024"} <= {
-        *savings
-    }
-    assert {"load_in_4bit: True", "dtype: bfloat16"} <= {*find_savings(MemorySetup(shape=LORA_BILLION))}
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,20 @@ and how many rows a context policy makes of a trajectory (it counts as one row).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import torch
+
+from agent_r1_trl.critic.attach import base_causal_lm, is_critic_name
 from agent_r1_trl.rollout.limits import context_length
 from agent_r1_trl.settings import Clash, Count, OneOf, Positive, Rule, check_settings, find_clashes, refuse
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 GIB = 1024**3
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -65,27 +69,50 @@ def read_shape(config: PretrainedConfig, peft_config: PeftConfig | None = None) 
         config: transformers' configuration of a causal language model.
         peft_config: configuration of LoRA; None: the whole model is trained.
     """
-    import torch
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    head, text = model.get_output_embeddings(), config.get_text_config()
-    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
-    sizes = {
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "num_linear_parameters": sum(module.weight.numel() for module in linear),
-        "num_head_parameters": 0 if head.weight is model.get_input_embeddings().weight else head.weight.numel(),
-        "has_head_norms": any(name.endswith("q_norm") for name, _ in model.named_modules()),
-    }
     if peft_config is not None:  # attached by peft itself, so that all of its options count
-        adapted = get_peft_model(model, peft_config, low_cpu_mem_usage=True)  # adapters on the meta device, too
-        inputs = (getattr(module, "in_features", 0) for module in adapted.modules() if hasattr(module, "lora_A"))
-        sizes["num_adapter_parameters"] = sum(item.numel() for item in adapted.parameters() if item.requires_grad)
-        sizes["num_adapter_inputs"] = sum(inputs)
+        return shape_of(get_peft_model(model, peft_config, low_cpu_mem_usage=True))  # adapters on the meta device, too
+    return shape_of(model)
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Sizes of a causal LM, perhaps with adapters and a critic; weights that are sharded or in 4 bits count whole.
+
+    Raises:
+        AttributeError: its configuration lacks a size, as that of a model without attention does.
+    """
+    base = base_causal_lm(model)
+    is_adapted = base is not model
+    embedding, head, text = base.get_input_embeddings(), base.get_output_embeddings(), base.config.get_text_config()
+    num_parameters = num_adapter_parameters = 0
+    for name, parameter in base.named_parameters():
+        if is_critic_name(name):
+            continue
+        if is_adapted and parameter.requires_grad:
+            num_adapter_parameters += _numbers_in(parameter)
+        elif not is_adapted or not _is_of_adapter(name):
+            num_parameters += _numbers_in(parameter)
+    modules = dict(base.named_modules())
+    head_name = next(name for name, module in modules.items() if module is head)
+    num_linear_parameters = num_adapter_inputs = 0
+    for name, module in modules.items():
+        if is_critic_name(name):
+            continue
+        if hasattr(module, "lora_A"):
+            num_adapter_inputs += getattr(module, "in_features", 0)
+        elif isinstance(module, torch.nn.Linear) and not name.startswith(head_name) and not _is_of_adapter(name):
+            num_linear_parameters += _numbers_in(module.weight)
     return ModelShape(
-        **sizes,
+        num_parameters=num_parameters,
+        num_linear_parameters=num_linear_parameters,
+        num_head_parameters=0 if head.weight is embedding.weight else _numbers_in(head.weight),
+        has_head_norms=any(name.endswith("q_norm") for name in modules),
+        num_adapter_parameters=num_adapter_parameters,
+        num_adapter_inputs=num_adapter_inputs,
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -95,6 +122,18 @@ def read_shape(config: PretrainedConfig, peft_config: PeftConfig | None = None) 
         vocab_size=text.vocab_size,
         max_positions=context_length(text),
     )
+
+
+def _is_of_adapter(name: str) -> bool:
+    return "lora_" in name or ".modules_to_save." in name
+
+
+def _numbers_in(parameter: torch.Tensor) -> int:
+    """Numbers of a parameter as a whole: ZeRO-3 leaves a part of it here, and bitsandbytes packs two into a byte."""
+    packed = getattr(parameter, "quant_state", None)
+    if packed is not None:
+        return math.prod(packed.shape)
+    return max(parameter.numel(), getattr(parameter, "ds_numel", 0))
 
 
 CLASHES = (
@@ -354,35 +393,3 @@ def _rollout(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     columns = setup.row_tokens + max(64, setup.row_tokens // 4)
     rows = setup.generation_batch_rows
     yield Line(f"KV cache of {rows} x {columns:,} tokens", rows * columns * per_token, "rollout")
-
-
-def find_savings(setup: MemorySetup) -> dict[str, float]:
-    """The changes that lower the peak, each tried alone, with the peak after it; the largest saving first.
-
-    LoRA is not among them, because it changes the model: estimate it with --use_peft.
-    """
-    layout = {} if setup.is_packed else {"update_layout": "packed"}
-    changes: list[dict[str, Any]] = [
-        {"per_device_train_batch_size": 1},
-        {"gradient_checkpointing": True},
-        {"optim": "adamw_bnb_8bit"},
-        {"attn_implementation": "flash_attention_2"},
-        {"use_vllm": True, "vllm_mode": "server"},
-        {"vllm_enable_sleep_mode": True},
-        {**layout, "max_tokens_per_micro_batch": setup.row_tokens},
-    ]
-    if setup.num_processes > 1:
-        changes += [{"zero_stage": stage} for stage in (1, 2, 3) if stage > setup.zero_stage]
-    if setup.shape.num_adapter_parameters and not setup.weight_bits:
-        changes += [{"load_in_4bit": True}, {"dtype": "bfloat16"}]
-    if setup.critic is not None:
-        changes.append({"critic": "head"})
-
-    def said(change: dict[str, Any]) -> str:
-        """As a recipe or a command line says it: the stage of ZeRO is that of the launcher's file."""
-        files = {"zero_stage": lambda stage: f"accelerate_config: zero{stage}"}
-        return ", ".join(files[name](value) if name in files else f"{name}: {value}" for name, value in change.items())
-
-    peaks = {said(change): find_peak(estimate_memory(replace(setup, **change))) for change in changes}
-    now = find_peak(estimate_memory(setup))
-    return {change: peak for change, peak in sorted(peaks.items(), key=lambda item: item[1]) if peak < now}
