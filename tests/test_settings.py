@@ -17,6 +17,7 @@ from agent_r1_trl.rollout import RolloutLimits
 from agent_r1_trl.settings import (
     Clash,
     Count,
+    CountOr,
     Expression,
     Need,
     Number,
@@ -43,6 +44,8 @@ def refused_by(rule):
     """Values that a rule does not take, at its bounds and of other kinds."""
     if isinstance(rule, Whole):
         return (*NO_NUMBERS, math.inf, rule.minimum - 1, rule.minimum + 0.5)
+    if isinstance(rule, CountOr):
+        return (*NO_NUMBERS, 0, 1.5, f"{rule.word}matic")
     if isinstance(rule, Number):
         steps = {"minimum": -1e-6, "maximum": 1e-6, "above": 0.0, "below": 0.0}
         at_bounds = [bound + steps[name] for name, bound in rule.bounds.items()]

@@ -58,6 +58,15 @@ class Whole(Rule):
         self.minimum = minimum
 
 
+class CountOr(Rule):
+    """A whole number from 1 on, or a word that stands for one that is chosen."""
+
+    def __init__(self, word: str) -> None:
+        is_count = Whole(1).accepts
+        super().__init__(f"a whole number >= 1, or {word!r}", lambda value: value == word or is_count(value))
+        self.word = word
+
+
 class Number(Rule):
     """A number within bounds, finite unless infinity stands for something.
 

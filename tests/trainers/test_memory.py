@@ -7,6 +7,8 @@ hand what ZeRO divides, quantised weights and vLLM. Not covered: a GPU's allocat
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +18,20 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2C
 from agent_r1_trl.critic.attach import attach_critic, critic_parameters
 from agent_r1_trl.generation.local.decoding import RowCache
 from agent_r1_trl.trainers.memory import (
+    ENOUGH_TOKENS,
     GIB,
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    TIGHT,
     MemorySetup,
     ModelShape,
     estimate_memory,
     find_peak,
+    find_token_limit,
+    is_checkpointing_needless,
     judge,
     read_shape,
+    shape_of,
     token_bytes,
 )
 from agent_r1_trl.update.micro_batches import plan_micro_batches
@@ -349,3 +358,107 @@ def test_a_run_that_cannot_be_is_refused(changes):
     with pytest.raises(ValueError, match=f"{name}={value!r}"):
         MemorySetup(shape=BILLION, **changes)
     MemorySetup(shape=BILLION, use_vllm=True, gpu_memory_gb=1000, vllm_gpu_memory_utilization=0.0019)
+
+
+# ---------------------------------------------------------------- a limit of tokens
+
+
+LIMITED = {"update_layout": "packed", "prompt_tokens": 500, "max_completion_length": 1500}
+
+
+def test_the_limit_is_the_largest_that_fits():
+    """Against the estimate with one step of tokens less, and one more."""
+    setup = MemorySetup(shape=BILLION, gpu_memory_gb=22, **LIMITED)
+    limit = find_token_limit(setup)
+    room = TIGHT * 22 * GIB
+    assert limit.fits and LEAST_TOKENS < limit.tokens < MOST_TOKENS and limit.tokens % LEAST_TOKENS == 0
+    found, more = (
+        find_peak(estimate_memory(replace(setup, max_tokens_per_micro_batch=limit.tokens + extra, use_vllm=True,
+                                          vllm_mode="server")))
+        for extra in (0, LEAST_TOKENS)
+    )  # fmt: skip
+    assert found == limit.peak <= room < more
+    with_other = find_token_limit(setup, other_bytes=GIB / 2)
+    assert with_other.fits and with_other.tokens < limit.tokens and with_other.peak <= room + GIB / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"gpu_memory_gb": 1000}, (MOST_TOKENS, True)),
+        ({"gpu_memory_gb": 10}, (LEAST_TOKENS, False)),
+        # What the rollout needs, and rows that are longer than the limit, are not the limit's business.
+        ({"generation_batch_rows": 10_000}, (MOST_TOKENS, True)),
+        ({"prompt_tokens": 10_000, "max_completion_length": 500_000}, (MOST_TOKENS, True)),
+        ({"per_device_train_batch_size": 1000}, (MOST_TOKENS, True)),
+        ({"max_tokens_per_micro_batch": 5}, (MOST_TOKENS, True)),
+    ],
+)
+def test_the_limit_has_bounds_and_reads_what_it_changes_alone(changes, expected):
+    limit = find_token_limit(MemorySetup(shape=BILLION, **{"gpu_memory_gb": 80.0} | LIMITED | changes))
+    assert limit[::2] == expected
+
+
+def test_a_limit_is_lower_where_more_is_kept_for_each_token():
+    def tokens(**changes):
+        return find_token_limit(MemorySetup(shape=BILLION, **{"gpu_memory_gb": 22} | LIMITED | changes)).tokens
+
+    assert tokens(gradient_checkpointing=False) < tokens() < tokens(mixed_precision=True)
+    # Sixteen bytes a parameter on one GPU; a quarter of that and buffers on each of four.
+    assert tokens(gpu_memory_gb=12) < tokens(gpu_memory_gb=12, **ZERO_3)
+    few = {"gpu_memory_gb": 42, "gradient_checkpointing": False}
+    assert tokens(**few, critic="model") < tokens(**few)
+
+
+def test_checkpointing_is_needless_where_the_run_fits_without():
+    def needless(**changes):
+        return is_checkpointing_needless(MemorySetup(shape=BILLION, **LIMITED | changes))
+
+    assert needless(gpu_memory_gb=1000) and not needless(gpu_memory_gb=20)
+    assert not needless(gpu_memory_gb=1000, gradient_checkpointing=False)
+    setup = MemorySetup(
+        shape=BILLION, **LIMITED, gradient_checkpointing=False, max_tokens_per_micro_batch=ENOUGH_TOKENS
+    )
+    enough = find_peak(estimate_memory(setup)) / GIB / TIGHT
+    for limit in (ENOUGH_TOKENS, MOST_TOKENS):  # the update may take smaller micro-batches
+        assert needless(gpu_memory_gb=enough + 0.01, max_tokens_per_micro_batch=limit)
+        assert not needless(gpu_memory_gb=enough - 0.01, max_tokens_per_micro_batch=limit)
+
+
+# ---------------------------------------------------------------- sizes of a model that is loaded
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["whole", "adapter"])
+def test_a_loaded_model_has_the_sizes_of_its_configuration(peft_config):
+    model = real_model(config_of(), peft_config=peft_config)
+    assert shape_of(model) == read_shape(config_of(), copy.deepcopy(peft_config))
+
+
+def test_a_saved_head_counts_with_the_adapter_alone():
+    lora = LoraConfig(r=2, target_modules=["down_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    adapted, plain = shape_of(real_model(config_of(), peft_config=lora)), shape_of(real_model(config_of()))
+    assert adapted.num_parameters == plain.num_parameters
+    assert adapted.num_linear_parameters == plain.num_linear_parameters
+    assert adapted.num_adapter_parameters == 64 * 128 + 3 * 2 * (352 + 128)
+
+
+def test_weights_of_which_this_process_holds_a_part_count_whole():
+    model = real_model(config_of())
+    whole = shape_of(model)
+    for parameter in model.parameters():  # as ZeRO-3 leaves them
+        parameter.ds_numel = parameter.numel()
+        parameter.data = torch.empty(0)
+    assert shape_of(model) == whole
+
+
+def test_weights_in_4_bits_count_as_numbers():
+    """As bitsandbytes leaves them: two numbers in a byte, the shape beside them."""
+    model = real_model(config_of())
+    whole = shape_of(model)
+    linear = [module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    for module in linear:
+        shape, numel = module.weight.shape, module.weight.numel()
+        codes = torch.nn.Parameter(torch.zeros(numel // 2, 1, dtype=torch.uint8), requires_grad=False)
+        codes.quant_state = SimpleNamespace(shape=shape)
+        module.weight = codes
+    assert shape_of(model) == whole

@@ -16,7 +16,7 @@ from tests.update.test_packing import make_model
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The run's device is a GPU; models and rows stay on the CPU."""
-    monkeypatch.setattr(layout_module, "_is_on_cuda", lambda args: True)
+    monkeypatch.setattr(layout_module, "is_on_cuda", lambda args: True)
 
 
 def layout_of(tmp_path, **options):

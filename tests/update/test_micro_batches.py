@@ -137,7 +137,7 @@ def test_a_micro_batch_holds_no_more_tokens_than_the_limit_unless_a_row_does(tmp
     assert max(sizes) <= 400
     assert len(sizes) > 1
     assert not caplog.records
-    trainer.layout._max_tokens = 20
+    trainer.layout.max_tokens = 20
     _, steps = step_gradients(trainer)
     assert "max_tokens_per_micro_batch=20" in caplog.text
     alone = [inputs for step in steps for inputs in step[MICRO_BATCHES]]

@@ -222,6 +222,8 @@ def read_value(place: str, name: str, value: object, hint: Any, allowed: Sequenc
         hint = hint | bool
     elif isinstance(value, str) and str not in options and any(get_origin(option) is list for option in options):
         value = [value]
+    elif isinstance(value, str) and value.isdecimal() and {int, str} <= {*options}:
+        value = int(value)  # of a number or a word, such as `auto`, the number
     has_text = any(isinstance(item, str) for item in (value if isinstance(value, list) else [value]))
     adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     try:

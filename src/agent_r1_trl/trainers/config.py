@@ -30,6 +30,7 @@ from agent_r1_trl.safe_text import SECRETS_HELP, SecretMapping
 from agent_r1_trl.settings import (
     Clash,
     Count,
+    CountOr,
     CountOrZero,
     Flag,
     NotNegative,
@@ -272,12 +273,13 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "Layout of rows in the update's forward passes: 'padded' as in TRL; 'grouped' by length, common padding cut "
         "off; 'packed' without padding; 'shared': packed, common beginnings (a group's prompt) computed once; "
         "'auto': on a CUDA GPU the last of these that model and settings allow, elsewhere 'padded', or 'shared' with "
-        "max_tokens_per_micro_batch.",
+        "a number in max_tokens_per_micro_batch.",
     )
-    max_tokens_per_micro_batch: Count | None = setting(
-        None,
+    max_tokens_per_micro_batch: Annotated[int | str, CountOr(AUTO)] | None = setting(
+        AUTO,
         "Deal the rows of an optimizer step out to micro-batches of at most so many tokens, evenly over all ranks. "
-        "For update_layout 'packed' and 'shared'. None: `per_device_train_batch_size` rows each.",
+        "For update_layout 'packed' and 'shared'. 'auto': with these layouts on a CUDA GPU as many as fit by the "
+        "formulas of agent-r1-trl memory, elsewhere as None. None: `per_device_train_batch_size` rows each.",
     )
     disable_dropout: Flag = setting(
         True,

@@ -130,7 +130,7 @@ def _moves_rows(name: str, values: tuple[str, ...] | None = None) -> Clash:
         "max_tokens_per_micro_batch and set update_layout='packed' or 'padded', which then move none; without it, "
         "gradient_accumulation_steps=1 does as well.",
         lambda c: (
-            c.max_tokens_per_micro_batch is not None
+            isinstance(c.max_tokens_per_micro_batch, int)
             or (c.update_layout in REGROUPING_LAYOUTS and c.gradient_accumulation_steps > 1)
         ),
     )
@@ -344,6 +344,9 @@ def check_fields(config: MultiTurnConfig) -> None:
         for flag in (row.settings or "").split() if row.has_mapping else ():
             given = getattr(config, flag)  # without the feature it stays what was given
             setattr(config, flag, kinds[flag].read(flag, given) if flag in kinds else given or None)
+    limit = config.max_tokens_per_micro_batch
+    if isinstance(limit, str) and limit.isdecimal():  # TRL's parser knows one type for each field, here text
+        config.max_tokens_per_micro_batch = int(limit)
     check_settings(config, TRL_FIELDS)
 
 
@@ -372,10 +375,12 @@ def check_config(config: MultiTurnConfig) -> None:
         ServerFile(Path(file)).read()  # it may not be there yet; if it is, it must be one
 
 
-def layout_problem(config: MultiTurnConfig, layout: str) -> str:
-    """Why a layout of the update does not go with the other settings, in words; "" where it does."""
+def layout_problem(config: MultiTurnConfig, layout: str, limit: int | None = None) -> str:
+    """Why a layout of the update, and a limit of tokens if given, clash with other settings; "" if they do not."""
     other = copy.copy(config)
     other.update_layout = layout
+    if limit is not None:
+        other.max_tokens_per_micro_batch = limit
     clash = next(find_clashes(other, CLASHES), "")
     return clash or find_unread(other, NEEDS)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import torch
@@ -33,6 +33,10 @@ CONTEXT_BYTES = GIB  # an allowance for the CUDA context and the workspaces of c
 ZERO_BUCKET, ZERO3_LIVE = 500_000_000, 1_050_000_000  # numbers in flight, and parameters gathered at a time, at most
 TIGHT = 0.9  # above this share of the GPU, fragmentation may decide whether the run fits
 HEAD_TILE = (4096, 32768)  # tokens and vocabulary of TRL's tiles of logits, which never exist all at once
+LEAST_TOKENS, MOST_TOKENS = 1024, 32768
+"""Bounds of the limit that `max_tokens_per_micro_batch: auto` takes; it is a multiple of the first."""
+ENOUGH_TOKENS = 16384
+"""Tokens of a micro-batch beyond which a GPU gains little, as far as it was measured (benchmarks/RESULTS.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +191,7 @@ class MemorySetup:
     """Tokens of the longest prompt."""
     max_completion_length: Count = 512
     update_layout: str = "padded"
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: Count | None = None
     update_rows: int | None = None
     """Trajectories of one optimizer step in one process: all that a micro-batch by tokens can hold. None: no limit."""
     gradient_checkpointing: bool = True
@@ -211,8 +215,7 @@ class MemorySetup:
     @property
     def is_packed(self) -> bool:
         """Whether no padding is computed."""
-        is_chosen = self.update_layout == "auto" and self.max_tokens_per_micro_batch is not None
-        return is_chosen or self.update_layout in ("packed", "shared")
+        return self.update_layout in ("packed", "shared")
 
     @property
     def needs_masks(self) -> bool:
@@ -266,6 +269,8 @@ class Line(NamedTuple):
     name: str
     bytes: float
     phase: str = "always"
+    is_loaded: bool = False
+    """Whether it is there before the first update."""
 
 
 def estimate_memory(setup: MemorySetup) -> list[Line]:
@@ -275,16 +280,67 @@ def estimate_memory(setup: MemorySetup) -> list[Line]:
 
 def find_peak(lines: Iterable[Line]) -> float:
     """Maximum number of bytes on one GPU: what is always there, and the larger of update and rollout."""
+    totals = _totals(lines)
+    return totals["always"] + max(totals["update"], totals["rollout"])
+
+
+def _totals(lines: Iterable[Line]) -> dict[str, float]:
     totals = dict.fromkeys(PHASES, 0.0)
     for line in lines:
         totals[line.phase] += line.bytes
-    return totals["always"] + max(totals["update"], totals["rollout"])
+    return totals
 
 
 def judge(peak: float, gpu_memory_gb: float) -> str:
     """'fits', 'tight' or 'does not fit'."""
     share = peak / (gpu_memory_gb * GIB)
     return "does not fit" if share > 1 else "fits" if share <= TIGHT else "tight"
+
+
+class TokenLimit(NamedTuple):
+    """A limit of tokens per micro-batch."""
+
+    tokens: int
+    peak: float
+    """Bytes that the update needs with it."""
+    fits: bool
+
+
+def find_token_limit(setup: MemorySetup, other_bytes: float = 0.0) -> TokenLimit:
+    """The largest limit of tokens with which the update fits, for a layout without padding.
+
+    The rollout does not count, since no limit changes what it needs; nor do rows that are longer than the limit.
+
+    Args:
+        setup: of the run; its own limit is not read.
+        other_bytes: bytes of the GPU that are occupied and have no line in the estimate.
+    """
+    room = TIGHT * setup.gpu_memory_gb * GIB - other_bytes
+    for tokens in range(MOST_TOKENS, LEAST_TOKENS - 1, -LEAST_TOKENS):
+        prompt = min(setup.prompt_tokens, tokens // 2)
+        candidate = replace(
+            setup,
+            max_tokens_per_micro_batch=tokens,
+            prompt_tokens=prompt,
+            max_completion_length=min(setup.max_completion_length, tokens - prompt),
+            update_rows=None,
+        )
+        totals = _totals(estimate_memory(candidate))
+        peak = totals["always"] + totals["update"]
+        if peak <= room:
+            return TokenLimit(tokens, peak + other_bytes, fits=True)
+    return TokenLimit(LEAST_TOKENS, peak + other_bytes, fits=False)
+
+
+def is_checkpointing_needless(setup: MemorySetup, other_bytes: float = 0.0) -> bool:
+    """Whether a run with gradient checkpointing would fit without it, in micro-batches large enough for a GPU."""
+    if not setup.gradient_checkpointing:
+        return False
+    tokens = setup.max_tokens_per_micro_batch
+    if tokens is not None:
+        tokens = min(tokens, ENOUGH_TOKENS)
+    without = replace(setup, gradient_checkpointing=False, max_tokens_per_micro_batch=tokens)
+    return find_peak(estimate_memory(without)) + other_bytes <= TIGHT * setup.gpu_memory_gb * GIB
 
 
 def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
@@ -297,9 +353,9 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     quantized = shape.num_linear_parameters if setup.weight_bits else 0
     if not setup.offload_parameters:
         rest = shape.num_parameters - quantized
-        yield Line("weights", (quantized * setup.weight_bits / 8 + rest * size) / parts(3))
+        yield Line("weights", (quantized * setup.weight_bits / 8 + rest * size) / parts(3), is_loaded=True)
         if setup.beta and not adapter:  # with an adapter, the base is the reference model
-            yield Line("reference model", shape.num_parameters * size / parts(3))
+            yield Line("reference model", shape.num_parameters * size / parts(3), is_loaded=True)
 
     # peft keeps adapters in float32, TRL's QLoRA in bfloat16, DeepSpeed in its own type.
     of_adapter = size if setup.zero_stage else 2 if setup.weight_bits else 4
@@ -315,7 +371,7 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     of_adam = 2 if "8bit" in setup.optim else 8  # bytes of both states
     for who, (added, count, each) in trained.items():
         if count and added:
-            yield Line(f"{who}: {added}", count * each / parts(3))
+            yield Line(f"{who}: {added}", count * each / parts(3), is_loaded=True)
         if count and not setup.offload_optimizer:
             yield Line(f"{who}: gradients", count * each / parts(2), "update")
             # ZeRO moves a float32 copy of its part, whatever the weights are.
@@ -329,7 +385,7 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
         yield Line("ZeRO buffer", ZERO_BUCKET * size, "update")
         if setup.zero_stage == 3:
             yield Line("ZeRO-3: weights gathered at a time", min(shape.num_parameters, ZERO3_LIVE) * size, "update")
-    yield Line("CUDA context, workspaces", CONTEXT_BYTES)
+    yield Line("CUDA context, workspaces", CONTEXT_BYTES, is_loaded=True)
 
 
 def _update(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
@@ -384,7 +440,7 @@ def _rollout(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     if setup.use_vllm:
         if setup.vllm_mode == "colocate":
             phase = "rollout" if setup.vllm_enable_sleep_mode else "always"
-            yield Line("vLLM: its weights and KV cache", setup.vllm_bytes, phase)
+            yield Line("vLLM: its weights and KV cache", setup.vllm_bytes, phase, is_loaded=True)
         return
     if setup.zero_stage == 3 and setup.num_processes > 1:
         yield Line("ZeRO-3: the whole model, to generate", shape.num_parameters * setup.weight_bytes, "rollout")

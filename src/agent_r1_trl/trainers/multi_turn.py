@@ -76,6 +76,7 @@ from agent_r1_trl.trainers.rollouts import Rollouts, training_order
 from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
 from agent_r1_trl.trainers.score_check import check_scores
 from agent_r1_trl.trainers.scoring import score_rows, with_positions
+from agent_r1_trl.trainers.token_limit import choose_token_limit
 from agent_r1_trl.trainers.trainable import check_gradient, check_policy
 from agent_r1_trl.trajectory import Trajectory
 from agent_r1_trl.update.batches import loss_masks, neutral_outside, whole_rows
@@ -225,6 +226,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
     def _run(self, train: Callable[[], Any]) -> Any:
         """The Trainer's loop, inside what the features put around it."""
         check_overrides(self)  # attributes may have been set since the construction
+        choose_token_limit(self)
         self.kept_rows.begin_run()
         self.features.call("begin_run")
         try:

@@ -310,7 +310,7 @@ class _TokenAdvantages(dict):
 
 def _why_not(inputs: Inputs, trainer: MultiTurnTrainer) -> str | None:
     """Why a loss over rows would be another one here, whatever the advantages are."""
-    args, limit = trainer.args, trainer.args.max_tokens_per_micro_batch
+    args, limit = trainer.args, trainer.layout.max_tokens
     settings = f"context.policy={args.context.policy!r}, loss_unit={args.loss_unit!r}"
     reasons = {
         "with a critic every token has its own, and the critic's loss stands in super()._compute_loss": (

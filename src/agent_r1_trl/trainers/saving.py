@@ -50,6 +50,7 @@ from agent_r1_trl.trainers.metrics import write_as_text
 from agent_r1_trl.trainers.policy_loss import loss_terms
 from agent_r1_trl.trainers.sharding import keep_log_probs_exact
 from agent_r1_trl.update.entries import KEPT_IDS, MICRO_BATCHES
+from agent_r1_trl.update.layout import AUTO
 from agent_r1_trl.update.sampling_masks import SamplingMasks
 
 if TYPE_CHECKING:
@@ -123,6 +124,9 @@ def _is_in_flight(trainer: MultiTurnTrainer) -> bool:
 def describe_run(trainer: MultiTurnTrainer) -> dict[str, Any]:
     """The facts that a resumed run has to share with this one; a checkpoint's manifest holds them."""
     config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
+    settings = {name: getattr(trainer.args, name) for name in ("seed", "shuffle_dataset", *PLACE, *IN_FLIGHT)}
+    if settings["max_tokens_per_micro_batch"] == AUTO:  # as None: a rollout in flight says itself how it lies
+        settings["max_tokens_per_micro_batch"] = None
     return {
         "checkpoint_format": VERSION,
         "processes": trainer.accelerator.num_processes,
@@ -132,7 +136,7 @@ def describe_run(trainer: MultiTurnTrainer) -> dict[str, Any]:
         "base": trainer.base,
         "run_id": trainer.run_id,
         "extra_tokens": [term.name for term in loss_terms(trainer) if term.tokens],
-        **{name: getattr(trainer.args, name) for name in ("seed", "shuffle_dataset", *PLACE, *IN_FLIGHT)},
+        **settings,
     }
 
 

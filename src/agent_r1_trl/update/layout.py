@@ -92,14 +92,15 @@ def _candidates(args: MultiTurnConfig, problem_with: Callable[[str], str]) -> li
     if args.update_layout != AUTO:
         return []
     names = ["padded"]
-    if args.max_tokens_per_micro_batch is not None:
+    if isinstance(args.max_tokens_per_micro_batch, int):
         names = ["shared", "packed"]
-    elif _is_on_cuda(args):
+    elif is_on_cuda(args):
         names = ["shared", "packed", "grouped", "padded"]
     return [name for name in names if not problem_with(name)] or names[-1:]
 
 
-def _is_on_cuda(args: MultiTurnConfig) -> bool:
+def is_on_cuda(args: MultiTurnConfig) -> bool:
+    """Whether the run trains on a CUDA GPU."""
     return args.device.type == "cuda"
 
 
@@ -112,7 +113,11 @@ class UpdateLayout:
     """
 
     def __init__(self, args: MultiTurnConfig, problem_with: Callable[[str], str] = lambda layout: "") -> None:
-        self._max_tokens = args.max_tokens_per_micro_batch
+        limit = args.max_tokens_per_micro_batch
+        self.max_tokens = limit if isinstance(limit, int) else None
+        """Limit of tokens per micro-batch; with `auto` None until the run begins (`trainers/token_limit.py`)."""
+        self.notes: list[str] = []
+        """Lines for the user: what `auto` has chosen, and why."""
         self._has_warned = False
         self._plans: dict[int, Plan] = {}
         """Plans of the last rollout's micro-batches, by the identity of their `completion_ids`."""
@@ -197,18 +202,18 @@ class UpdateLayout:
 
         All ranks must call it: the scales for lost rows are counted anew, by optimizer step (`set_valid_scales`).
         """
-        if self._regroups and self._max_tokens is None:
+        if self._regroups and self.max_tokens is None:
             buffer = regroup(buffer, steps_per_update=self._steps_per_update, by_beginning=self._shares_prefixes)
         if self.name == "grouped":  # nothing computes the padding that is common to a micro-batch
             buffer = [trim_padding(inputs) for inputs in buffer]
         if "in_baseline" not in buffer[0]:  # TRL's own batches do without
             return buffer
         set_valid_scales(buffer, steps_per_update=self._steps_per_update, accelerator=accelerator)
-        if self._max_tokens is not None:
-            self._warn_of_long_rows(buffer, self._max_tokens)
+        if self.max_tokens is not None:
+            self._warn_of_long_rows(buffer, self.max_tokens)
             buffer = repack(
                 buffer,
-                max_tokens=self._max_tokens,
+                max_tokens=self.max_tokens,
                 steps_per_update=self._steps_per_update,
                 share_prefixes=self._shares_prefixes,
                 accelerator=accelerator,
@@ -311,7 +316,7 @@ class UpdateLayout:
 
     def scoring_size(self, batch_size: int | None) -> int | None:
         """Rows of a forward pass that trains nothing; None where the limit of tokens holds for it."""
-        return batch_size if self._max_tokens is None else None
+        return batch_size if self.max_tokens is None else None
 
     def pack(
         self,
@@ -340,9 +345,9 @@ class UpdateLayout:
     ) -> Iterator[tuple[list[int], PackedBatch]]:
         """Micro-batches and the rows in each; one without rows computes a token, for the other ranks' sake."""
         if size is None:
-            assert self._max_tokens is not None
+            assert self.max_tokens is not None
             ids = computed_ids(input_ids, attention_mask, scored)
-            micro_batches = plan_scoring(ids, self._max_tokens, share_prefixes=self._shares_prefixes)
+            micro_batches = plan_scoring(ids, self.max_tokens, share_prefixes=self._shares_prefixes)
             empty = [row for row, computed in enumerate(ids) if not len(computed)]  # they cost nothing
             micro_batches[0] = micro_batches[0] + empty
         else:

@@ -112,6 +112,9 @@ def test_a_recipe_too_large_for_the_gpu_is_warned_of(examine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: gpu)
     words = examine(0, bf16=False)
     assert "the recipe needs 1." in words and "of 80" in words and "warning" not in words
+    hint = "It would fit with gradient_checkpointing: false as well."
+    assert hint in examine(0, bf16=False, gradient_checkpointing=True)
+    assert hint not in examine(0, bf16=False, gradient_checkpointing=False)
     gpu.total_memory = 2**30
     words = examine(0, bf16=False)
     assert "does not fit" in words and "Set, or launch with," in words

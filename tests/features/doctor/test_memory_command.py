@@ -50,7 +50,8 @@ def known_shape(monkeypatch):
 
 
 def setup_of(model, *options):
-    return read_setup(["--model_name_or_path", model, "--gpu_memory_gb", "80", *options])
+    given = [] if "--gpu_memory_gb" in options else ["--gpu_memory_gb", "80"]
+    return read_setup(["--model_name_or_path", model, *given, *options])
 
 
 def write_recipe(folder, **settings) -> str:
@@ -83,8 +84,10 @@ def test_it_reads_every_recipe(path, model, known_shape):
     recipe, setup = yaml.safe_load(path.read_text(encoding="utf-8")), setup_of(model, "--config", str(path))
     assert setup.per_device_train_batch_size == recipe["per_device_train_batch_size"]
     assert setup.max_completion_length == recipe["max_completion_length"]
-    assert setup.is_packed == (recipe.get("update_layout") in ("packed", "shared"))
-    assert setup.max_tokens_per_micro_batch == recipe.get("max_tokens_per_micro_batch")
+    layout = recipe.get("update_layout", "shared")  # what `auto` takes on a GPU
+    assert setup.update_layout == layout
+    assert setup.is_packed == (layout in ("packed", "shared"))
+    assert (setup.max_tokens_per_micro_batch is not None) == setup.is_packed
     assert (setup.critic is None) == (recipe.get("trainer", "grpo") != "ppo")
 
 
@@ -132,6 +135,35 @@ PPO, LORA, WITHOUT_16_BITS = ["--trainer", "ppo"], ["--use_peft"], ["--bf16", "f
 )
 def test_what_the_estimate_depends_on_is_read_as_train_reads_it(model, known_shape, options, name, expected):
     assert getattr(setup_of(model, *options), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ("shared", 32_768)),
+        (["--gpu_memory_gb", "8"], ("shared", 12_288)),
+        (["--gpu_memory_gb", "1"], ("shared", 1024)),
+        (["--max_tokens_per_micro_batch", "null"], ("shared", None)),
+        (["--max_tokens_per_micro_batch", "5000"], ("shared", 5000)),
+        (["--update_layout", "packed"], ("packed", 32_768)),
+        (["--update_layout", "padded"], ("padded", None)),
+        (ZERO_2, ("grouped", None)),  # the model reaches its GPU too late to be tried
+        ([*ZERO_2, "--update_layout", "shared"], ("shared", 32_768)),
+        ([*ZERO_2, "--max_tokens_per_micro_batch", "5000"], ("shared", 5000)),
+    ],
+)
+def test_auto_is_what_it_would_be_on_such_a_gpu(model, known_shape, options, expected):
+    setup = setup_of(model, *options)
+    assert (setup.update_layout, setup.max_tokens_per_micro_batch) == expected
+
+
+def test_what_auto_takes_and_checkpointing_that_is_not_needed_are_printed(model, known_shape, capsys):
+    assert run(["--model_name_or_path", model, "--gpu_memory_gb", "800"]) == 0
+    printed = capsys.readouterr().out
+    assert "update_layout: shared, max_tokens_per_micro_batch: 32,768\n" in printed
+    assert "It would fit with gradient_checkpointing: false as well" in printed
+    run(["--model_name_or_path", model, "--gpu_memory_gb", "8"])
+    assert "gradient_checkpointing: false" not in capsys.readouterr().out
 
 
 def test_a_model_that_fits_is_said_to_fit(model, capsys, monkeypatch):

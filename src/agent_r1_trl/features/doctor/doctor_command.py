@@ -26,7 +26,7 @@ from agent_r1_trl.features.doctor.memory_command import read_setup
 from agent_r1_trl.features.doctor.report import Report, has_errors, render
 from agent_r1_trl.features.doctor.savings import find_savings
 from agent_r1_trl.features.doctor.scores import examine_scores
-from agent_r1_trl.trainers.memory import GIB, estimate_memory, find_peak, judge
+from agent_r1_trl.trainers.memory import GIB, estimate_memory, find_peak, is_checkpointing_needless, judge
 from agent_r1_trl.trainers.metrics import REMEDY, problem_of_recipe
 
 COMMAND = "agent-r1-trl doctor"
@@ -99,7 +99,8 @@ def _report_memory(report: Report, flags: Sequence[str]) -> None:
     if not torch.cuda.is_available():
         report.skip("memory", f"{text}; this machine has none. agent-r1-trl memory says what it consists of.")
     elif verdict == "fits":
-        report.ok("memory", f"{text}, of {setup.gpu_memory_gb:.0f}.")
+        hint = " It would fit with gradient_checkpointing: false as well." if is_checkpointing_needless(setup) else ""
+        report.ok("memory", f"{text}, of {setup.gpu_memory_gb:.0f}.{hint}")
     else:
         changes = " or ".join(list(find_savings(setup))[:2]) or "use_peft: true"
         fix = f"Set, or launch with, {changes}. agent-r1-trl memory --accelerate_config reckons with your launch."

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,9 +36,12 @@ from agent_r1_trl.trainers.memory import (
     MemorySetup,
     estimate_memory,
     find_peak,
+    find_token_limit,
+    is_checkpointing_needless,
     judge,
     read_shape,
 )
+from agent_r1_trl.update.layout import AUTO
 
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
@@ -54,11 +58,16 @@ def run(argv: Sequence[str]) -> int:
     table.add_section()
     table.add_row("peak", f"{peak / GIB:.2f}", "always + the larger of update and rollout")
     console.print(table)
+    if setup.max_tokens_per_micro_batch is not None:
+        limit = f"{setup.max_tokens_per_micro_batch:,}"
+        console.print(f"update_layout: {setup.update_layout}, max_tokens_per_micro_batch: {limit}")
     verdict = judge(peak, memory)
     share = peak / GIB / memory
     console.print(f"{verdict}: {peak / GIB:.1f} of {memory:g} GiB ({share:.0%})", style=_STYLES[verdict])
     for change, lower in find_savings(setup).items() if verdict != "fits" else ():
         console.print(f"  {change}: {lower / GIB:.1f} GiB")
+    if is_checkpointing_needless(setup):
+        console.print("It would fit with gradient_checkpointing: false as well, which computes no forward pass twice.")
     return int(verdict == "does not fit")
 
 
@@ -118,7 +127,21 @@ def read_setup(argv: Sequence[str]) -> MemorySetup:
         "generation_batch_rows": min(settings["generation_batch_rows"], of_rollout),
     }
     with users_mistakes(TypeError):
-        return MemorySetup(**values)
+        return _with_auto(values)
+
+
+def _with_auto(values: dict[str, Any]) -> MemorySetup:
+    """The setup, with what `auto` takes on a CUDA GPU of this size, as far as it can be known before the run."""
+    if values["update_layout"] == AUTO:  # DeepSpeed brings a model to its GPU too late for packed rows to be tried
+        has_limit = isinstance(values["max_tokens_per_micro_batch"], int)
+        values["update_layout"] = "shared" if has_limit or not values["zero_stage"] else "grouped"
+    is_auto = values["max_tokens_per_micro_batch"] == AUTO
+    if is_auto:
+        values["max_tokens_per_micro_batch"] = None
+    setup = MemorySetup(**values)
+    if is_auto and setup.is_packed:
+        return replace(setup, max_tokens_per_micro_batch=find_token_limit(setup).tokens)
+    return setup
 
 
 def read_accelerate_config(path: str | None) -> dict[str, Any]:

@@ -99,6 +99,9 @@ class TrainingProgress(NoProgress):
         self._causes = Causes(self.console)
         self._causes.step = state.global_step + 1
         logging.getLogger("agent_r1_trl").addHandler(self._causes)
+        if self.trainer is not None:  # not without our rollout
+            for note in self.trainer.layout.notes:
+                self.console.print(note)
         if self._has_block:
             self._block = LiveBlock(self.console, self.lines)
             self._block.start()
