@@ -91,6 +91,18 @@ def test_it_reads_every_recipe(path, model, known_shape):
     assert (setup.critic is None) == (recipe.get("trainer", "grpo") != "ppo")
 
 
+@pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: "/".join(path.parts[-3:]))
+def test_a_recipe_for_gpus_leaves_to_auto_what_auto_would_take(path, model, known_shape, tmp_path):
+    """Whatever it says about the update's rows is something else."""
+    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    names = ("update_layout", "max_tokens_per_micro_batch")
+    said = {name: recipe.pop(name) for name in names if name in recipe}
+    launch = ZERO_2 if "8 GPUs" in path.read_text(encoding="utf-8").splitlines()[0] else []
+    by_auto = setup_of(model, "--config", write_recipe(tmp_path, **recipe | {"model_name_or_path": model}), *launch)
+    for name, value in said.items():
+        assert value != getattr(by_auto, name), f"remove {name} from {path}"
+
+
 ESTIMATED = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("fsdp2"))
 
 
