@@ -152,7 +152,7 @@ def test_sets_of_one_name_are_kept_apart_and_one_set_twice_is_refused(flags, ref
     assert folders == ["a_b_test", "b_test"]
     ids = [json.loads(Path("scores", name, "model/examples.jsonl").read_text())["example_id"] for name in folders]
     assert ids == ["2", "1"]
-    assert "stands there twice" in refusal(*flags, "--datasets", names[0], f"./{names[0]}")
+    assert "is given twice" in refusal(*flags, "--datasets", names[0], f"./{names[0]}")
 
 
 def test_names_with_blanks_and_letters_of_all_kinds_are_printed_as_a_shell_reads_them(flags, capsys):

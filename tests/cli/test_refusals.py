@@ -307,7 +307,7 @@ TRAIN = {
     "a folder under a file": ({"output_dir": "task.py/out"}, "output_dir='task.py/out'"),
     "weights cut off": ({"model_name_or_path": "cut"}, "model_name_or_path='cut': a file of weights is damaged"),
     "a page in place of weights": ({"model_name_or_path": "page"}, "model_name_or_path='page': a file of weights is"),
-    "a folder with a null byte": ({"output_dir": "a\0b"}, "output_dir='a.x00b': cannot be made .*null byte"),
+    "a folder with a null byte": ({"output_dir": "a\0b"}, "output_dir='a.x00b': cannot be created .*null byte"),
     "no name for the folder": ({"output_dir": ""}, "output_dir='' must be a text that is not empty"),
     "a folder nobody may make": ({"output_dir": "/proc/out"}, "output_dir='/proc/out'"),
     # What transformers, PEFT and TRL refuse gets a fix from us.
@@ -472,7 +472,7 @@ def test_an_output_folder_below_one_that_may_not_be_entered_is_named(recipe, ref
     for name in ("_checkpoint", "_prepare_folder"):
         monkeypatch.setattr(train, name, without_rights(getattr(train, name)))
     message = refusal("train", "--config", path)
-    assert message.startswith("output_dir='locked/out': cannot be looked into (Permission denied)"), message
+    assert message.startswith("output_dir='locked/out': cannot be read (Permission denied)"), message
 
 
 @pytest.mark.parametrize(("flags", "names"), EVAL.values(), ids=EVAL.keys())

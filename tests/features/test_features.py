@@ -210,7 +210,7 @@ def test_two_callbacks_of_one_name_are_refused(tmp_path):
     class Mine(Diary):
         name = "numbers"
 
-    with pytest.raises(ValueError, match="callbacks: two have the name 'numbers'"):
+    with pytest.raises(ValueError, match="callbacks: two are named 'numbers'"):
         make_trainer(tmp_path, callbacks=[Mine()])
 
 

@@ -231,7 +231,7 @@ def test_ranks_that_return_other_columns_are_told(tmp_path, monkeypatch):
     """They would wait for each other where columns are gathered."""
     trainer = make_trainer(tmp_path, callbacks=[WorldModel()])
     monkeypatch.setattr(policy_loss, "gather_object", lambda items: [*items, {}])
-    with pytest.raises(ValueError, match=r"WorldModel.extra_columns: ranks differ in what it returned"):
+    with pytest.raises(ValueError, match=r"WorldModel.extra_columns returned different columns on different ranks"):
         scored_batch(trainer)
 
 

@@ -273,7 +273,7 @@ def test_a_table_of_completions_that_may_not_be_written_ends_the_run(tmp_path):
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_a_full_disk_ends_the_run_which_goes_on_from_the_checkpoint_before(tmp_path, full_disk, kind):
     trainer = make(tmp_path, kind, max_steps=3, save_total_limit=1, callbacks=[full_disk()])
-    with pytest.raises(SaveError, match=r"checkpoint-2 cannot be written: .*Free space there, and go on") as caught:
+    with pytest.raises(SaveError, match=r"checkpoint-2 cannot be written: .*Free space there, and resume") as caught:
         trainer.train()
     assert caught.value.exit_code == 3 and trainer.state.global_step == 2
     full_disk.limit(resource.RLIM_INFINITY)

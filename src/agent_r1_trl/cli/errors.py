@@ -91,9 +91,9 @@ def loading(name: str | None, *more: type[Exception]) -> Iterator[None]:
         raise UsageError(model_problem(name, error)) from error
     except SafetensorError as error:
         raise UsageError(
-            f"model_name_or_path={name!r}: a file of weights is damaged ({' '.join(str(error).split())}), as one that "
-            "a download or a copy has cut off. Delete the *.safetensors there and get them anew, or choose another "
-            "model."
+            f"model_name_or_path={name!r}: a file of weights is damaged ({' '.join(str(error).split())}): a "
+            "download or copy may have been cut off. Delete the *.safetensors there and fetch them again, or choose "
+            "another model."
         ) from error
 
 
@@ -128,7 +128,7 @@ class PlainParser(argparse.ArgumentParser):
         check_dashes(argv)
         arguments, unknown = self.parse_known_args(argv)
         if unknown and not unknown[0].startswith("-"):
-            raise UsageError(f"{unknown[0]!r} belongs to no option, and there is one too many. Remove it.")
+            raise UsageError(f"{unknown[0]!r} is one argument too many: it belongs to no option. Remove it.")
         if unknown:
             flags = [option for action in self._actions for option in action.option_strings]
             suggestion = did_you_mean(unknown[0], flags)

@@ -176,7 +176,7 @@ def _load(arguments: EvalArguments, name: str) -> dict[str, Any]:
 
 def _check_twice(flag: str, names: Sequence[str]) -> None:
     if len({Path(name).resolve() if Path(name).exists() else name for name in names}) < len(names):
-        raise UsageError(f"{flag}={names}: one of them stands there twice. Remove it.")
+        raise UsageError(f"{flag}={names}: one is given twice. Remove it.")
 
 
 def planned_models(arguments: EvalArguments) -> dict[str, str | None]:

@@ -161,8 +161,7 @@ def reading_folder(flag: str, path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{flag}={path!r:.200}: cannot be looked into ({error.strerror}). Pass a directory that you may read and "
-            "write."
+            f"{flag}={path!r:.200}: cannot be read ({error.strerror}). Pass a directory that you may read and write."
         ) from error
 
 
@@ -172,6 +171,6 @@ def make_folder(flag: str, path: str) -> Path:
         Path(path).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # of a null byte
         raise UsageError(
-            f"{flag}={path!r}: cannot be made ({error}). Pass a directory that you may write to."
+            f"{flag}={path!r}: cannot be created ({error}). Pass a directory that you may write to."
         ) from error
     return Path(path)

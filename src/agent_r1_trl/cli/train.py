@@ -350,7 +350,7 @@ def _prepare_folder(
     needed = [path for path in (Path.cwd(), Path(model_args.model_name_or_path)) if path.exists()]
     if inside := [str(path) for path in needed if path.resolve().is_relative_to(folder.resolve())]:
         raise UsageError(
-            f"overwrite: true would move {flag}, where {inside[0]} lies, which this run needs. Set another output_dir."
+            f"overwrite: true would move {flag}, but this run needs {inside[0]} in it. Set another output_dir."
         )
     if is_main_process():
         try:

@@ -229,7 +229,7 @@ def find_records(arguments: argparse.Namespace) -> tuple[list[Record], list[Reco
         elif value is not None:
             chosen = [record for record in chosen if record.index == value]
         if not chosen:
-            raise ValueError(f"--{option} {value}: none of {before} trajectories of {where} is. --list shows them.")
+            raise ValueError(f"--{option} {value}: not among the {before} trajectories of {where}. --list shows them.")
     return chosen, rolled_out
 
 
@@ -248,7 +248,7 @@ def _of_example(name: str, records: Iterable[Record], where: str) -> list[Record
     if known and not chosen:
         hint = did_you_mean(name, sorted(known))
         raise UsageError(
-            f"--example {name!r}: is none of the {len(known)} examples of {where}.{hint} Name one, such as "
+            f"--example {name!r}: not among the {len(known)} examples of {where}.{hint} Name one, such as "
             f"{max(known)!r}; --list shows them."
         )
     return chosen

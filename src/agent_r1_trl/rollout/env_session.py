@@ -186,8 +186,8 @@ class EnvSession:
             return share_out(trajectory, _numbers(result, source), source), {}
         if len(seats) > 1 and not getattr(self.env, "shared_reward", False):
             raise RewardError(
-                f"{source} returned {result!r:.100} for the seats {sorted(seats)}, which would train each with the "
-                "reward of all. Return a reward for each, {seat: reward}, or set shared_reward=True."
+                f"{source} returned {result!r:.100} for the seats {sorted(seats)}: one reward would train them "
+                "all. Return a reward for each, {seat: reward}, or set shared_reward=True."
             )
         value, parts = result if isinstance(result, tuple) else (result, {})
         return read_number(value, source), _numbers(parts, source)

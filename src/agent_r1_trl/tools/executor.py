@@ -289,7 +289,7 @@ def _text_of(found: Tool, value: object) -> str:
         if isinstance(error, found.user_errors or ()):  # a `render` may look at what the tool found
             raise
         kind, why = type(value).__name__, _describe_error(error)
-        raise NoTextError(f"an object of type {kind}, of which no text can be made ({why})") from error
+        raise NoTextError(f"an object of type {kind}, which cannot be turned into text ({why})") from error
 
 
 def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -> _CallError:

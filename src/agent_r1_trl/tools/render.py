@@ -75,7 +75,7 @@ def spell_out(value: object) -> str:
         text = "" if fix else str(value)
     except Exception as error:
         why = type(error).__name__
-        raise NoTextError(f"an object of type {kind}, of which no text can be made ({why}: {error})") from error
+        raise NoTextError(f"an object of type {kind}, which cannot be turned into text ({why}: {error})") from error
     if fix or _is_address(value, text):
         raise NoTextError(f"an object of type {kind}, which is neither text nor JSON: {fix or 'return its content'}")
     return text

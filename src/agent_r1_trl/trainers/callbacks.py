@@ -395,7 +395,7 @@ class Callbacks:
         names = [item.name for item in self if item.name]  # attaches the user's
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(
-                f"callbacks: two have the name {twice[0]!r}, under which one state lies in a checkpoint. Give one of "
+                f"callbacks: two are named {twice[0]!r}, and a checkpoint has one state for each name. Give one of "
                 "them another name."
             )
 
@@ -518,7 +518,7 @@ class Callbacks:
                 torch.load(stream, weights_only=True)
             except pickle.UnpicklingError as error:
                 raise ValueError(
-                    f"{type(self[name]).__name__}.state_dict: torch.load reads no such value with weights_only. "
+                    f"{type(self[name]).__name__}.state_dict: torch.load cannot read such a value with weights_only. "
                     "Return numbers, texts, tensors, lists and dicts."
                 ) from error
         return states

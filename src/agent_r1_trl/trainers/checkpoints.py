@@ -76,8 +76,8 @@ def saving(folder: Path) -> Iterator[None]:
             raise
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise SaveError(
-            f"{folder} cannot be written: {cause}. The checkpoints before it are whole. Free space there, and go on "
-            "from the newest one (resume_from_checkpoint: true)."
+            f"{folder} cannot be written: {cause}. Earlier checkpoints are whole. Free space there, and resume from "
+            "the newest one (resume_from_checkpoint: true)."
         ) from error
 
 

@@ -160,8 +160,8 @@ def check_best_metric(config: MultiTurnConfig, eval_dataset: EvalRows) -> None:
     name, sets = f"eval_{best.removeprefix('eval_')}", [*eval_dataset] if isinstance(eval_dataset, Mapping) else []
     if sets and not name.startswith(tuple(f"eval_{key}_" for key in sets)):
         raise ValueError(
-            f"metric_for_best_model={best!r} with eval_dataset={{{', '.join(f'{key!r}: ...' for key in sets)}}}: the "
-            "metrics of each set have its name, so no evaluation has this one. Set metric_for_best_model="
+            f"metric_for_best_model={best!r} with eval_dataset={{{', '.join(f'{key!r}: ...' for key in sets)}}}: each "
+            "set's metrics carry its name, so no evaluation logs this one. Set metric_for_best_model="
             f"'eval_{sets[0]}_reward', or another metric of one of the sets."
         )
     if name.endswith("_loss") and is_main_process():
@@ -256,7 +256,7 @@ def check_tokenizer(processing_class: PreTrainedTokenizerBase, *, is_vlm: bool) 
     """Refuse processors of images, with a ValueError."""
     if is_vlm:
         raise ValueError(
-            f"processing_class={type(processing_class).__name__}: a processor of images, and rollouts are of text. "
+            f"processing_class={type(processing_class).__name__}: a processor of images, but rollouts are text. "
             "Pass a text-only tokenizer as processing_class, or take trl.GRPOTrainer, which trains models of images "
             "without an environment."
         )

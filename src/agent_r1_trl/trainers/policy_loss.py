@@ -589,8 +589,8 @@ def add_columns(output: Inputs, trajectories: Sequence[Any], rows: TrainingRows,
         everywhere = gather_object([shapes])
         if any(other != shapes for other in everywhere):
             raise OwnObjectError(
-                f"{hook}: ranks differ in what it returned, {everywhere}. Return the same names and "
-                "dtypes on all, zeros where a rank has nothing."
+                f"{hook} returned different columns on different ranks: {everywhere}. Return the same "
+                "names and dtypes on all, zeros where a rank has nothing."
             )
         for name, value in (columns or {}).items():
             output[name] = value.detach().to(valid.device)

@@ -157,7 +157,7 @@ def check_same_run(folder: Path, saved: dict[str, Any], trainer: MultiTurnTraine
     if None not in (saved["base"], now["base"]) and saved["base"] != now["base"]:
         raise CheckpointError(
             f"{lead} an adapter on the model {saved['model']!r} and cannot go on with {now['model']!r}, whose "
-            f"frozen weights are others ({now['base']} instead of {saved['base']}). Start it with "
+            f"frozen weights differ ({now['base']} instead of {saved['base']}). Start it with "
             f"model_name_or_path={saved['model']!r}, as it was then, in the same dtype and quantization."
         )
     if "data" not in without and not trainer.args.ignore_data_skip:

@@ -41,8 +41,8 @@ def find_fsdp_problems(config: MultiTurnConfig) -> Iterator[str]:
         shown = f"fsdp=True ({variable}: accelerate launch sets it for `--use_fsdp` or `distributed_type: FSDP`)"
     if torch.device(config.device).type == "cpu":
         yield (
-            f"{shown} on a CPU: accelerate leaves FSDP out there without a word, so that each process would hold "
-            "the whole model. For DDP remove it and start with torchrun; to split the model over CPU processes take "
+            f"{shown} on a CPU: accelerate silently drops FSDP there, so each process would hold the whole model. "
+            "For DDP remove it and start with torchrun; to split the model over CPU processes take "
             "recipes/accelerate_configs/cpu_2proc_zero3.yaml."
         )
         return

@@ -116,8 +116,8 @@ def _check_merged(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and module.merged:
             raise ValueError(
-                f"model={type(model).__name__}: the adapter of {name} is merged into its base, so that nothing of it "
-                "would be trained. Call model.unmerge_adapter(), or model.merge_and_unload() to train the whole model."
+                f"model={type(model).__name__}: the adapter of {name} is merged into its base, so it would not be "
+                "trained. Call model.unmerge_adapter(), or model.merge_and_unload() to train the whole model."
             )
 
 

@@ -43,7 +43,7 @@ def make(tmp_path, distillation, **options):
 
 def test_two_of_them_need_two_names_and_each_is_logged_under_its_own(tmp_path):
     first, second = SelfDistillation("hint"), SelfDistillation()
-    with pytest.raises(ValueError, match=r"two have the name 'distillation'.*Give one of them another name"):
+    with pytest.raises(ValueError, match=r"two are named 'distillation'.*Give one of them another name"):
         make_trainer(tmp_path, callbacks=[first, second], train_dataset=with_hints())
     second.name = "siblings"
     trainer = make_trainer(tmp_path, callbacks=[first, second], train_dataset=with_hints(), env=PaidEnv, script=talk)

@@ -82,7 +82,7 @@ class SelfDistillation(RolloutCallback):
         if gate not in GATES:
             raise ValueError(f"gate={gate!r} is not one of {', '.join(map(repr, GATES))}. Set gate to one of them.")
         if "{hint}" not in text:
-            raise ValueError(f"text={text!r} has no {{hint}}, which stands for the hint. Put it in.")
+            raise ValueError(f"text={text!r} has no {{hint}}, the place of the hint. Add it.")
         for option, value, rule in (
             ("weight", weight, NotNegative),
             ("clip", clip, Positive),

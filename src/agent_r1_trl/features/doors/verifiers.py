@@ -130,7 +130,9 @@ class _Served:
         """The task that a row names; a taskset may have no end, and is read as far as that."""
         idx = example.get("idx")
         if not isinstance(idx, int):
-            raise ValueError(f"idx={idx!r}: a row must name a task by its place. Make the rows with verifiers_rows.")
+            raise ValueError(
+                f"idx={idx!r}: a row must name a task by its position. Make the rows with verifiers_rows."
+            )
         self._tasks += itertools.islice(self._unread, max(0, idx + 1 - len(self._tasks)))
         if not 0 <= idx < len(self._tasks):
             name = self.env.config.taskset.id
@@ -195,7 +197,9 @@ def _rewards(episode: Episode, aside: Sequence[str]) -> dict[str, tuple[float, d
     for trace in traces:
         name = trace.agent.name
         if not trace.agent.trainable:
-            raise ValueError(f"The role {name!r} is not trained, which setup() does not say. List it in untrained=.")
+            raise ValueError(
+                f"The role {name!r} is not trained, and setup() does not mark it so. List it in untrained=."
+            )
         reward = _reward(trace)
         if rewards.setdefault(name, reward) != reward:
             raise ValueError(

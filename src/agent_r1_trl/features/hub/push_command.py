@@ -182,7 +182,7 @@ def _push(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
     except LocalTokenNotFoundError as error:
         raise UsageError(f"token: there is none. {_LOG_IN}") from error
     except OfflineModeIsEnabled as error:
-        raise UsageError("HF_HUB_OFFLINE is set, so that nothing can be sent. Unset it, or pass --dry_run.") from error
+        raise UsageError("HF_HUB_OFFLINE is set, so nothing can be sent. Unset it, or pass --dry_run.") from error
     except Exception as error:
         # Told by its name: huggingface_hub goes through httpx, from 2.4 on through httpx2, which is another package.
         if not any(kind.__name__ == "HTTPError" for kind in type(error).__mro__):

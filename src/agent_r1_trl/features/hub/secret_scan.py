@@ -66,7 +66,7 @@ def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), fix: 
         more = [f"  and {len(places) - 10} more"] if len(places) > 10 else []
         raise SecretFoundError(
             "\n".join(["Nothing was sent, because something looks like a secret:", *places[:10], *more])
-            + f"\nTake it out, and make the key void if it was real. If it is none: {fix} {' '.join(found)}"
+            + f"\nRemove it, and revoke the key if it was real. If it is not a secret: {fix} {' '.join(found)}"
         )
 
 

@@ -279,8 +279,8 @@ class ModelRunner:
         names = [name for name in CACHE_NAMES if name in parameters]
         if not names:
             raise ValueError(
-                f"{type(base).__name__}: its forward takes none of {', '.join(CACHE_NAMES)}, so it would be sampled "
-                "from it without what came before. Set use_vllm=True if vLLM has it, or take another model."
+                f"{type(base).__name__}: its forward takes none of {', '.join(CACHE_NAMES)}, so it would sample "
+                "without the earlier tokens. Set use_vllm=True if vLLM has it, or take another model."
             )
         self._cache_name = names[0]
         self.device = base.get_input_embeddings().weight.device

@@ -378,8 +378,8 @@ class VLLMServerGenerator(Generator):
         if no_nccl is not None and (self._way == "nccl" or not sees):
             folder = "that is not asked for" if sees else f"its workers cannot read {self._weights_folder}"
             raise UnfitServerError(
-                f"servers.weight_transfer={self._way!r}: weights cannot go to {url}. Over NCCL not, because "
-                f"{no_nccl}; through a folder not, because {folder}. Set servers.weight_transfer to 'auto' or "
+                f"servers.weight_transfer={self._way!r}: weights cannot reach {url}. Not over NCCL: "
+                f"{no_nccl}. Not through a folder: {folder}. Set servers.weight_transfer to 'auto' or "
                 "'folder' and start the server where it sees output_dir under the same path, or train and serve on "
                 "GPUs of their own."
             )

@@ -253,7 +253,7 @@ class AgentEnv:
             TypeError: always.
         """
         raise TypeError(
-            f"{type(self).__name__} asks for its turns itself: train or evaluate it, with no hosted model."
+            f"{type(self).__name__} asks for its turns itself. Train or evaluate it without a hosted model."
         )
 
     async def close(self) -> None:

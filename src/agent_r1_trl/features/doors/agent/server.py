@@ -183,7 +183,7 @@ def check_host(host: str) -> None:
     """
     fix = "Set door_host to an address of this machine that the agents' machines reach (`hostname -I` lists them)"
     if host in ("0.0.0.0", "::", ""):
-        raise ValueError(f"door_host={host!r} is no address that an agent could be told. {fix}.")
+        raise ValueError(f"door_host={host!r} is not an address that an agent can reach. {fix}.")
     try:
         socket.create_server((host, 0)).close()
     except OSError as error:
