@@ -34,7 +34,8 @@ STAGES = {
     "zero3_offload": 3,
     "fsdp2": None,
     "fsdp2_offload": None,
-    "multi_node": 3,
+    "multi_node_zero3": 3,
+    "multi_node_fsdp2": None,
     "cpu_2proc": 2,
     "cpu_2proc_zero3": 3,
 }
@@ -50,12 +51,15 @@ def test_the_files_are_those_that_are_documented():
 @each_file
 def test_accelerate_reads_it(path):
     config = load_config_from_file(str(path))
-    kinds = {"single_gpu": "NO", "ddp": "MULTI_GPU", "fsdp2": "FSDP", "fsdp2_offload": "FSDP"}
-    kind = kinds.get(path.stem, "DEEPSPEED")
+    has_two_machines = path.stem.startswith("multi_node_")
+    kinds = {"single_gpu": "NO", "ddp": "MULTI_GPU"}
+    kind = "FSDP" if "fsdp2" in path.stem else kinds.get(path.stem, "DEEPSPEED")
     assert config.distributed_type == kind
     assert config.use_cpu == path.stem.startswith("cpu_")
-    assert config.num_processes == {"single_gpu": 1, "multi_node": 16}.get(path.stem, 2 if config.use_cpu else 8)
-    assert config.num_machines == (2 if path.stem == "multi_node" else 1)
+    on_one_machine = 1 if path.stem == "single_gpu" else 2 if config.use_cpu else 8
+    assert config.num_processes == (16 if has_two_machines else on_one_machine)
+    assert config.num_machines == (2 if has_two_machines else 1)
+    assert (config.main_process_port is not None) == has_two_machines
     assert config.mixed_precision == ("no" if config.use_cpu or path.stem == "single_gpu" else "bf16")
 
 
@@ -83,6 +87,16 @@ def test_the_gpu_configurations_differ_in_what_they_split_and_in_nothing_else():
     assert all(values == common["ddp"] for values in common.values()), common
 
 
+@pytest.mark.parametrize("method", ["zero3", "fsdp2"])
+def test_two_machines_are_configured_as_one_but_for_their_number(method):
+    one, two = (yaml.safe_load((FOLDER / f"{name}{method}.yaml").read_text("utf-8")) for name in ("", "multi_node_"))
+    of_two = {"num_machines": 2, "num_processes": 16, "main_process_port": 29500}
+    launcher = {"deepspeed_multinode_launcher": "standard"}  # ours is started on each machine; DeepSpeed's uses ssh
+    assert two == one | of_two | (
+        {"deepspeed_config": one["deepspeed_config"] | launcher} if method == "zero3" else {}
+    )
+
+
 @pytest.mark.parametrize(("running", "expected"), [(1, None), (2, 2), (4, None)])
 def test_the_expected_number_of_processes_passes(running, expected):
     check_num_processes({"WORLD_SIZE": str(running)}, running, expected)
@@ -101,7 +115,7 @@ def test_processes_that_do_not_train_together_are_refused():
 FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}, "num_processes": 1, "num_machines": 1}
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_offload"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_offload", "multi_node_fsdp2"])
 def test_what_the_fsdp2_files_set_is_supported(name, monkeypatch):
     section = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))["fsdp_config"]
     assert section["fsdp_offload_params"] == (name == "fsdp2_offload")

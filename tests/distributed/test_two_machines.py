@@ -1,8 +1,8 @@
-"""Two machines train together with `multi_node.yaml` and a server on one of them; one is lost, and the other ends.
+"""Two machines train together, with a server on one of them; one is lost, and the other ends.
 
-Covered: rendezvous, ZeRO-3 over both machines, weights that reach a server on the other one, checkpoints, and the end
-of the survivor, which waits for answers of the lost server: first for that, then for the lost rank. Not covered: GPUs
-and NCCL; folders that the machines do not share.
+Covered: rendezvous, ZeRO-3 by `multi_node_zero3.yaml` and FSDP2 applied by hand over both machines, weights that reach
+a server on the other one, checkpoints, and the end of the survivor, which waits for answers of the lost server: first
+for that, then for the lost rank. Not covered: GPUs and NCCL; folders that the machines do not share.
 """
 
 import json
@@ -16,14 +16,14 @@ import yaml
 from safetensors.torch import load_file
 
 from agent_r1_trl.environments import ToolEnv
-from tests.distributed import machines
+from tests.distributed import fsdp2, machines
 from tests.distributed.launch import ROOT
 from tests.distributed.machines import two_machines
 from tests.distributed.vllm_ranks import save_policy
 
 pytestmark = pytest.mark.release
 
-CONFIG = ROOT / "recipes" / "accelerate_configs" / "multi_node.yaml"
+CONFIG = ROOT / "recipes" / "accelerate_configs" / "multi_node_zero3.yaml"
 RANKS_PER_MACHINE = 1
 """Each costs a start."""
 NUM_STEPS_BEFORE = 2
@@ -57,7 +57,7 @@ def both():
 
 
 def write_files(folder, url):
-    """The tiny policy, the data, the recipe, and `multi_node.yaml` for CPUs."""
+    """The tiny policy, the data, the recipe, and `multi_node_zero3.yaml` for CPUs."""
     save_policy(folder / "policy", seed=0)
     rows = [{"id": f"q{index}", "prompt": f"question {index}"} for index in range(64)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -80,12 +80,19 @@ def write_files(folder, url):
     (folder / "two_machines.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
-def launch(folder, machine, main):
-    """The two lines at the top of multi_node.yaml."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", folder / "two_machines.yaml"]
-    launcher += ["--machine_rank", machine.rank, "--main_process_ip", main.address]
-    train = ["-m", "agent_r1_trl.cli.train", "--config", folder / "recipe.yaml"]
-    return machine.start(folder / f"machine-{machine.rank}.txt", *launcher, *train, **ENVIRONMENT)
+def launch(kind, folder, machine, main):
+    """The command of recipes/slurm/README.md; for FSDP2, which accelerate leaves out on CPUs, torchrun's."""
+    if kind == "zero3":
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", folder / "two_machines.yaml"]
+        launcher += ["--machine_rank", machine.rank, "--main_process_ip", main.address, "-m"]
+    else:
+        launcher = ["-m", "torch.distributed.run", "--nnodes", 2, "--nproc_per_node", RANKS_PER_MACHINE]
+        launcher += ["--node_rank", machine.rank, "--master_addr", main.address, "--master_port", 29500]
+        launcher += ["-m", "tests.distributed.launch"]
+    train = ["agent_r1_trl.cli.train", "--config", folder / "recipe.yaml"]
+    environment = ENVIRONMENT | {fsdp2.ASKED: "1" if kind == "fsdp2" else ""}
+    log = folder / f"machine-{machine.rank}.txt"
+    return machine.start(log, sys.executable, *launcher, *train, **environment)
 
 
 def wait_for(done, timeout_s, logs):
@@ -102,14 +109,15 @@ def sums_in(folder):
 
 
 @pytest.mark.timeout(START_S + END_S + 120)
-def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, tmp_path):
+@pytest.mark.parametrize("kind", ["zero3", "fsdp2"])
+def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, kind, tmp_path):
     logs = [tmp_path / f"machine-{rank}.txt" for rank in range(2)]
     far = both[1]
     far.start(tmp_path / "server.txt", sys.executable, "-m", "tests.distributed.far_server", far.address, tmp_path,
               NUM_STEPS_BEFORE, **ENVIRONMENT)  # fmt: skip
     wait_for((tmp_path / "url").exists, START_S, [tmp_path / "server.txt"])
     write_files(tmp_path, (tmp_path / "url").read_text(encoding="utf-8"))
-    launchers = [launch(tmp_path, machine, both[0]) for machine in both]
+    launchers = [launch(kind, tmp_path, machine, both[0]) for machine in both]
 
     def waits_for_an_answer():
         assert all(process.poll() is None for process in launchers), [path.read_text()[-5000:] for path in logs]
@@ -127,7 +135,9 @@ def test_two_machines_train_together_and_one_ends_when_the_other_is_lost(both, t
     assert "does not answer its health check" in said, said[-5000:]
     assert "Another rank is gone" in said and "resume_from_checkpoint: true" in said, said[-5000:]
     for step in range(1, NUM_STEPS_BEFORE + 1):
-        weights = load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
+        checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+        assert (checkpoint / "pytorch_model_fsdp.bin").exists() == (kind == "fsdp2")
+        weights = load_file(checkpoint / "model.safetensors")
         total = sum(float(value.sum()) for value in weights.values())
         assert sums_in(tmp_path)[step] == pytest.approx(total, abs=1e-2)
     assert len({round(total, 3) for total in sums_in(tmp_path)[: NUM_STEPS_BEFORE + 1]}) == NUM_STEPS_BEFORE + 1
