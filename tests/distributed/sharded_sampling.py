@@ -10,7 +10,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from peft import LoraConfig
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from agent_r1_trl.environments import StepResult
 from agent_r1_trl.generation.weights import is_sharded, policy_weights
@@ -46,9 +48,51 @@ class LogProbs(RolloutCallback):
             self.seen.append(values.detach()[mask.bool()])
 
 
+class Memory(TrainerCallback):
+    """Counts the bytes of this rank in an update: what lies there, and what is gathered at a time, at most."""
+
+    def __init__(self):
+        self.bytes = {"gathered": 0}
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self.modules:
+            module.register_forward_pre_hook(self.look)
+
+    def look(self, module, inputs):
+        if not torch.is_grad_enabled():
+            return  # in a rollout everything is gathered
+        for tensor in inputs:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(self.count)  # in the backward pass, behind this module
+        self.count()
+
+    def count(self, gradient=None):
+        groups = [module._get_fsdp_state()._fsdp_param_group for module in self.modules]
+        whole = {group for group in groups if group and (group.is_unsharded or group._all_gather_result is not None)}
+        parameters = [item for group in whole for item in group.fsdp_params]
+        size = sum(item.orig_dtype.itemsize * item._orig_size.numel() for item in parameters)
+        self.bytes["gathered"] = max(self.bytes["gathered"], size)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.bytes["weights"] = local_bytes(model.parameters())
+        self.bytes["policy: gradients"] = local_bytes(parameter.grad for parameter in parameters)
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        states = (value for item in optimizer.state.values() for value in item.values())
+        self.bytes["policy: Adam"] = local_bytes(value for value in states if value.dim())
+
+
+def local_bytes(tensors):
+    """Of the parts that this rank has."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
 def sampled(case, folder, **options):
     """The steps, sampled tokens and last weights of a run that samples with transformers."""
-    watch = LogProbs()
+    watch, memory = LogProbs(), Memory()
     trainer = make_trainer(
         folder / case,
         model=str(folder / POLICY_FOLDER),
@@ -64,7 +108,7 @@ def sampled(case, folder, **options):
         beta=0.04,
         reward_funcs=[lambda completion_ids, **_: [float(ids[0] % 7) for ids in completion_ids]],
         peft_config=CASES[case],
-        callbacks=[watch],
+        callbacks=[watch, memory],
         **options,
     )
     trainer.train()
@@ -80,6 +124,7 @@ def sampled(case, folder, **options):
         "was_sharded": was_sharded,
         "is_sharded": is_sharded(model),
         "log_probs": torch.cat(watch.seen),
+        "bytes": memory.bytes,
     }
 
 

@@ -254,7 +254,10 @@ LORA_BILLION = ModelShape(**vars(BILLION) | {"num_adapter_parameters": 10**7})
 
 
 ZERO_3 = {"zero_stage": 3, "num_processes": 4, "mixed_precision": True}
-OFFLOADED = {**ZERO_3, "offload_optimizer": True, "offload_parameters": True}
+OFF = {"offload_optimizer": True, "offload_parameters": True}
+OFFLOADED = ZERO_3 | OFF
+FSDP2 = {"is_fsdp": True, "num_processes": 4, "mixed_precision": True}
+OF_FSDP2, WHOLE = "FSDP2: weights gathered at a time", "FSDP2: the whole model, to generate"
 QLORA = {"load_in_4bit": True, "dtype": "bfloat16"}
 DDP, TWO = "DDP buckets: a second copy", {"num_processes": 2}
 GENERATE, GATHERED = "ZeRO-3: the whole model, to generate", "ZeRO-3: weights gathered at a time"
@@ -277,6 +280,15 @@ LONG = {"prompt_tokens": 100, "max_completion_length": 300}
         (BILLION, ZERO_3, {GENERATE: 2e9, "ZeRO buffer": 1e9, GATHERED: 2e9, DDP: None}),
         (BILLION, ZERO_3 | VLLM, {GENERATE: None}),
         (BILLION, OFFLOADED, {"weights": None, "policy: gradients": None, "policy: Adam": None}),
+        # Float32 in four parts: 4 + 4 + 8; two layers of 80 M and the head of 100 M in 16 bits, its gradient in both.
+        (BILLION, FSDP2, {"weights": 1e9, "policy: gradients": 1e9, "policy: Adam": 2e9, DDP: None, GATHERED: None}),
+        (BILLION, FSDP2 | {"dtype": "bfloat16"}, {"weights": 1e9, "policy: gradients": 1e9, "policy: Adam": 2e9}),
+        (BILLION, FSDP2, {OF_FSDP2: (2 * 8e7 + 1e8) * 2 + 1e8 * 6, WHOLE: 2e9, "autocast: 16-bit copies": None}),
+        (LORA_BILLION, FSDP2 | {"dtype": "bfloat16"}, {"weights": 5e8, "policy: adapter": 1e7, "policy: Adam": 2e7}),
+        (LORA_BILLION, FSDP2, {OF_FSDP2: (2 * 8e7 + 1e8) * 2}),
+        (BILLION, FSDP2 | OFF, {"weights": None, "policy: gradients": None, "policy: Adam": None}),
+        (LORA_BILLION, FSDP2 | OFF, {"policy: adapter": None}),
+        (BILLION, FSDP2 | VLLM, {WHOLE: None}),
         (BILLION, TWO | {"critic": "model"}, {DDP: 4e9 + 4 * (1e9 - 1e8 + 1001), "ZeRO buffer": None}),
         (BILLION, {}, {DDP: None, "reference model": None, "policy: Adam": 8e9}),
         (BILLION, {"beta": 0.1}, {"reference model": 4e9}),
@@ -335,6 +347,11 @@ def test_the_peak_takes_the_larger_of_update_and_rollout():
 @pytest.mark.parametrize(("peak", "verdict"), [(0.9, "fits"), (0.91, "tight"), (1.01, "does not fit")])
 def test_the_verdict_compares_the_peak_with_the_gpu(peak, verdict):
     assert judge(20 * GIB * peak, 20) == verdict
+
+
+def test_what_fsdp2_does_not_split_is_refused():
+    with pytest.raises(ValueError, match=r"load_in_4bit=True.*ddp\.yaml"):
+        MemorySetup(shape=LORA_BILLION, load_in_4bit=True, is_fsdp=True, num_processes=2)
 
 
 @pytest.mark.parametrize(

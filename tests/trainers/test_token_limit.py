@@ -215,12 +215,12 @@ OFFLOAD = {"offload_optimizer_device": "cpu", "offload_param_device": "none", "z
         (
             "FSDP",
             {"fsdp_plugin": SimpleNamespace(cpu_offload=OffloadPolicy())},
-            {"zero_stage": 3, "offload_optimizer": False, "offload_parameters": False},
+            {"is_fsdp": True, "offload_optimizer": False, "offload_parameters": False},
         ),
         (
             "FSDP",
             {"fsdp_plugin": SimpleNamespace(cpu_offload=CPUOffloadPolicy())},
-            {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
+            {"is_fsdp": True, "offload_optimizer": True, "offload_parameters": True},
         ),
     ],
 )

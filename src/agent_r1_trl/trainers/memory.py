@@ -2,8 +2,8 @@
 
 The peak of one GPU is what always lies there plus the larger of what the update and the rollout add. Sources:
 Rajbhandari et al. 2020 (ZeRO: what each stage divides), Dettmers et al. 2023 (QLoRA: bits per weight), DeepSpeed's
-defaults for its buffers. Tests compare the formulas with real tensors of tiny models, and with autograd's list of what
-it saved.
+defaults for its buffers, accelerate's source for what FSDP2 gathers together. Tests compare the formulas with real
+tensors of tiny models, and with autograd's list of what it saved.
 
 Covered: dense decoders, with and without LoRA. Not covered: the activations of mixtures of experts and vision towers,
 and how many rows a context policy makes of a trajectory (it counts as one row).
@@ -142,6 +142,11 @@ def _numbers_in(parameter: torch.Tensor) -> int:
 
 CLASHES = (
     Clash(
+        "load_in_4bit load_in_8bit",
+        lambda c: c.weight_bits and c.is_fsdp,
+        "FSDP2 does not split a quantised base. Pass accelerate_config: ddp.yaml, or remove it.",
+    ),
+    Clash(
         "max_tokens_per_micro_batch",
         lambda c: c.max_tokens_per_micro_batch is not None and not c.is_packed,
         "has no effect on padded rows. Set update_layout='packed' or 'shared', or remove it.",
@@ -181,7 +186,9 @@ class MemorySetup:
     load_in_8bit: bool = False
     optim: Annotated[str, Rule("a variant of Adam, such as 'adamw_torch'", lambda name: "adam" in name)] = "adamw"
     zero_stage: int = 0
-    """Stage of DeepSpeed's ZeRO; 0: one process, or data parallel."""
+    """Stage of DeepSpeed's ZeRO; 0: one process, data parallel, or FSDP2."""
+    is_fsdp: bool = False
+    """FSDP2: everything is split, as in stage 3, and trained weights are stored in float32 under mixed precision."""
     num_processes: Count = 1
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -254,8 +261,19 @@ class MemorySetup:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a stored weight: under mixed precision DeepSpeed stores 16 bits, whatever was loaded."""
-        return 2 if self.zero_stage and self.mixed_precision else BYTES[self.dtype]
+        """Bytes of a stored weight: under mixed precision DeepSpeed stores 16 bits, whatever was loaded.
+
+        accelerate stores what FSDP2 trains in 32 bits then.
+        """
+        if self.mixed_precision and self.zero_stage:
+            return 2
+        is_upcast = self.mixed_precision and self.is_fsdp and not self.shape.num_adapter_parameters
+        return 4 if is_upcast else BYTES[self.dtype]
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of a number between two layers: the weights' own, which FSDP2 gathers in the type it computes in."""
+        return self.compute_bytes if self.is_fsdp else self.weight_bytes
 
     @property
     def compute_bytes(self) -> int:
@@ -346,8 +364,8 @@ def is_checkpointing_needless(setup: MemorySetup, other_bytes: float = 0.0) -> b
 def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     """Weights, gradients, optimizer, and the buffers that processes talk through."""
 
-    def parts(stage: int) -> int:  # into which ZeRO divides something from a stage on
-        return setup.num_processes if setup.zero_stage >= stage else 1
+    def parts(stage: int) -> int:  # into which ZeRO, or FSDP2, divides something from a stage on
+        return setup.num_processes if setup.is_fsdp or setup.zero_stage >= stage else 1
 
     size, adapter, head = setup.weight_bytes, shape.num_adapter_parameters, shape.hidden_size + 1
     quantized = shape.num_linear_parameters if setup.weight_bits else 0
@@ -370,7 +388,7 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     }
     of_adam = 2 if "8bit" in setup.optim else 8  # bytes of both states
     for who, (added, count, each) in trained.items():
-        if count and added:
+        if count and added and not (setup.is_fsdp and setup.offload_parameters):
             yield Line(f"{who}: {added}", count * each / parts(3), is_loaded=True)
         if count and not setup.offload_optimizer:
             yield Line(f"{who}: gradients", count * each / parts(2), "update")
@@ -378,7 +396,9 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
             states = 4 + of_adam if setup.zero_stage else min(of_adam, 2 * each)
             yield Line(f"{who}: Adam", count * states / parts(1))
 
-    if setup.num_processes > 1 and not setup.zero_stage:
+    if setup.num_processes > 1 and setup.is_fsdp:
+        yield Line("FSDP2: weights gathered at a time", _gathered_bytes(setup, shape), "update")
+    elif setup.num_processes > 1 and not setup.zero_stage:
         gradients = sum(count * each for _, count, each in trained.values())
         yield Line("DDP buckets: a second copy of every gradient", gradients)
     elif setup.num_processes > 1:
@@ -388,12 +408,27 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     yield Line("CUDA context, workspaces", CONTEXT_BYTES, is_loaded=True)
 
 
+def _gathered_bytes(setup: MemorySetup, shape: ModelShape) -> float:
+    """What FSDP2 has whole during the update: the head, beside it a layer and the next one or the embedding.
+
+    accelerate keeps the head, with an embedding that is tied to it, gathered between forward and backward. Gradients
+    are added up in float32, of one layer or one end at a time.
+    """
+    ends = shape.vocab_size * shape.hidden_size
+    embedding = ends if shape.num_head_parameters else 0
+    layer = (shape.num_parameters - ends - embedding) / shape.num_layers
+    weights = (ends + max(2 * layer, embedding)) * setup.compute_bytes
+    if shape.num_adapter_parameters:
+        return weights
+    return weights + max(layer, ends) * (setup.compute_bytes + 4)
+
+
 def _update(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     scored, layers = setup.scored_tokens, shape.num_layers
     graphs = 2 if setup.critic in ("adapter", "model") else 1  # the policy's, and one of the critic's own
     per_token = token_bytes(setup)
     if setup.gradient_checkpointing:  # the inputs of all layers, and one layer in full
-        per_token += shape.hidden_size * setup.weight_bytes * layers
+        per_token += shape.hidden_size * setup.hidden_bytes * layers
     else:
         per_token *= layers
     yield Line(
@@ -410,7 +445,7 @@ def _update(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     head = 0 if shape.num_adapter_parameters else shape.vocab_size * shape.hidden_size
     total = tile * (setup.compute_bytes + 8) + 4 * (scored * shape.hidden_size + head)
     yield Line("log-probabilities", total, "update")
-    if setup.compute_bytes < setup.weight_bytes and not setup.weight_bits:
+    if setup.compute_bytes < setup.weight_bytes and not setup.weight_bits and not setup.is_fsdp:
         count = shape.num_linear_parameters + shape.vocab_size * shape.hidden_size
         count = graphs * (count // layers if setup.gradient_checkpointing else count)
         yield Line("autocast: 16-bit copies of float32 weights", count * 2, "update")
@@ -423,7 +458,7 @@ def token_bytes(setup: MemorySetup) -> float:
     repeated k and v, and its output twice (before and after the heads are joined); the gated MLP four vectors of its
     inner width. Frozen layers save no input; each adapter saves its own input and the mask of its dropout.
     """
-    shape, inner, outer = setup.shape, setup.compute_bytes, setup.weight_bytes
+    shape, inner, outer = setup.shape, setup.compute_bytes, setup.hidden_bytes
     joined = shape.num_heads * shape.head_dim
     in_head_norms = (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.has_head_norms else 0
     mask = setup.row_tokens * inner if setup.needs_masks and not setup.is_packed else 0
@@ -444,6 +479,8 @@ def _rollout(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
         return
     if setup.zero_stage == 3 and setup.num_processes > 1:
         yield Line("ZeRO-3: the whole model, to generate", shape.num_parameters * setup.weight_bytes, "rollout")
+    if setup.is_fsdp and setup.num_processes > 1:
+        yield Line("FSDP2: the whole model, to generate", shape.num_parameters * setup.compute_bytes, "rollout")
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * setup.compute_bytes
     # `generation/local/decoding.py` keeps spare columns, so that it seldom moves.
     columns = setup.row_tokens + max(64, setup.row_tokens // 4)

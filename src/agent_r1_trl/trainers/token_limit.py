@@ -168,10 +168,10 @@ def _read_setup(trainer: MultiTurnTrainer) -> tuple[MemorySetup, float]:
 
 
 def _read_sharding(accelerator: Accelerator) -> dict[str, Any]:
-    """What DeepSpeed or FSDP2 split and offload. FSDP2 splits what ZeRO-3 does, and has smaller buffers."""
+    """What DeepSpeed or FSDP2 split and offload."""
     if accelerator.distributed_type == DistributedType.FSDP:
         offloads = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
-        return {"zero_stage": 3, "offload_optimizer": offloads, "offload_parameters": offloads}
+        return {"is_fsdp": True, "offload_optimizer": offloads, "offload_parameters": offloads}
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return {}
     plugin = accelerator.state.deepspeed_plugin

@@ -103,16 +103,14 @@ def test_a_recipe_for_gpus_leaves_to_auto_what_auto_would_take(path, model, know
         assert value != getattr(by_auto, name), f"remove {name} from {path}"
 
 
-ESTIMATED = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("fsdp2"))
-
-
-@pytest.mark.parametrize("path", ESTIMATED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_it_reads_every_accelerate_configuration(path):
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     launch = read_accelerate_config(str(path))
     assert launch["zero_stage"] == values.get("deepspeed_config", {}).get("zero_stage", 0)
     assert launch["num_processes"] == values["num_processes"]
-    assert launch["offload_optimizer"] == launch["offload_parameters"] == (path.stem == "zero3_offload")
+    assert launch["is_fsdp"] == ("fsdp2" in path.stem)
+    assert launch["offload_optimizer"] == launch["offload_parameters"] == path.stem.endswith("_offload")
 
 
 FEW, ZERO_2 = ["--per_device_train_batch_size", "4"], ["--accelerate_config", str(CONFIGS / "zero2.yaml")]
@@ -227,6 +225,6 @@ def test_a_model_without_attention_is_not_estimated(tmp_path, refusal):
 
 @pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
 def test_a_method_that_is_not_estimated_is_refused(kind, tmp_path, model, refusal):
-    path = write_recipe(tmp_path, distributed_type=kind)
+    path = write_recipe(tmp_path, distributed_type=kind)  # without fsdp_version: the first
     message = refusal("memory", "--model_name_or_path", model, "--accelerate_config", path)
     assert "accelerate_config=" in message and kind in message

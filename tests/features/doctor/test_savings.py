@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agent_r1_trl.features.doctor.savings import find_savings
 from agent_r1_trl.trainers.memory import MemorySetup, estimate_memory, find_peak
-from tests.trainers.test_memory import BILLION, LORA_BILLION
+from tests.trainers.test_memory import BILLION, FSDP2, LORA_BILLION
 
 
 def test_savings_are_real_and_sorted():
@@ -16,3 +16,5 @@ def test_savings_are_real_and_sorted():
         *savings
     }
     assert {"load_in_4bit: True", "dtype: bfloat16"} <= {*find_savings(MemorySetup(shape=LORA_BILLION))}
+    with_fsdp2 = {*find_savings(MemorySetup(shape=LORA_BILLION, **FSDP2))}
+    assert "dtype: bfloat16" in with_fsdp2 and not any("zero" in name or "4bit" in name for name in with_fsdp2)

@@ -152,17 +152,20 @@ def read_accelerate_config(path: str | None) -> dict[str, Any]:
     """
     values = read_recipe(path, flag="--accelerate_config") if path is not None else {}
     kind, section = str(values.get("distributed_type", "NO")).upper(), values.get("deepspeed_config") or {}
-    if kind in ("FSDP", "MEGATRON_LM", "XLA") or "deepspeed_config_file" in section:
-        what = "deepspeed_config_file" if kind == "DEEPSPEED" else kind
+    of_fsdp = values.get("fsdp_config") or {}
+    is_zero, is_fsdp = kind == "DEEPSPEED", kind == "FSDP"
+    is_fsdp1 = is_fsdp and str(of_fsdp.get("fsdp_version", 1)) != "2"
+    if kind in ("MEGATRON_LM", "XLA") or is_fsdp1 or "deepspeed_config_file" in section:
+        what = "deepspeed_config_file" if is_zero else "FSDP1" if is_fsdp1 else kind
         raise UsageError(
-            f"accelerate_config={path!r}: {what} is not estimated. Pass another file of recipes/accelerate_configs "
-            "(zero3.yaml splits what FSDP2 splits)."
+            f"accelerate_config={path!r}: {what} is not estimated. Pass another file of recipes/accelerate_configs."
         )
-    is_zero = kind == "DEEPSPEED"
+    is_offloaded = is_fsdp and str(of_fsdp.get("fsdp_offload_params", False)).lower() == "true"
     return {
+        "is_fsdp": is_fsdp,
         "zero_stage": int(section.get("zero_stage", 2)) if is_zero else 0,
         "num_processes": int(values.get("num_processes", 1)),
         "mixed_precision": values.get("mixed_precision", "no"),
-        "offload_optimizer": is_zero and section.get("offload_optimizer_device", "none") != "none",
-        "offload_parameters": is_zero and section.get("offload_param_device", "none") != "none",
+        "offload_optimizer": is_offloaded or (is_zero and section.get("offload_optimizer_device", "none") != "none"),
+        "offload_parameters": is_offloaded or (is_zero and section.get("offload_param_device", "none") != "none"),
     }

@@ -23,10 +23,10 @@ def find_savings(setup: MemorySetup) -> dict[str, float]:
         {"vllm_enable_sleep_mode": True},
         {**layout, "max_tokens_per_micro_batch": setup.row_tokens},
     ]
-    if setup.num_processes > 1:
+    if setup.num_processes > 1 and not setup.is_fsdp:
         changes += [{"zero_stage": stage} for stage in (1, 2, 3) if stage > setup.zero_stage]
     if setup.shape.num_adapter_parameters and not setup.weight_bits:
-        changes += [{"load_in_4bit": True}, {"dtype": "bfloat16"}]
+        changes += [{"dtype": "bfloat16"}] if setup.is_fsdp else [{"load_in_4bit": True}, {"dtype": "bfloat16"}]
     if setup.critic is not None:
         changes.append({"critic": "head"})
 
