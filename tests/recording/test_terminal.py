@@ -116,7 +116,7 @@ def test_the_head_and_the_turns_say_what_happened():
     assert "stop: done" in shown
     assert "reward: +1.000 = turns -0.100 + outcome +1.100 (answer +1.000, format +0.100)" in shown
     assert "4 policy (mask 1)  2 template  2 environment  3 prompt" in shown
-    assert "turn 0 · reward -0.100 (tool_error -0.100) · advantage +0.700 · invalid · 1 call error" in shown
+    assert "turn 1 · reward -0.100 (tool_error -0.100) · advantage +0.700 · invalid · 1 call error" in shown
     assert "search(query='Höhe 🙂')  250 ms  call error: timeout" in shown
     assert "→ too slow" in shown
     assert "gold=['Oslo']" in shown
@@ -130,7 +130,7 @@ def test_a_trajectory_without_tokens_is_shown_with_its_error(tokenizer):
 def test_a_turn_in_which_nothing_was_sampled_is_still_listed(tokenizer):
     trajectory = from_pieces(tokenizer, [(Author.POLICY, "x")])
     trajectory.turns.append(Turn(start=1, end=1, message={"role": "assistant", "content": ""}, reward=-0.25))
-    assert "turn 1 · reward -0.250" in render_trajectory(trajectory, tokenizer, 120, color=False)
+    assert "turn 2 · reward -0.250" in render_trajectory(trajectory, tokenizer, 120, color=False)
 
 
 def test_show_of_a_trajectory_is_this_rendering(tokenizer):

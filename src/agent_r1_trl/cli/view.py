@@ -173,8 +173,28 @@ def _write_page(arguments: argparse.Namespace) -> int:
         write = functools.partial(inspector.write_page, run, path, tokenizer_of, against=arguments.against)
         live = inspector.LivePage(runs, path, lambda version: write(version=version))
         say = f"the page of {arguments.run}, which follows the run; Ctrl-C ends it"
-        serve_app(live.app(), "127.0.0.1", arguments.port or 0, lambda url: print(f"{url}  {say}", flush=True))
+
+        def tell(url: str) -> None:
+            print(f"{url}  {say}", *tunnel_lines(url, os.environ), sep="\n", flush=True)
+
+        serve_app(live.app(), "127.0.0.1", arguments.port or 0, tell)
     return 0
+
+
+def tunnel_lines(url: str, environment: Mapping[str, str]) -> list[str]:
+    """Over ssh, how the machine that the user sits at reaches a URL of this one; else nothing.
+
+    >>> tunnel_lines("http://127.0.0.1:8123", {"SSH_CONNECTION": "10.0.0.9 5022 10.0.0.5 22", "USER": "ana"})
+    ['on your own machine: ssh -L 8123:127.0.0.1:8123 ana@10.0.0.5  and open the address there']
+    """
+    parts = environment.get("SSH_CONNECTION", "").split()
+    if len(parts) != 4:
+        return []
+    port = url.rpartition(":")[2]
+    user = f"{environment['USER']}@" if environment.get("USER") else ""
+    other_port = "" if parts[3] == "22" else f"-p {parts[3]} "
+    command = f"ssh {other_port}-L {port}:127.0.0.1:{port} {user}{parts[2]}"
+    return [f"on your own machine: {command}  and open the address there"]
 
 
 def _check_panels(run: Path, against: str | None) -> None:

@@ -189,7 +189,7 @@ def _calls(trajectory: Trajectory) -> list[RenderableType]:
                 arguments = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
             parts.append(
                 _text(
-                    (f"turn {index}  ", "bold"),
+                    (f"turn {index + 1}  ", "bold"),
                     _cut(f"{result.call.name or '?'}({arguments})"),
                     (f"  {result.latency_s * 1000:.0f} ms", "dim"),
                     (f"  call error: {result.error_label}" if result.is_error else "", "red"),
@@ -203,7 +203,7 @@ def _calls(trajectory: Trajectory) -> list[RenderableType]:
 def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
     turn = trajectory.turns[index]
     parts = [
-        f"{'summary' if turn.is_summary else 'turn'} {index}",
+        f"{'summary' if turn.is_summary else 'turn'} {index + 1}",
         f"reward {turn.reward:+.3f}{_parts(turn.reward_parts)}",
     ]
     if trajectory.advantages is not None and turn.end > turn.start:

@@ -215,7 +215,7 @@ def test_keys_colour_step_and_compare(browser, run_page):
     assert "position 1" in visit.text("#why")
     visit.press("c")
     visit.until("document.querySelector('.siblings')")
-    assert "are the same; shown from turn 1 on" in visit.text("#middle")
+    assert "are the same; shown from turn 2 on" in visit.text("#middle")
     assert "Rome" in visit.text(".sibling:last-child") and "look it up" not in visit.text(
         ".sibling:last-child .tokens"
     )
@@ -334,7 +334,7 @@ def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
     foreign = 'main img:not([src^="data:image/svg+xml,"]), main script, main iframe, [onerror], [onload]'
     assert visit.page.evaluate("(foreign) => document.querySelectorAll(foreign).length", foreign) == 0
     assert not visit.errors
-    visit.go("#1/5/0", "after turn 0")
+    visit.go("#1/5/0", "after turn 1")
     visit.until("document.querySelector('.turn .state img').naturalWidth")
     visit.go("#1/4/0", "U+202E")
     assert visit.page.evaluate("document.body.innerText.match(/[\\u202a-\\u202e\\u2066-\\u2069]/)") is None
@@ -381,3 +381,94 @@ def test_two_runs_are_compared_example_by_example(browser, tmp_path):
     visit.until("location.hash === '#be0/1/0'")
     visit.until("document.querySelector('#middle h1')")
     assert not visit.errors
+
+
+# -------------------------------------------------------------------- finding the way
+
+
+def many_groups(folder, num=40):
+    """Groups of two, with rewards -0.5 and -0.25, of rows without an `id`."""
+    tokenizer = make_tokenizer("qwen2_5")
+    items = [
+        trajectory(tokenizer, ("Paris",), "0d83ce5da9c46306", generation=generation,
+                   outcome_reward=-0.5 / (generation + 1),
+                   prompt_messages=[{"role": "user", "content": f"Board\n{number}"}])
+        for number in range(num)
+        for generation in (0, 1)
+    ]  # fmt: skip
+    TrajectoryStore(folder).write(1, items, fields=[{"group": index // 2} for index in range(2 * num)])
+    return write(folder)
+
+
+def assert_inside(visit, inner, outer):
+    box, frame = (visit.page.locator(selector).bounding_box() for selector in (inner, outer))
+    assert frame["y"] <= box["y"] and box["y"] + box["height"] <= frame["y"] + frame["height"]
+
+
+def test_a_link_scrolls_the_list_to_its_trajectory_and_marks_it(browser, tmp_path):
+    visit = Visit(browser, many_groups(tmp_path), "#1/37/1")
+    visit.until("document.querySelector('#rows .row.on')")
+    assert_inside(visit, "#rows .row.on", "#rows")
+    assert "Board 37" in visit.text("#rows .row.on"), "a digest tells nothing, and is that of all empty rows"
+    marked = "[...document.querySelectorAll('#rows .row.on .tick')].map((tick) => tick.classList.contains('on'))"
+    assert visit.page.evaluate(marked) == [False, True]
+    visit.go("#1/2/0", "Board 2")
+    assert_inside(visit, "#rows .row.on", "#rows")
+    assert not visit.errors
+
+
+def test_rewards_are_blue_above_0_and_orange_below_whatever_the_range_of_the_file(browser, tmp_path, run_page):
+    ticks = "[...document.querySelectorAll('.tick:not(.none)')]"
+    are_orange = f"{ticks}.map((tick) => tick.style.backgroundColor.includes('orange'))"
+    hues = f"[...new Set({are_orange})]"
+    assert Visit(browser, many_groups(tmp_path), "#1/0/0").until(hues) == [True]
+    assert sorted(Visit(browser, run_page, "#1/0/0").until(hues)) == [False, True]
+
+
+def test_an_answer_that_a_new_context_holds_is_shown_behind_its_turn(browser, tmp_path):
+    tokenizer = make_tokenizer("qwen2_5")
+    item = trajectory(tokenizer, ("look it up", "Paris"))
+    start, end = item.turns[1].start, item.turns[0].end
+    for name in ("completion_ids", "action_mask", "logprobs", "turn_ids", "authors", "advantages"):
+        values = getattr(item, name)
+        setattr(item, name, [*values[:end], *values[start:]])  # the answer stands in the new context alone
+    item.turns[1].start, item.turns[1].end = end, len(item.completion_ids)
+    item.segments = [Segment(start=end, row=1, prompt_ids=tokenizer("found look it up")["input_ids"])]
+    TrajectoryStore(tmp_path).write(1, [item])
+    visit = Visit(browser, write(tmp_path), "#1/0/0")
+    visit.until("document.querySelector('#middle .turn .message.tool')")
+    assert "found look it up" in visit.text("#middle .turn .message.tool")
+    assert visit.text("#middle .turn summary").startswith("turn 1") and not visit.errors
+
+
+def test_a_bookmark_and_its_note_are_there_when_the_file_is_opened_again(browser, run_page):
+    visit = Visit(browser, run_page, "#1/0/1")
+    visit.until("document.querySelector('#middle .bookmark')")
+    visit.press("b")
+    visit.page.fill("#middle .bookmark input", "<b>why</b>?")
+    visit.page.reload()
+    visit.until("document.body.dataset.ready && document.querySelector('#middle .bookmark input')")
+    assert visit.page.input_value("#middle .bookmark input") == "<b>why</b>?"
+    assert visit.text("#rows .row.on .name").startswith("★")
+    visit.page.evaluate("location.hash = '#'")
+    assert "<b>why</b>?" in visit.text("#overview") and not visit.errors
+
+
+def test_a_curve_has_axes_and_says_its_value_beside_the_pointer(browser, tmp_path):
+    TrajectoryStore(tmp_path).write(1, [empty()])
+    lines = [json.dumps({"step": step, "reward": step / 10}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    visit = Visit(browser, write(tmp_path))
+    assert visit.text("#overview .yaxis").split() == ["0.300", "0.100"]
+    assert visit.text("#overview .xaxis").split() == ["1", "step", "3"]
+    assert visit.text("#overview .tip") == ""
+    visit.page.hover("#overview .curve", position={"x": 120, "y": 20})
+    assert visit.text("#overview .tip") == "0.200 at step 2" and not visit.errors
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_choices_of_the_list_are_read_whole(browser, run_page, width):
+    visit = Visit(browser, run_page, "#list", width)
+    visit.until("document.querySelector('#filters select')")
+    widths = "[...document.querySelectorAll('#filters select')].map((node) => node.clientWidth)"
+    assert min(visit.page.evaluate(widths)) > 130

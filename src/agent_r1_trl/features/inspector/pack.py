@@ -14,6 +14,7 @@ Texts of messages stand in blocks of their own, for the search; heads hold the l
 from __future__ import annotations
 
 import base64
+import re
 import struct
 import zlib
 from bisect import bisect_left
@@ -38,6 +39,7 @@ BLOCK_TOKENS = 65_536
 TEXT_CHARS = 4_000_000
 AUTHORS = list(Author)
 SIGNS = ("+ ", "- ", "* ", "/ ", "= ")
+TITLE_CHARS = 80
 EXACT = ("advantage", "return", "value", "sum")
 """Columns of 16 bits of mantissa: parts of sums."""
 _FLAGS = "lost call_errors invalid truncated unsolved untrained same masked rows gap"
@@ -163,6 +165,8 @@ class Packer:
         self.vocabulary = Vocabulary()
         self.index: dict[str, list[Any]] = defaultdict(list)
         self.examples: dict[str, int] = {}
+        self.titles: dict[str, int] = {}
+        """What groups are called: by the `id` of their row, else by their question (`title_of`)."""
         self.stops: dict[str, int] = {}
         self.worst_ratio = (0.0, 0)
         """Largest size of a `log_ratio`, and the place of its trajectory in the index."""
@@ -211,6 +215,7 @@ class Packer:
                 "group": number,
                 "generation": item.generation,
                 "example": self.examples.setdefault(item.example_id, len(self.examples)),
+                "title": self.titles.setdefault(title_of(item), len(self.titles)),
                 "stop": self.stops.setdefault(item.stop_reason.value, len(self.stops)),
                 "reward": rounded(item.total_reward) if item.in_baseline else None,
                 "advantage": rounded(advantage.mean()) if advantage is not None else None,
@@ -275,6 +280,17 @@ class Packer:
                 "gap": rounded(found.max_gap),
             },
         }
+
+
+def title_of(item: Trajectory) -> str:
+    """The name of a trajectory's example, for people: its question where the row has no `id` of its own.
+
+    Without an `id` the name is a digest, which is the same for all rows of an environment that makes its own prompts.
+    """
+    if not re.fullmatch("[0-9a-f]{16}", item.example_id):
+        return item.example_id
+    asked = [_text(message.get("content") or "") for message in item.prompt_messages if message.get("role") == "user"]
+    return " ".join(asked[-1].split())[:TITLE_CHARS] if asked and asked[-1].strip() else item.example_id
 
 
 def numbered_groups(records: list[Record]) -> Iterator[tuple[int, list[Record]]]:

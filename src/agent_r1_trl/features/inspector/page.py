@@ -25,7 +25,7 @@ from agent_r1_trl.recording.store import file_step
 from agent_r1_trl.safe_text import dump_json, rules
 
 WEB = Path(__file__).parent / "web"
-SCRIPTS = "put data text colours list trajectory messages why siblings overview compare main"
+SCRIPTS = "put data text colours list bookmarks trajectory messages why siblings overview compare main"
 """In the order in which they are put together; a page that is served has `follow` behind them."""
 MAX_BYTES = 250_000_000
 """A page that would be larger holds the last steps only."""
@@ -79,6 +79,7 @@ def write_page(
         "flags": FLAGS,
         "index": packer.index,
         "examples": list(packer.examples),
+        "titles": list(packer.titles),
         "stops": list(packer.stops),
         "worst_ratio": packer.worst_ratio,
         "scales": packer.scales(),

@@ -12,12 +12,12 @@ const OTHERS = [
   {name: "return", label: "return"},
   {name: "reference", label: "reference's log-prob"},
 ];
-const FULL = 0.48; // alpha of the full colour: text on it keeps its contrast
 const LEVELS = 24;
 for (const hue of ["blue", "orange", "purple"]) { // classes, because a style of each token's own takes twice the time
   for (let level = 1; level <= LEVELS; level++) {
-    const alpha = ((FULL * level) / LEVELS).toFixed(2);
-    document.styleSheets[0].insertRule(`.${hue}${level} { background-color: rgb(var(--${hue}) / ${alpha}); }`);
+    const share = ((level / LEVELS) ** 0.7).toFixed(3); // so that half of the scale is seen
+    const colour = `rgb(var(--${hue}) / calc(${share} * var(--full)))`;
+    document.styleSheets[0].insertRule(`.${hue}${level} { background-color: ${colour}; }`);
   }
 }
 

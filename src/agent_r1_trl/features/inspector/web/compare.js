@@ -59,7 +59,7 @@ function pairTable(pairs, most) {
     fill.style.width = `${(50 * Math.abs(pair.change)) / most}%`;
     add(bar, fill);
     const opening = (value, members) => el("td", button(show(value, true, 2), () => go(members.at(-1))));
-    return el("tr", el("td", named(meta.examples[pair.example] || "example")), opening(pair.one, pair.a),
+    return el("tr", el("td", named(example(pair.a.at(-1)))), opening(pair.one, pair.a),
       opening(pair.other, pair.b), el("td.number", show(pair.change, true, 2)), el("td", bar));
   });
   return el("table.pairs", el("thead", head), el("tbody", lines));

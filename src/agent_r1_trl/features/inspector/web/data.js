@@ -5,7 +5,7 @@ const table = meta.index; // a list for each column, with a place for each traje
 const total = table.run.length;
 const FLAG = Object.fromEntries(meta.flags.map((name, bit) => [name, 1 << bit]));
 const has = (trajectory, flag) => (table.flags[trajectory] & FLAG[flag]) !== 0;
-const example = (trajectory) => meta.examples[table.example[trajectory]] || "trajectory";
+const example = (trajectory) => meta.titles[table.title[trajectory]] || "trajectory";
 const stopReason = (trajectory) => meta.stops[table.stop[trajectory]];
 
 async function inflate(packed) {
@@ -169,17 +169,13 @@ function makeGroups() {
 
 const groupOf = [];
 const groups = makeGroups();
-const rewardRange = (() => {
-  const known = table.reward.filter((reward) => reward !== null).sort((a, b) => a - b);
-  const at = (share) => known[Math.min(known.length - 1, Math.floor(share * known.length))] ?? 0;
-  return [at(0.01), at(0.99)];
+const largestReward = (() => {
+  const sizes = table.reward.filter((reward) => reward !== null).map(Math.abs).sort((a, b) => a - b);
+  return sizes[Math.floor(0.99 * sizes.length)] || 1;
 })();
 
-// 0 for the least reward of the file, 1 for the most; 0.5 where all are the same.
-function rewardPlace(reward) {
-  const [low, high] = rewardRange;
-  return high > low ? Math.min(1, Math.max(0, (reward - low) / (high - low))) : 0.5;
-}
+// Size of a reward: 0 for none, 1 for the largest of the file (the 99th percentile), whatever its sign.
+const rewardSize = (reward) => Math.min(1, Math.abs(reward) / largestReward);
 
 const linkOf = (trajectory) =>
   `#${table.run[trajectory] ? "b" : ""}${table.eval[trajectory] ? "e" : ""}${table.step[trajectory]}/` +

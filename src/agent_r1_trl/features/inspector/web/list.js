@@ -55,7 +55,8 @@ const stepKey = (group) => `${group.run}/${group.isEval}/${group.step}`;
 
 function matches(i) {
   if (!list.query) return true;
-  if (example(i).toLowerCase().includes(list.query)) return true;
+  const names = [example(i), meta.examples[table.example[i]]];
+  if (names.some((name) => name.toLowerCase().includes(list.query))) return true;
   if (!list.texts) return false;
   const text = list.texts[table.text_block[i]], start = table.text_start[i];
   const found = text.indexOf(list.query, start);
@@ -80,12 +81,15 @@ function drawFilters() {
   if (list.examples) add(chips, button("examples of the comparison ×", () => filterBy({}), true));
   const keys = new Map(groups.map((group) => [stepKey(group), stepName(group)]));
   const steps = [["", "all steps"], ...keys];
-  const line = el("div.line",
-    choice("Unit", [["groups", "groups"], ["each", "each"]], list.unit, (value) => (list.unit = value)),
-    choice("Step", steps, list.step, (value) => (list.step = value)),
-    choice("Order", Object.entries(SORTS), list.sort, (value) => (list.sort = value)),
-    el("span.found"));
-  add(clear(document.getElementById("filters")), search, chips, line);
+  const lines = [
+    el("div.line",
+      choice("Unit", [["groups", "groups"], ["each", "each"]], list.unit, (value) => (list.unit = value)),
+      choice("Step", steps, list.step, (value) => (list.step = value))),
+    el("div.line",
+      choice("Order", Object.entries(SORTS), list.sort, (value) => (list.sort = value)),
+      el("span.found")),
+  ];
+  add(clear(document.getElementById("filters")), search, chips, lines);
   drawList(true);
 }
 
@@ -155,9 +159,10 @@ function lineNode(line, position) {
   node.setAttribute("role", "option");
   node.setAttribute("aria-selected", String(isOn));
   const first = line.members[0], isGroup = list.unit === "groups";
+  const isMarked = line.members.some((i) => bookmarks.has(linkOf(i)));
   const place = `${stepName(line)} · group ${line.number}${isGroup ? "" : ` · ${table.generation[first]}`}`;
   add(node, 
-    el("div.top", el("span.name", foreign(example(first).slice(0, 150), "mark")), ticks(line)),
+    el("div.top", el("span.name", isMarked ? "★ " : null, foreign(example(first).slice(0, 150), "mark")), ticks(line)),
     el("div.bottom", noteOf(line), el("span.place", place)));
   node.addEventListener("click", (event) => {
     const tick = event.target.closest(".tick");
@@ -177,19 +182,20 @@ function worst(line) {
 function ticks(line) {
   return el("span.ticks", line.members.slice(0, 32).map((i) => {
     const node = el("i.tick");
-    const reward = table.reward[i], place = reward === null ? 0 : rewardPlace(reward);
+    const reward = table.reward[i];
     if (reward === null) node.classList.add("none");
-    else node.style.backgroundColor = rewardColour(place);
-    node.style.height = `${6 + Math.round(8 * place)}px`;
+    else node.style.backgroundColor = rewardColour(reward);
+    if (i === shown.trajectory) node.classList.add("on");
+    node.style.height = `${6 + Math.round(8 * rewardSize(reward ?? 0))}px`;
     node.trajectory = i;
     return node;
   }));
 }
 
-function rewardColour(place) {
-  const share = Math.abs(place - 0.5) * 2;
-  if (rewardRange[0] === rewardRange[1]) return "rgb(var(--grey))";
-  return `rgb(var(${place < 0.5 ? "--orange" : "--blue"}) / ${(0.25 + 0.75 * share).toFixed(2)})`;
+// Blue above 0, orange below, grey for 0; paler for smaller ones.
+function rewardColour(reward) {
+  const hue = reward > 0 ? "--blue" : reward < 0 ? "--orange" : "--grey";
+  return `rgb(var(${hue}) / ${(0.4 + 0.6 * rewardSize(reward)).toFixed(2)})`;
 }
 
 function noteOf(line) {
@@ -207,13 +213,19 @@ function noteOf(line) {
   return el("span", `mean ${show(line.mean, true, 2)}`);
 }
 
+const lineOf = (trajectory) => list.lines.findIndex((line) => line.members.includes(trajectory));
+
+// Scroll the list to the trajectory that is shown, where its line is out of sight.
+function revealInList() {
+  const rows = document.getElementById("rows"), at = lineOf(shown.trajectory), top = at * ROW;
+  const isVisible = top >= rows.scrollTop && top + ROW <= rows.scrollTop + rows.clientHeight;
+  if (at >= 0 && !isVisible) rows.scrollTop = top - Math.max(0, rows.clientHeight - ROW) / 2;
+  drawList(false);
+}
+
 function moveInList(by) {
-  const at = list.lines.findIndex((line) => line.members.includes(shown.trajectory));
-  const to = Math.min(list.lines.length - 1, Math.max(0, at + by));
+  const to = Math.min(list.lines.length - 1, Math.max(0, lineOf(shown.trajectory) + by));
   if (!list.lines[to]) return;
-  const rows = document.getElementById("rows"), top = to * ROW;
-  if (top < rows.scrollTop) rows.scrollTop = top;
-  if (top + ROW > rows.scrollTop + rows.clientHeight) rows.scrollTop = top + ROW - rows.clientHeight;
   go(list.unit === "groups" ? worst(list.lines[to]) : list.lines[to].members[0]);
 }
 

@@ -36,7 +36,7 @@ function route() {
     go(worst(list.lines[0]));
     return;
   }
-  drawList(false);
+  revealInList();
 }
 
 const isNarrow = () => matchMedia("(max-width: 760px)").matches;
@@ -66,6 +66,7 @@ const KEYBOARD = [
   ["n", () => stepToken(1), "next token of the policy"],
   ["p", () => stepToken(-1), "previous token of the policy"],
   ["c", () => compareNatural(), "compare with the sibling that earned most differently"],
+  ["b", () => toggleBookmark(), "bookmark the trajectory"],
   ["m", () => setMessages(!shown.isMessages), "messages in place of tokens"],
   ["o", () => (location.hash = "#"), "overview"],
   ["/", () => focusSearch(), "search"],

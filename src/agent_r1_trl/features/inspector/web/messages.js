@@ -1,6 +1,7 @@
 // The conversation as messages: what was said, reasoning, calls and what came of them.
 
-function messagesView(opened) {
+// Turn -> its messages in order; -1: those of the prompt.
+function messagesOf(opened) {
   const sections = new Map();
   let at = 0;
   for (const [turn, role, kind, length] of opened.head.texts) {
@@ -8,6 +9,17 @@ function messagesView(opened) {
     sections.get(turn).push({role, kind, content: opened.text.substr(at, length).replace(/\n$/, "")});
     at += length;
   }
+  return sections;
+}
+
+// What a turn was answered, as messages; a summary's first one asked for it.
+function answersOf(turn, said) {
+  const others = said.filter(({role}) => role !== "assistant");
+  return turn.summary ? others.slice(1) : others;
+}
+
+function messagesView(opened) {
+  const sections = messagesOf(opened);
   const nodes = [];
   const prompt = sections.get(-1) || [];
   if (prompt.length) nodes.push(fold(true, ["prompt"], (body) => add(body,
@@ -17,13 +29,13 @@ function messagesView(opened) {
       if (context.start === turn.span[0] && turn.span[1] > turn.span[0]) nodes.push(contextView(opened, context));
     }
     nodes.push(el("div.turn", fold(true, turnTitle(opened, turn, i), (body) => {
-      const said = sections.get(i) || [];
+      const said = sections.get(i) || [], answers = answersOf(turn, said);
       const isOwn = (part) => part.role === "assistant";
-      const asked = turn.summary ? said.filter((part) => !isOwn(part)).slice(0, 1) : [];
+      const asked = said.filter((part) => !isOwn(part) && !answers.includes(part));
       const calls = turn.calls.filter(({name}) => name !== "?"); // a call that could not be read is a message
-      add(body, stateView(turn.rendered, `after turn ${i}`));
+      add(body, stateView(turn.rendered, `after turn ${i + 1}`));
       add(body, asked.map(messageNode), said.filter(isOwn).map(messageNode), calls.map(callNode));
-      add(body, said.filter((part) => !isOwn(part) && !asked.includes(part)).map(messageNode));
+      add(body, answers.map(messageNode));
       add(body, el("div.earned", opened.head.badges.filter(([place]) => place >= turn.span[0] && place < turn.span[1])
         .map(([, name, value]) => badge(name, value))));
     })));

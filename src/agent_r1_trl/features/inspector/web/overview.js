@@ -23,7 +23,7 @@ function drawOverview() {
       `${run.left_out[0]} to ${run.left_out.at(-1)} it would be larger than a browser likes.`) : null,
     run.tokenizer || !table.tokens.some((number) => number) ? null
       : el("p.note", "No tokenizer was found: tokens are shown as numbers. Pass --tokenizer."),
-    cards(), eventsPart(), curvesPart(), timePart(), recipePart(), keysPart());
+    bookmarksPart(), cards(), eventsPart(), curvesPart(), timePart(), recipePart(), keysPart());
 }
 
 function sentence() {
@@ -118,7 +118,7 @@ function points(source, name) {
   return values.map((value, i) => [steps[i] ?? i + 1, value]).filter(([, value]) => value !== null);
 }
 
-// A small curve: last value at the right, least and most below, the value under the pointer at the top.
+// A small curve: the last value at the right of its name, axes with least and most, the value under the pointer beside it.
 function curve(name) {
   const [W, H] = [240, 56];
   const lines = meta.runs.map((source) => points(source, name));
@@ -135,27 +135,35 @@ function curve(name) {
   });
   const cursor = svg("line", {x1: 0, x2: 0, y1: 0, y2: H, class: "cursor"});
   add(picture, cursor);
-  const own = lines[0], value = el("b", show(own.at(-1)?.[1] ?? null));
-  const where = el("span.quiet", `steps ${show(x0, false, 0)}–${show(x1, false, 0)}`);
+  const own = lines[0], tip = el("span.tip");
+  tip.hidden = true;
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const x = x0 + ((event.clientX - box.left) / box.width) * (x1 - x0);
-    const near = own.reduce((best, point) => (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best), null);
-    if (!near) return;
+    const nearest = (line) => line.reduce((best, point) =>
+      (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x) ? point : best), null);
+    const near = nearest(own.length ? own : all);
     cursor.setAttribute("x1", px(near[0]));
     cursor.setAttribute("x2", px(near[0]));
     cursor.classList.add("on");
-    put(clear(value), show(near[1]));
-    put(clear(where), `step ${show(near[0], false, 0)}`);
+    const beside = lines[1]?.length ? el("span.other", ` ${show(nearest(lines[1])[1])}`) : null;
+    add(clear(tip), el("b", show(near[1])), beside, ` at step ${show(near[0], false, 0)}`);
+    tip.hidden = false;
+    const isRight = px(near[0]) > W / 2; // the text stands where there is room for it
+    tip.style.left = isRight ? "auto" : `${(100 * px(near[0])) / W}%`;
+    tip.style.right = isRight ? `${100 - (100 * px(near[0])) / W}%` : "auto";
   });
   picture.addEventListener("pointerleave", () => {
     cursor.classList.remove("on");
-    put(clear(value), show(own.at(-1)?.[1] ?? null));
-    put(clear(where), `steps ${show(x0, false, 0)}–${show(x1, false, 0)}`);
+    tip.hidden = true;
   });
   const other = lines[1]?.length ? el("span.other", ` ${show(lines[1].at(-1)[1])}`) : null;
-  return el("figure", el("figcaption", el("span.name", foreign(name)), el("span", value, other)), picture,
-    el("div.range", el("span", y0 === y1 ? show(y0) : `${show(y0)} to ${show(y1)}`), where));
+  const ends = y0 === y1 ? [show(y0)] : [show(y1), show(y0)];
+  const steps = x0 === x1 ? [`step ${show(x0, false, 0)}`] : [show(x0, false, 0), "step", show(x1, false, 0)];
+  return el("figure",
+    el("figcaption", el("span.name", foreign(name)), el("span", el("b", show(own.at(-1)?.[1] ?? null)), other)),
+    el("div.plot", el("div.yaxis", ends.map((text) => el("span", text))), el("div.area", picture, tip)),
+    el("div.xaxis", steps.map((text) => el("span", text))));
 }
 
 // ---------------------------------------------------------------- guard, time, recipe, keys

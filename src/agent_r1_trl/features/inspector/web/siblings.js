@@ -24,7 +24,7 @@ function siblingsView(one, other) {
   const turn = Math.min(turnOf(one), turnOf(other));
   const note = showsMessages(one) ? null : same === 0 ? "They differ from the first token on."
     : same === shortest && one.completion.length === other.completion.length ? "All their tokens are the same."
-    : `The first ${plural(same, "token")} are the same; shown from turn ${turn} on, where they differ.`;
+    : `The first ${plural(same, "token")} are the same; shown from turn ${turn + 1} on, where they differ.`;
   const column = (opened, isMate) => {
     const i = opened.number;
     const parts = showsMessages(one) ? messagesView(opened) : turnsView(opened, turn);

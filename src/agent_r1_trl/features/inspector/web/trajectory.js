@@ -9,14 +9,14 @@ const shown = {
 
 async function showTrajectory(number, mate = null) {
   const [opened, mateOpened] = await Promise.all([open(number), mate === null ? null : open(mate)]);
-  if (showsMessages(opened)) await readTexts(opened, mateOpened);
+  if (showsMessages(opened) || [opened, mateOpened].some((each) => each?.contexts.length)) await readTexts(opened, mateOpened);
   if (route.wanted !== number) return; // another one was asked for meanwhile
   const isSame = shown.trajectory === number && shown.mate === mate;
   Object.assign(shown, {trajectory: number, opened, mate, mateOpened});
   if (!isSame) shown.position = null;
   drawTrajectory();
   drawWhy();
-  drawList(false);
+  revealInList();
 }
 
 function currentColumn(opened) {
@@ -70,7 +70,7 @@ function heading(opened) {
     ...head.tries.map((text) => `An earlier try was lost: ${text}`),
   ].filter(Boolean);
   const infos = head.info.map(([name, value]) => el("span.item", named(name), " = ", foreign(value, "plain", 600)));
-  return el("div.heading",
+  return el("div.heading", bookmarkPart(i),
     el("h1", named(example(i)), el("span.where", ` · ${stepName(groupOf[i])} · generation ${table.generation[i]}`)),
     el("p.facts", facts),
     infos.length ? el("p.info", infos) : null,
@@ -144,6 +144,7 @@ function turnsView(opened, first, from = 0) {
   const start = turns.length ? turns[first]?.span[0] ?? 0 : opened.completion.length;
   if (first === 0 && start > 0) nodes.push(el("div.glue", between(opened, 0, start)));
   const isLong = opened.completion.length > OPEN_TOKENS;
+  const sections = opened.contexts.length ? messagesOf(opened) : new Map();
   let policy = 0;
   for (let i = first; i < turns.length; i++) {
     const turn = turns[i], [begin, end] = turn.span;
@@ -158,9 +159,11 @@ function turnsView(opened, first, from = 0) {
     const isNear = policy < NEAR_TOKENS;
     policy += next - begin;
     nodes.push(el("div.turn", fold(isOpen, turnTitle(opened, turn, i), (body) => {
-      add(body, stateView(turn.rendered, `after turn ${i}`));
+      add(body, stateView(turn.rendered, `after turn ${i + 1}`));
       add(body, tokensView(opened, Math.max(begin, from), end, isNear));
       if (next > end) add(body, el("div.observation", between(opened, end, next)));
+      // A new context holds the answer, so that no token of it stands behind the turn.
+      else add(body, answersOf(turn, sections.get(i) || []).map(messageNode));
     })));
   }
   const node = el("div.turns", nodes);
@@ -171,7 +174,7 @@ function turnsView(opened, first, from = 0) {
 function turnTitle(opened, turn, i) {
   const [begin, end] = turn.span;
   const values = opened.columns.advantage;
-  const parts = [el("b", `${turn.summary ? "summary" : "turn"} ${i}`), plural(end - begin, "token")];
+  const parts = [el("b", `${turn.summary ? "summary" : "turn"} ${i + 1}`), plural(end - begin, "token")];
   if (values && end > begin) {
     let sum = 0;
     for (let at = begin; at < end; at++) sum += values[opened.nth[at]];
@@ -214,12 +217,15 @@ function policyTokens(opened, start, end) {
   for (const cell of cellsOf(opened.completion, start, end)) {
     const node = cellNode(cell);
     paintToken(node, opened, column);
-    nodes.push(node);
-    for (const [at, name, value] of opened.head.badges) {
-      if (at >= cell.start && at < cell.start + cell.num) nodes.push(badge(name, value));
-    }
+    nodes.push(node, marksBehind(opened, cell));
   }
-  return nodes;
+  return nodes.flat();
+}
+
+// What stands behind a cell of tokens: the rewards that sit on them.
+function marksBehind(opened, cell) {
+  const isHere = (position) => position >= cell.start && position < cell.start + cell.num;
+  return opened.head.badges.filter(([at]) => isHere(at)).map(([, name, value]) => badge(name, value));
 }
 
 function badge(name, value) {

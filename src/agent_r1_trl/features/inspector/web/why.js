@@ -86,7 +86,7 @@ function tokenPart(opened, position) {
   const reward = opened.head.badges.filter(([at]) => at >= position && at < position + cell.num);
   return el("section", el("h2", "Token"),
     el("p.spelled", put(el("code"), cellText(cell), "mark")),
-    el("p.quiet", `position ${count(position)} · turn ${turn}`,
+    el("p.quiet", `position ${count(position)} · turn ${turn + 1}`,
       cell.num > 1 ? ` · one character over ${cell.num} tokens` : null),
     tableOf(rows), reward.map(([, name, value]) => badge(name, value)));
 }
@@ -116,7 +116,7 @@ function groupPart(opened) {
   const lines = group.members.map((i) => {
     const bar = el("span.track"), reward = table.reward[i];
     if (reward !== null) {
-      const fill = el(Math.abs(reward - group.mean) < 1e-9 ? "i.fill.even" : reward < group.mean ? "i.fill.below" : "i.fill");
+      const fill = el(reward < 0 ? "i.fill.below" : "i.fill");
       fill.style.left = place(Math.min(0, reward));
       fill.style.width = `${(100 * Math.abs(reward)) / span}%`;
       add(bar, fill);
