@@ -154,7 +154,7 @@ def _variants(folder):
         "ratio_token": {**turns, "use_vllm": True, "num_iterations": 2},
         "ratio_turn": {**turns, "use_vllm": True, "importance_sampling_unit": "turn"},
         "ratio_sequence": {**turns, "use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"},
-        "overlap": {"use_vllm": True, "overlap_rollout": True, "script": hard},
+        "ahead": {"use_vllm": True, "rollouts_ahead": 1, "script": hard},
         # LoRA
         "lora": {**lora, **turns},
         "lora_window": {**lora, **window, "beta": 0.1},

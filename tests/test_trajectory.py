@@ -253,7 +253,7 @@ def test_every_field_of_a_trajectory_and_of_its_turns_survives_json():
     )  # fmt: skip
     turn = trajectory.turns[1]
     turn.rendered, turn.seat, turn.next_context = {"text": "end"}, "a", [{"role": "user", "content": "Go on."}]
-    turn.summary_request = {"role": "user", "content": "Sum up."}
+    turn.summary_request, turn.versions = {"role": "user", "content": "Sum up."}, [(3, 1), (4, 1)]
     plain_turn = Turn(start=0, end=0, message={})
     unset = [item.name for item in fields(Trajectory) if getattr(trajectory, item.name) == getattr(empty(), item.name)]
     unset += [

@@ -189,6 +189,10 @@ def locate_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"
 
 
+REPLACED = {"overlap_rollout": "rollouts_ahead: 1"}
+"""A setting that is gone -> what says the same now."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The question "Did you mean ...?" with the closest known name, starting with a blank; "" if none is close.
 
@@ -196,9 +200,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     " Did you mean 'learning_rate'?"
     >>> did_you_mean("vllm_server_urls", ["vllm_server_host", "servers.urls"])
     " Did you mean 'servers.urls'?"
+    >>> did_you_mean("overlap_rollout", ["rollouts_ahead", "retry_failed"])
+    " Did you mean 'rollouts_ahead: 1'?"
     """
     by_lower = {item.lower().replace("-", "_"): item for item in known}
     given = name.lower().replace("-", "_")
+    if given in REPLACED and REPLACED[given].partition(":")[0] in by_lower:
+        return f" Did you mean {REPLACED[given]!r}?"
     # A key of a mapping by its bare name, or with the mapping's old prefix: vllm_server_urls for servers.urls.
     keys = [item for item in by_lower if "." in item and f"_{given}".endswith(f"_{item.rpartition('.')[2]}")]
     found = sorted(keys, key=len)[-1:] or difflib.get_close_matches(given, by_lower, n=1)

@@ -203,6 +203,9 @@ class Turn:
 
     kept_ids: KeptIds | None = None
     """The ids that each of its tokens was drawn from, where top-k, top-p or min-p cut others off. Not recorded."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Which weights sampled its tokens, in order: (optimizer steps behind the weights, number of tokens). Empty where
+    nobody noted it (`rollouts_ahead: 0`)."""
 
     @property
     def is_summary(self) -> bool:
@@ -497,7 +500,13 @@ class Trajectory:
         known = {item.name for item in fields(cls)}
         values = {key: value for key, value in record.items() if key in known}
         values["turns"] = [
-            Turn(**turn | {"tool_results": [ToolResult.from_dict(result) for result in turn["tool_results"]]})
+            Turn(
+                **turn
+                | {
+                    "tool_results": [ToolResult.from_dict(result) for result in turn["tool_results"]],
+                    "versions": [(version, num) for version, num in turn.get("versions", ())],
+                }
+            )
             for turn in record["turns"]
         ]
         values["segments"] = [Segment(**segment) for segment in record.get("segments", ())]

@@ -73,12 +73,12 @@ def test_every_setting_survives(recipe, trainer):
 
 
 def test_the_importance_ratio_of_a_run_survives(recipe):
-    """Its default depends on `overlap_rollout`; what the run had is written, and what a user chose stands."""
+    """Its default depends on `rollouts_ahead`; what the run had is written, and what a user chose stands."""
     for options, expected in (
         ({}, ("token_truncate", 2.0)),
         ({"vllm_importance_sampling_mode": "sequence_mask"}, ("sequence_mask", 3.0)),
     ):
-        path = recipe(use_vllm=True, overlap_rollout=True, vllm_mode="server", **options)
+        path = recipe(use_vllm=True, rollouts_ahead=1, vllm_mode="server", **options)
         made = read_arguments(["--config", path])
         write_resolved_recipe(made[0].settings, [type(item) for item in made], None, {}, ".")
         kept = yaml.safe_load(Path("recipe.yaml").read_text())

@@ -71,7 +71,7 @@ def train(case, output_dir, checkpoint=None):
         use_vllm=True,  # whose place the script takes
         script_logprob=-6.2,  # that of the policy, nearly
         vllm_importance_sampling_mode="token_truncate",
-        overlap_rollout=True,
+        rollouts_ahead=1,
         num_generations=GROUP_SIZE,
         per_device_train_batch_size=GROUPS * GROUP_SIZE // 2 // num_processes(),
         gradient_accumulation_steps=2,
@@ -91,7 +91,7 @@ def train(case, output_dir, checkpoint=None):
     def prepared(generation_batch):
         inputs = prepare(generation_batch)
         rows.append([len(one["completion_ids"]) for one in inputs.get("micro_batches", [inputs])])
-        under_way.append(trainer.rollouts.upcoming is not None)
+        under_way.append(len(trainer.rollouts.ahead) > 0)
         return inputs
 
     def scored(inputs):

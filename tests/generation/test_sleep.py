@@ -24,7 +24,8 @@ class Engine:
 
     def __init__(self, enable_sleep_mode=True):
         self.vllm_config = types.SimpleNamespace(
-            model_config=types.SimpleNamespace(enable_sleep_mode=enable_sleep_mode, max_model_len=512)
+            model_config=types.SimpleNamespace(enable_sleep_mode=enable_sleep_mode, max_model_len=512),
+            scheduler_config=types.SimpleNamespace(policy="fcfs"),
         )
         self.awake = {"weights", "kv_cache"}
         self.model = tiny_model()

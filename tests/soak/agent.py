@@ -308,7 +308,11 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     """One start of the run, from the last checkpoint if there is one."""
     tokenizer = make_tokenizer("qwen3")
     trainer_class = MultiTurnPPOTrainer if plan.trainer == "ppo" else MultiTurnGRPOTrainer
-    options = {"use_vllm": True, "overlap_rollout": plan.overlap} if plan.sampler in ("server", "engine") else {}
+    options = (
+        {"failures.min_effective_share": 0.0} if plan.rollouts_ahead else {}
+    )  # a script's numbers are no policy's
+    options |= {"rollouts_ahead": plan.rollouts_ahead}
+    options |= {"use_vllm": True} if plan.sampler in ("server", "engine") else {}
     if plan.sampler == "server":
         options |= {"vllm_mode": "server", "servers.urls": urls, **SERVER_SETTINGS}
     elif plan.sampler == "engine":

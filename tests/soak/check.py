@@ -69,7 +69,7 @@ def _corrupted(folder: Path) -> Iterator[str]:
                     yield f"{where}: the sampler never said this"
     for entry in _steps(folder):
         gap = entry.get("sampling/sampling_logp_difference/max") or 0.0  # null where no token was trained on
-        if gap > MAX_GAP and not entry.get("sampling/staleness"):  # with overlap the sampler is a step behind
+        if gap > MAX_GAP and not entry.get("sampling/staleness"):  # ahead of the update the sampler is behind it
             yield f"step {entry['step']}: sampler and trainer differ by {gap:g}"
 
 

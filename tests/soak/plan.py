@@ -45,7 +45,7 @@ class Plan:
     sampler: str
     trainer: str
     num_ranks: int
-    overlap: bool
+    rollouts_ahead: int
     faults: tuple[str, ...]
 
     @property
@@ -72,7 +72,7 @@ class Plan:
             self.trainer,
             self.sampler,
             "2 ranks" if self.num_ranks > 1 else "1 rank",
-            *["overlap"] * self.overlap,
+            *[f"{self.rollouts_ahead} ahead"] * (self.rollouts_ahead > 0),
         ]
         return f"seed {self.seed}: {', '.join(parts)}: {', '.join(self.faults) or 'no fault'}"
 
@@ -91,6 +91,6 @@ def draw_plan(seed: int) -> Plan:
         sampler=sampler,
         trainer=rng.choice(["grpo", "ppo"]),
         num_ranks=1 if sampler == "engine" else rng.choice([1, 1, 2]),
-        overlap=sampler in ("server", "engine") and rng.random() < 0.3,
+        rollouts_ahead=2 if rng.random() < 0.5 else 0,
         faults=(*faults, *([other] if other else [])),
     )

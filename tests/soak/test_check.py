@@ -20,8 +20,8 @@ from tests.soak import plan as faults
 from tests.soak.check import problems_of
 from tests.soak.plan import MAX_STEPS, Plan, draw_plan
 
-PPO = Plan(seed=0, sampler="scripted", trainer="ppo", num_ranks=1, overlap=False, faults=("scoring crashes",))
-PLAN = Plan(seed=0, sampler="scripted", trainer="grpo", num_ranks=1, overlap=False, faults=())
+PPO = Plan(seed=0, sampler="scripted", trainer="ppo", num_ranks=1, rollouts_ahead=0, faults=("scoring crashes",))
+PLAN = Plan(seed=0, sampler="scripted", trainer="grpo", num_ranks=1, rollouts_ahead=0, faults=())
 
 
 @pytest.fixture

@@ -69,6 +69,20 @@ def chat(folder, config_class, **options):
     return make(folder, config_class, **options).chat.encode_prompt(MESSAGES)
 
 
+def ahead(folder, config_class, **options):
+    """What is in flight behind a rollout, and how its sampler is reached."""
+    trainer = make(folder, config_class, **{"max_steps": 4, **options})
+    trainer.rollouts.ahead.window.over(iter([[{"prompt": MESSAGES}] * 4] * 4), 0)
+    scored_batch(trainer)
+    sampler = trainer.rollouts.runner.generator
+    return len(trainer.rollouts.ahead), getattr(sampler, "cuts_turns", None)
+
+
+def least_share(folder, config_class, **options):
+    """The effective share below which nothing begins ahead."""
+    return make(folder, config_class, **options).features["age"]._min_share
+
+
 def requests(folder, config_class, **options):
     """What the generator is asked in training: prompts, seeds, sampling."""
     trainer = make(folder, config_class, **options)

@@ -76,6 +76,8 @@ def make_trainer(tmp_path, *, script=two_turns, env=AddEnv, family="qwen3", trai
     extra = {name: options.pop(name) for name in list(options) if name in TRAINER_ARGUMENTS}
     logprob = options.pop("script_logprob", -1.0)
     generator = scripted(tokenizer, script, logprob) if script is not None else None
+    if script is not None and options.get("rollouts_ahead"):  # a script's log-probs are no policy's
+        options.setdefault("failures.min_effective_share", 0.0)
     generator = options.pop("wrap_generator", lambda inner: inner)(generator)
     return trainer(
         model=extra.pop("model", None) or make_policy(tokenizer),

@@ -74,7 +74,7 @@ def test_a_fix_names_no_estimator_of_the_other_trainer():
         assert "gae" not in str(refusal.value)
 
 
-OLDER = {"use_vllm": True, "overlap_rollout": True}
+OLDER = {"rollouts_ahead": 1}
 MODE, LIMIT = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
 
 

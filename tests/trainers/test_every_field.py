@@ -162,11 +162,12 @@ TABLE = {
         Refused("servers.txt", {"servers.urls_file": None}, **SERVERS, servers={"urls": ["http://b:1"]}),
     ),
     "servers.max_logprob_gap": (Acts(effects.sync_call, 0.3, **ENGINE), Refused(0.3, ENGINE)),
-    "overlap_rollout": (
-        Refused(True, ENGINE),
-        Refused(True, {"vllm_importance_sampling_correction": True}, **UNCORRECTED),
-        Refused(True, {"vllm_enable_sleep_mode": False}, vllm_enable_sleep_mode=True, **ENGINE),
+    "rollouts_ahead": Acts(effects.ahead, 2),
+    "failures.min_effective_share": (
+        Acts(effects.least_share, 0.5, rollouts_ahead=2),
+        Refused(0.5, {"rollouts_ahead": 2}),
     ),
+    "cut_turns": (Acts(effects.ahead, True, rollouts_ahead=2), Refused(True, {"rollouts_ahead": 2})),
     # ---- ours: the shape of a rollout
     "prompts_per_rollout": (Acts(effects.shape, 4), Refused(4, {"steps_per_generation": 4}, steps_per_generation=3)),
     "updates_per_rollout": (Acts(effects.shape, 4), Refused(4, {"num_iterations": 2}, num_iterations=3)),

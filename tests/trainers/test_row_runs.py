@@ -72,15 +72,15 @@ def test_a_run_goes_on_in_the_middle_of_a_rollout(tmp_path, kind):
 
 
 REPLACED = {"sampling.resample_rounds": 3, "per_device_train_batch_size": 8, "journal.keep": 99}
-OVERLAP = {"overlap_rollout": True, "use_vllm": True}  # the scripted generator samples
+AHEAD = {"rollouts_ahead": 2}
 JOURNALED = {
     "resampled": {**REPLACED, "sampling.curriculum": True},
-    "overlap": {**OVERLAP, **PPO, **BY_TOKENS},
-    "both": {**REPLACED, **OVERLAP, "sampling.curriculum": True},
+    "ahead": {**AHEAD, **PPO, **BY_TOKENS},
+    "both": {**REPLACED, **AHEAD, "sampling.curriculum": True},
 }
 
 
-@pytest.mark.parametrize("kind", ["both", *nightly("resampled", "overlap")])
+@pytest.mark.parametrize("kind", ["both", *nightly("resampled", "ahead")])
 def test_a_resumed_run_has_the_same_rows_and_samples_nothing_again(tmp_path, kind, caplog):
     options = {"train_dataset": questions(40), **JOURNALED[kind]}
     whole = train(tmp_path, **options)

@@ -128,17 +128,17 @@ def test_the_trainer_weighs_turns_as_the_function_says(tmp_path):
     assert torch.isfinite(trainer.compute_loss(trainer.model, batch))
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
-def test_long_rows_keep_their_weight_where_the_sampler_is_an_update_behind(tmp_path, overlaps):
+@pytest.mark.parametrize("rollouts_ahead", [1, 0])
+def test_long_rows_keep_their_weight_where_the_sampler_is_an_update_behind(tmp_path, rollouts_ahead):
     """Every token is .6 likelier now: a row of two or more has a ratio above 3, and a token has exp(.6) = 1.8."""
-    trainer = make_trainer(tmp_path, use_vllm=True, overlap_rollout=overlaps)
+    trainer = make_trainer(tmp_path, use_vllm=True, rollouts_ahead=rollouts_ahead)
     trainer._log_probs = lambda model, output: output["sampling_per_token_logps"] + 0.6
     batch = scored_batch(trainer)
     in_loss = (batch["completion_mask"] * batch["tool_mask"]).bool()
     ratios = batch["importance_sampling_ratio"][in_loss]
-    torch.testing.assert_close(ratios, torch.full_like(ratios, math.exp(0.6) if overlaps else 0.0))
+    torch.testing.assert_close(ratios, torch.full_like(ratios, math.exp(0.6) if rollouts_ahead else 0.0))
     found = {name: trainer._metrics["train"][f"sampling/{name}"] for name in ("zero_weight_rows", "effective_tokens")}
-    share = 1.0 if overlaps else 0.0
+    share = 1.0 if rollouts_ahead else 0.0
     assert found == {"zero_weight_rows": [1 - share], "effective_tokens": [pytest.approx(share)]}
 
 

@@ -7,6 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,15 +60,26 @@ class Generation:
     """(N,) sampled ids, the stop token included when the model sampled it."""
     logprobs: list[float]
     """(N,) log-probability of each sampled id after temperature and filters (greedy: under temperature 1)."""
-    stop: Literal["stop", "length"]
-    """`stop`: a stop token was sampled (it is the last id). `length`: `max_tokens` ran out."""
+    stop: Literal["stop", "length", "interrupted"]
+    """`stop`: a stop token was sampled (it is the last id). `length`: `max_tokens` ran out. `interrupted`:
+    `Generator.interrupt` was called; the gate before the sampler goes on with the turn, and nobody else sees it."""
     kept_ids: KeptIds | None = field(default=None, repr=False)
     """The ids that each of the N was drawn from; None: the whole vocabulary, or the back end cannot tell."""
+    versions: list[tuple[int, int]] = field(default_factory=list, repr=False)
+    """Which weights sampled them, in order: (optimizer steps behind the weights, number of tokens); or empty."""
+    waited_s: float = field(default=0.0, repr=False)
+    """Seconds in which the turn waited for weights, before it was sampled or between two parts of it."""
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first tokens."""
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
         self.kept_ids = None if self.kept_ids is None else self.kept_ids.first(num_tokens)
+        versions, num_left = self.versions, num_tokens
+        self.versions = []
+        for version, num in versions:
+            if (num_kept := min(num, num_left)) > 0:
+                self.versions.append((version, num_kept))
+            num_left -= num
 
 
 class Generator(ABC):
@@ -109,6 +121,16 @@ class Generator(ABC):
         """
         return False
 
+    def interrupt(self) -> bool:
+        """Have every request in flight answered at once with what it has sampled so far; from any thread.
+
+        Their `stop` is "interrupted". Requests that come later are not meant.
+
+        Returns:
+            False if this back end cannot: its requests then end by themselves.
+        """
+        return False
+
     def metrics(self) -> dict[str, float]:
         """Metrics of the engines behind this generator; read after every `sync`."""
         return {}
@@ -127,7 +149,7 @@ class _Adapted(Generator):
 
     def __init__(self, given: Any) -> None:
         self._given = given
-        for name in ("sync", "scores", "sleep", "metrics", "close", "max_model_length"):
+        for name in ("sync", "scores", "sleep", "interrupt", "metrics", "close", "max_model_length"):
             if hasattr(given, name):
                 setattr(self, name, getattr(given, name))
 
@@ -172,6 +194,10 @@ class TrajectorySlot:
     """Number of the server; None before the first request."""
     seed: int = 0
     """The trajectory's own, of which those of its requests are derived."""
+    order: int = 0
+    """Where more requests wait than can be served, those of the smallest number come first."""
+    paused: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside it one of the trajectory's turns waits for weights, which takes nothing of its time."""
 
 
 current_slot: ContextVar[TrajectorySlot | None] = ContextVar("current_slot", default=None)

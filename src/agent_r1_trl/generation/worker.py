@@ -13,7 +13,14 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-from agent_r1_trl.generation.base import Generation, GenerationError, GenerationRequest, Generator, check_request
+from agent_r1_trl.generation.base import (
+    Generation,
+    GenerationError,
+    GenerationRequest,
+    Generator,
+    check_request,
+    current_slot,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,8 @@ class WorkerRequest:
     """One call of `generate`."""
 
     asked: GenerationRequest
+    order: int = 0
+    """Where requests wait, those of the smallest number are served first; see `TrajectorySlot`."""
     done: Future[Generation] = field(default_factory=Future)
     """Answered once the request no longer uses the model."""
     outcome: Generation | Exception | None = None
@@ -66,6 +75,8 @@ class ThreadedGenerator(Generator):
         self._changed = threading.Condition()  # guards _waiting, _worker and _is_closed
         self._worker: threading.Thread | None = None
         self._is_closed = False
+        self._must_cut = False
+        """Whether the requests in flight are to be answered with what they have sampled so far (`interrupt`)."""
         self._said: tuple[type[BaseException], ...] = (GenerationError,)  # classes of errors that are in the log
 
     async def generate(self, request: GenerationRequest) -> Generation:
@@ -77,7 +88,10 @@ class ThreadedGenerator(Generator):
             GenerationError: the back end failed (the cause is chained), hangs or was closed.
         """
         check_request(request)
-        call = WorkerRequest(asked=replace(request, prompt_ids=list(request.prompt_ids)))
+        slot = current_slot.get()
+        call = WorkerRequest(
+            asked=replace(request, prompt_ids=list(request.prompt_ids)), order=0 if slot is None else slot.order
+        )
         self._submit(call)
         answer = asyncio.wrap_future(call.done)
         try:
@@ -95,6 +109,24 @@ class ThreadedGenerator(Generator):
             if not answer.done():
                 self._check_step()
         return answer.result()
+
+    def interrupt(self) -> bool:
+        """See `Generator`; the worker thread cuts the requests before its next step (`_is_cut`)."""
+        with self._changed:
+            self._must_cut = self._worker is not None
+        return True
+
+    def _is_cut(self) -> bool:
+        """Whether the requests in flight are to be cut now; those in line are."""
+        with self._changed:
+            if not self._must_cut:
+                return False
+            self._must_cut = False
+            for request in self._waiting:
+                request.outcome = Generation(token_ids=[], logprobs=[], stop="interrupted")
+            self._ended.extend(self._waiting)
+            self._waiting.clear()
+        return True
 
     def _note_step(self) -> None:
         self._step_began = time.monotonic()
@@ -122,7 +154,10 @@ class ThreadedGenerator(Generator):
             if self._is_closed:
                 raise GenerationError("The generator is closed.")
             self._check_step()
-            self._waiting.append(request)
+            place = len(self._waiting)
+            while place and self._waiting[place - 1].order > request.order:
+                place -= 1
+            self._waiting.insert(place, request)
             if self._worker is None:
                 # A daemon, because the program must be able to end while a step hangs. One that is killed inside torch
                 # takes the process down with an abort, so the end of the program waits for the step in progress.

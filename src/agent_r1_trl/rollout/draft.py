@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,8 @@ from agent_r1_trl.trajectory import (
 
 NOT_STARTED, ENDED = "waiting", "ended"
 """The first and the last phase of a draft."""
+WAITING_FOR_WEIGHTS = "waiting for weights"
+"""The last words of the phase in which a turn waits for the end of an update, or of a weight sync."""
 RESET, AGENT_START = "reset", "start of the agent"
 """The time before the first turn: an environment is made and reset, or an agent comes to its first call."""
 
@@ -61,10 +65,43 @@ class Draft:
     """Notes of a user's own agent (`drive`)."""
     cancelled_in: str | None = None
     """The phase in which `rollout_timeout` passed."""
+    time_limit: asyncio.Timeout | None = None
+    """The clock of `rollout_timeout`, while it runs."""
+    _num_paused: int = 0
+    """Turns that wait for weights; an agent may have asked for several."""
+    _phase_before: str = NOT_STARTED
+    _left_s: float | None = None
+    """Seconds that the clock has left, while it stands still."""
 
     def enter(self, phase: str) -> None:
         """From now on the trajectory waits for something else."""
         self.phase, self.since = phase, time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside it a turn waits for weights: the clock of `rollout_timeout` stands still."""
+        if self._num_paused == 0:
+            self._stop_clock()
+        self._num_paused += 1
+        try:
+            yield
+        finally:
+            self._num_paused -= 1
+            if self._num_paused == 0:
+                self._start_clock()
+
+    def _stop_clock(self) -> None:
+        self._phase_before, self._left_s = self.phase, None
+        self.enter(f"{self.phase.partition(':')[0]}: {WAITING_FOR_WEIGHTS}")
+        if self.time_limit is not None and (deadline := self.time_limit.when()) is not None:
+            self._left_s = deadline - asyncio.get_running_loop().time()
+            self.time_limit.reschedule(None)
+
+    def _start_clock(self) -> None:
+        if self.phase.endswith(WAITING_FOR_WEIGHTS):
+            self.enter(self._phase_before)
+        if self.time_limit is not None and self._left_s is not None:
+            self.time_limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
 
     @property
     def name(self) -> str:
@@ -98,6 +135,7 @@ class Draft:
         turn = Turn(
             start=start, end=start + count, message=message, generate_s=generate_s, kept_ids=generation.kept_ids
         )
+        turn.versions = list(generation.versions)
         turn.is_truncated = generation.stop == "length"
         self.turns.append(turn)
         return turn

@@ -74,10 +74,12 @@ class HostedRunner(RolloutRunner):
                     f"set endpoint_options={{{name}: {value}}}."
                 )
 
-    async def run_one(self, draft: Draft, session: EnvSession, generator: Any, params: SamplingParams) -> Trajectory:
+    async def run_one(
+        self, draft: Draft, session: EnvSession, generator: Any, params: SamplingParams, limits: RolloutLimits
+    ) -> Trajectory:
         """Roll out one trajectory; see `run_trajectory`."""
-        turns = _sample_turns(draft, session, generator, self.limits, params)
-        return await conclude(turns, draft, session, self.limits, keep_going=self.keep_going)
+        turns = _sample_turns(draft, session, generator, limits, params)
+        return await conclude(turns, draft, session, limits, keep_going=self.keep_going)
 
     def close(self) -> None:
         """Stop what is running, and close the connections."""

@@ -82,7 +82,8 @@ async def conclude(
     start = time.perf_counter()
     try:
         try:
-            stop_reason = await asyncio.wait_for(turns, limits.rollout_timeout)
+            async with asyncio.timeout(limits.rollout_timeout) as draft.time_limit:
+                stop_reason = await turns
         except TimeoutError:
             stop_reason, draft.cancelled_in = StopReason.TIMEOUT, draft.phase
             if draft.phase in (RESET, AGENT_START):  # the policy has not had its turn
@@ -97,6 +98,8 @@ async def conclude(
                 has_begun = bool(draft.turns)  # then what it has said so far counts, as at the limit of the model
                 stop_reason = StopReason.MAX_COMPLETION_LENGTH if has_begun else StopReason.PROMPT_TOO_LONG
                 draft.error = None if has_begun else draft.error
+        finally:
+            draft.time_limit = None
         trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
         if not stop_reason.is_infrastructure_failure and session.env is not None:
             draft.enter("outcome_reward")
@@ -231,7 +234,7 @@ async def sample_turn(
     max_tokens: int,
     seed: int,
 ) -> tuple[Generation, Message, float]:
-    """The policy's turn after the present context, the message in it, and the seconds that it took."""
+    """The policy's turn after the present context, the message in it, and the seconds that it took to sample."""
     began = time.perf_counter()
     context = draft.context_ids
     prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
@@ -247,7 +250,7 @@ async def sample_turn(
         raise GenerationFailure(f"{type(error).__name__}: {error}{cause}") from error
     with named(GenerationFailure):
         message = chat.parse(generation.token_ids, prefix, tools or None, position=position)
-    return generation, message, time.perf_counter() - began
+    return generation, message, time.perf_counter() - began - generation.waited_s
 
 
 async def reset_in_time(

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from agent_r1_trl.chat.format import ChatFormat
@@ -28,6 +28,7 @@ from agent_r1_trl.rollout.env_session import CLOSE_TIMEOUT_S, EnvSession
 from agent_r1_trl.rollout.failures import MAX_CAUSES, FailureCause, failure_of, may_pass
 from agent_r1_trl.rollout.limits import RolloutLimits
 from agent_r1_trl.rollout.loop import run_trajectory
+from agent_r1_trl.rollout.places import Places
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.rollout.summaries import check_room
 from agent_r1_trl.rollout.watchdog import LoopLostError, Watchdog, publish
@@ -105,6 +106,7 @@ class RolloutRunner:
         """The environments of the run that ended last. Each run in flight has its own in its `RolloutFuture`."""
         self._warned_of: set[str] = set()
         self._in_flight: dict[asyncio.Task[Any], LoopThread] = {}
+        self._places: tuple[asyncio.AbstractEventLoop, Places] | None = None
 
     @property
     def limits(self) -> RolloutLimits:
@@ -154,9 +156,14 @@ class RolloutRunner:
         *,
         params: SamplingParams | None = None,
         journal: Journal | None = None,
+        order: int = 0,
     ) -> RolloutFuture:
-        """`run` that returns at once; `stop` ends it early, and the future is then cancelled."""
-        slots = [_Slot(*self._opened(request, journal)) for request in requests]
+        """`run` that returns at once; `stop` ends it early, and the future is then cancelled.
+
+        Several runs may be in flight: they share `max_concurrency`, and the trajectories of the smallest `order` come
+        first, here and, where it can tell, in the sampler.
+        """
+        slots = [_Slot(*self._opened(request, journal), limits=self.limits) for request in requests]
         answer, thread = RolloutFuture(), shared_loop()
 
         def copy_outcome(ended: Future[list[Trajectory]]) -> None:
@@ -186,9 +193,8 @@ class RolloutRunner:
         answer.add_done_callback(lambda _: stop_watching())
         answer.add_done_callback(publish(drafts))
         watchdog.start()
-        self._submit(self._run_all(slots, params or self.params, journal, answer), thread).add_done_callback(
-            copy_outcome
-        )
+        running = self._run_all(slots, params or self.params, journal, answer, order)
+        self._submit(running, thread).add_done_callback(copy_outcome)
         return answer
 
     def _opened(self, request: RolloutRequest, journal: Journal | None) -> tuple[Draft, EnvSession, Generator]:
@@ -198,15 +204,20 @@ class RolloutRunner:
         return Draft(request=request), session, self.generator
 
     async def _run_all(
-        self, slots: Sequence[_Slot], params: SamplingParams, journal: Journal | None, answer: RolloutFuture
+        self,
+        slots: Sequence[_Slot],
+        params: SamplingParams,
+        journal: Journal | None,
+        answer: RolloutFuture,
+        order: int,
     ) -> list[Trajectory]:
-        places = asyncio.Semaphore(self.limits.max_concurrency)
+        places = self._places_on_this_loop()
 
         async def run(each: _Slot) -> Trajectory:
             failed: list[str] = []
-            async with places:
+            async with places.taken(order):
                 while True:
-                    trajectory = await self._try(each, params, journal)
+                    trajectory = await self._try(each, params, journal, order)
                     cause = failure_of(trajectory)
                     is_final = not may_pass(trajectory, is_refused=each.draft.is_refused)
                     if cause is None or len(failed) == self.retry_failed or is_final:
@@ -233,22 +244,34 @@ class RolloutRunner:
         finally:
             answer.environments = self.environments = [each.session.env for each in slots]
 
-    async def _try(self, each: _Slot, params: SamplingParams, journal: Journal | None) -> Trajectory:
-        current_slot.set(TrajectorySlot(seed=each.draft.request.seed))
+    def _places_on_this_loop(self) -> Places:
+        """The places that all runs in flight share; the limit that counts is the last run's."""
+        loop, number = asyncio.get_running_loop(), self.limits.max_concurrency
+        if self._places is None or self._places[0] is not loop:  # the loop before it was given up
+            self._places = loop, Places(number)
+        self._places[1].number = number
+        return self._places[1]
+
+    async def _try(self, each: _Slot, params: SamplingParams, journal: Journal | None, order: int) -> Trajectory:
+        draft = each.draft
+        current_slot.set(TrajectorySlot(seed=draft.request.seed, order=order, paused=draft.paused))
         if journal is not None and (finished := journal.finished(each.draft.request)) is not None:
             return finished
-        trajectory = await self.run_one(each.draft, each.session, each.generator, params)
+        trajectory = await self.run_one(draft, each.session, each.generator, params, each.limits)
         if journal is not None:
             journal.end(each.draft.request, trajectory)
         return trajectory
 
     async def run_one(
-        self, draft: Draft, session: EnvSession, generator: Generator, params: SamplingParams
+        self,
+        draft: Draft,
+        session: EnvSession,
+        generator: Generator,
+        params: SamplingParams,
+        limits: RolloutLimits,
     ) -> Trajectory:
         """Roll out one trajectory; see `run_trajectory`."""
-        return await run_trajectory(
-            draft, session, generator, self.chat, self.limits, params, keep_going=self.keep_going
-        )
+        return await run_trajectory(draft, session, generator, self.chat, limits, params, keep_going=self.keep_going)
 
     def _warn_of_retry(self, cause: FailureCause) -> None:
         if cause.key not in self._warned_of and len(self._warned_of) < MAX_CAUSES:
@@ -386,6 +409,9 @@ class _Slot:
     draft: Draft
     session: EnvSession
     generator: Generator
+    _: KW_ONLY
+    limits: RolloutLimits
+    """Those of the runner when the run began."""
     trajectory: Trajectory | None = None
     """Once it has ended."""
 

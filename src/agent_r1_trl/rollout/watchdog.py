@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.rollout.draft import AGENT_START, ENDED, NOT_STARTED, Draft
+from agent_r1_trl.rollout.draft import AGENT_START, ENDED, NOT_STARTED, WAITING_FOR_WEIGHTS, Draft
 from agent_r1_trl.safe_text import shown
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,11 @@ class Watchdog:
         if self._interval_s is None or now - self._said_at < self._interval_s:
             return
         is_held = asked_at is not None and now - asked_at >= self._interval_s
-        is_slow = all(draft.phase == AGENT_START or draft.phase.endswith("generation") for draft in self._running())
+        running = self._running()
+        if not is_held and all(draft.phase.endswith(WAITING_FOR_WEIGHTS) for draft in running):
+            return  # for the update, or for places that another rollout has
+        slow = ("generation", WAITING_FOR_WEIGHTS, AGENT_START)
+        is_slow = all(draft.phase.endswith(slow) for draft in running)
         if not is_held and is_slow and now - self._said_at < self._interval_s * SLOW_INTERVALS:
             return
         self._said_at = now

@@ -230,7 +230,7 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
 
     @property
     def samples_more(self) -> bool:
-        """Whether `after_scores` may sample further trajectories; the next rollout does not begin before it then."""
+        """Whether `after_scores` may sample further trajectories; the sampler keeps its memory until then."""
         return False
 
     def attach(self, trainer: MultiTurnTrainer) -> None:
@@ -257,7 +257,7 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
     def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> Sequence[dict[str, Any]]:
         """The rows to sample a training rollout for; `rows` are this rank's, as the Trainer has drawn them.
 
-        The rollout is trained on after `micro_step` micro-batches; with `overlap_rollout` the run is not there yet.
+        The rollout is trained on after `micro_step` micro-batches; with `rollouts_ahead` the run is not there yet.
         """
         return rows
 

@@ -127,7 +127,7 @@ def resolve_importance_ratio(args: MultiTurnConfig) -> None:
     has_mode = not isinstance(args.vllm_importance_sampling_mode, _UnsetText)
     has_limit = not isinstance(args.vllm_importance_sampling_clip_max, _UnsetNumber)
     mode, limit = TRL_RATIO_MODE, TRL_RATIO_LIMIT
-    if args.overlap_rollout and not has_mode:  # a mode that was chosen keeps TRL's limit
+    if args.rollouts_ahead and not has_mode:  # a mode that was chosen keeps TRL's limit
         mode, limit = OLDER_WEIGHTS_RATIO_MODE, OLDER_WEIGHTS_RATIO_LIMIT
     if not has_mode:
         args.vllm_importance_sampling_mode = mode
@@ -169,10 +169,16 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "The vLLM servers to sample from (vllm_mode='server') and how long they may take, such as {urls: "
         "[http://127.0.0.1:8000]}.",
     )
-    overlap_rollout: Flag = setting(
+    rollouts_ahead: CountOrZero = setting(
+        0,
+        "How many rollouts may be in flight besides the one that is trained on next. They are trained on whole and in "
+        "the order of the data, and go on across weight syncs, so their oldest tokens are that many rollouts old, "
+        "which the importance ratio corrects. 0: a rollout begins when the update before it is done.",
+    )
+    cut_turns: Flag = setting(
         False,
-        "Generate the next rollout while the update trains on this one (needs use_vllm). Its weights are one update "
-        "old, which the importance ratio corrects.",
+        "With rollouts_ahead, cut the turns that are being sampled when weights change, and go on with the new ones. "
+        "Off: they end first.",
     )
 
     retry_failed: CountOrZero = setting(
@@ -254,11 +260,11 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         _UnsetText(TRL_RATIO_MODE),
         "How the importance ratio of trainer to sampler is taken: of each 'token' or of the whole 'sequence', and "
         "ratios out of bounds are truncated or, as 'mask', set to 0: 'token_truncate', 'token_mask', "
-        "'sequence_truncate' or 'sequence_mask'. The default with overlap_rollout is 'token_truncate'.",
+        "'sequence_truncate' or 'sequence_mask'. The default with rollouts_ahead is 'token_truncate'.",
     )
     vllm_importance_sampling_clip_max: float | None = setting(
         _UnsetNumber(TRL_RATIO_LIMIT),
-        "Largest importance ratio of trainer to sampler. None: no bound. The default with overlap_rollout is 2.0, "
+        "Largest importance ratio of trainer to sampler. None: no bound. The default with rollouts_ahead is 2.0, "
         "unless vllm_importance_sampling_mode is set.",
     )
     importance_sampling_unit: Annotated[str, OneOf(*UNITS)] | None = setting(

@@ -60,6 +60,7 @@ NEEDS = (
     Need("bootstrap_truncated", {"truncated_trajectories": ("keep", "penalise")}),
     Need("importance_sampling_unit", {"use_vllm": (True,)}),
     Need("importance_sampling_unit", {"vllm_importance_sampling_correction": (True,)}),
+    Need("cut_turns failures.min_effective_share", {"rollouts_ahead": None}),
     Need("pad_to_multiple_of", {"update_layout": ("padded", AUTO)}),
     Need("max_tokens_per_micro_batch", {"update_layout": (*PACKED_LAYOUTS, AUTO)}),
     Need("use_bias_correction_kl", {"kl_placement": ("loss",)}),
@@ -153,15 +154,8 @@ CLASHES = (
         "both name the servers. Remove one of them: the file is read again at each weight sync.",
     ),
     Clash.of(
-        {"overlap_rollout": (True,), "use_vllm": (False,)}, "the sampler needs weights of its own. Set use_vllm=True."
-    ),
-    Clash.of(
-        {"overlap_rollout": (True,), "vllm_importance_sampling_correction": (False,)},
-        "nothing would correct for the older weights. Set vllm_importance_sampling_correction=True.",
-    ),
-    Clash.of(
-        {"overlap_rollout": (True,), "vllm_enable_sleep_mode": (True,)},
-        "the engine works during the update and cannot sleep. Set vllm_enable_sleep_mode=False.",
+        {"cut_turns": (True,), "use_vllm": (True,), "vllm_mode": ("server",)},
+        "a server cannot be asked for the part of a turn. Remove cut_turns: turns then end first.",
     ),
     Clash.of(
         {"importance_sampling_unit": ("turn", "sequence"), "loss_type": ("vespo",)},

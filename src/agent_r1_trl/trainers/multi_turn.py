@@ -73,7 +73,7 @@ from agent_r1_trl.trainers.rewards import (
 )
 from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch, ScoredBatch, UpdateBatch
 from agent_r1_trl.trainers.rollouts import Rollouts, training_order
-from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer
+from agent_r1_trl.trainers.saving import EpochOrder, SavingTrainer, following_batches
 from agent_r1_trl.trainers.score_check import check_scores
 from agent_r1_trl.trainers.scoring import score_rows, with_positions
 from agent_r1_trl.trainers.token_limit import choose_token_limit
@@ -161,6 +161,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         """Seconds that the current training step has spent on its rollout."""
         self.seconds = {"rollout": 0.0, "update": 0.0}
         """Seconds of all training steps in this process, by phase."""
+        self._epoch_order: EpochOrder | None = None
         self._is_score_checked = config.score_check == "off"
         """Whether the policy is known to be scored as it is sampled."""
         self.layout = UpdateLayout(config, functools.partial(layout_problem, config))
@@ -183,7 +184,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         report_noise(self.model, is_disabled=config.disable_dropout)
         self.add_callback(RoundingWarning())
         check_policy(self)
-        self.use_vllm = config.use_vllm
+        # To TRL's loss this says that the sampler's log-probs are known, and may be those of other weights.
+        self.use_vllm = config.use_vllm or config.rollouts_ahead > 0
         self._make_collaborators(generator)
 
     def _make_collaborators(self, generator: object) -> None:
@@ -221,7 +223,8 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
     # ---------------------------------------------------------------- the run begins
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
-        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        self._epoch_order = EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        return self._epoch_order
 
     def _run(self, train: Callable[[], Any]) -> Any:
         """The Trainer's loop, inside what the features put around it."""
@@ -242,8 +245,11 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[dict[str, Any]]], num_batches: int, device: torch.device
     ) -> tuple:
-        """The Trainer's next batches; `overlap_rollout` looks further ahead in them."""
-        batches = self.rollouts.look_ahead(epoch_iterator, self._step)
+        """The Trainer's next batches; `rollouts_ahead` looks further ahead in them, into the next epochs as well."""
+        batches = epoch_iterator
+        if self.args.rollouts_ahead:
+            following = following_batches(self.callback_handler.train_dataloader, self._epoch_order)
+            batches = self.rollouts.ahead.window.over(epoch_iterator, self._step, following)
         return super().get_batch_samples(batches, num_batches, device)
 
     def training_step(
@@ -275,7 +281,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
             output = self._generate_and_score_completions(generation_batch)
             batch = self._rolled_out()
             num = len(batch.trajectories)
-            order = training_order(num, seed=args.seed, step=self._step, is_seeded=args.overlap_rollout)
+            order = training_order(num, seed=args.seed, step=self._step, is_seeded=args.rollouts_ahead > 0)
             dealt = deal(output, batch.training_rows.index, order, args=args, accelerator=self.accelerator)
             self._buffered_inputs = self.layout.arrange(dealt, self.accelerator)
         return self._buffered_inputs[self._step % args.steps_per_generation]
@@ -322,14 +328,14 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         sampled = self.rollouts.generate(inputs, self.model_wrapped, position)
         samples_more = position.is_training and self.features.samples_more
         if not samples_more:
-            self.rollouts.finish(position)  # with `overlap_rollout` the next one begins, while this one is scored
+            self.rollouts.finish()
         batch = self.score(sampled)
         self.rewards.resolve_members(batch, self._group_size if position.is_training else 1)
         if position.is_training:
             self.features.call("after_scores", batch)
             self.rewards.resolve_members(batch, self._group_size)  # some may have been replaced
         if samples_more:
-            self.rollouts.finish(position)
+            self.rollouts.finish()
         self.last_trajectories, self.environments = batch.trajectories, batch.environments
         self.add_metrics(batch.metrics)
         return batch

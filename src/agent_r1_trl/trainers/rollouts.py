@@ -1,6 +1,7 @@
-"""Samples the trajectories of each generation batch, with the policy's current weights or one batch ahead.
+"""Samples the trajectories of each generation batch, with the policy's current weights or ahead of the update.
 
-What happens inside a trajectory stands in `agent_r1_trl.rollout`, which rows count and what they earn in `rewards.py`.
+What happens inside a trajectory stands in `agent_r1_trl.rollout`, which rollouts run ahead in `ahead.py`, which rows
+count and what they earn in `rewards.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
 from agent_r1_trl.generation.base import Generator, as_generator
 from agent_r1_trl.generation.fsdp2 import gathered_for_sampling
+from agent_r1_trl.generation.gate import GatedGenerator
 from agent_r1_trl.generation.rotary import (
     check_engine_length,
     fix_rotary_embeddings,
@@ -44,6 +46,7 @@ from agent_r1_trl.rollout import (
 from agent_r1_trl.rollout.context_policies import STRIP_POLICY
 from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.settings import plain_value
+from agent_r1_trl.trainers.ahead import RolloutsAhead, age_metrics
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
 from agent_r1_trl.trajectory import Trajectory
@@ -60,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S = 15.0
 """Seconds that environments have to close when a run is told to end: launchers kill 30 s after a signal."""
+EVALUATION_ORDER = -1
+"""The update waits for an evaluation: it comes before the rollouts in flight, whose order is their micro-step."""
 
 
 class Rollouts:
@@ -112,7 +117,25 @@ class Rollouts:
         )
         self._policy_config = policy.config
         self._context_length = context_length(policy.config)
-        length = args.max_completion_length
+        self._warn_of_settings()
+        self._temperature = args.temperature
+        self.ahead = RolloutsAhead(args, self._start)
+        """The rollouts of later batches, which are sampled while the update trains on this one."""
+        self.is_cancelled = threading.Event()
+        """Set while the run is told to end."""
+        self.synced_step = -1
+        """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
+        self._generator = None if generator is None else as_generator(generator)
+        self._runner: RolloutRunner | None = None
+        self._gate: GatedGenerator | None = None
+        """Between trajectories and sampler; None where none of them goes on across a sync."""
+        self._reads_policy = False
+        """Whether the sampler computes with the very weights that are trained, as far as a sync has shown."""
+        self._is_stuck = False
+        self._last: Rollout | None = None
+
+    def _warn_of_settings(self) -> None:
+        length = self.args.max_completion_length
         if self._context_length is not None and length is not None and length >= self._context_length:
             logger.warning(
                 "max_completion_length=%d does not fit into the %d positions that the model has for prompt and "
@@ -120,24 +143,19 @@ class Rollouts:
                 length,
                 self._context_length,
             )
-        if args.repetition_penalty != 1.0:
+        if self.args.repetition_penalty != 1.0:
             logger.warning(
                 "repetition_penalty=%g: tokens are sampled from penalised logits, and the loss is that of the model's "
                 "own, so its gradient is another distribution's. Set repetition_penalty=1.0.",
-                args.repetition_penalty,
+                self.args.repetition_penalty,
             )
-        self._temperature = args.temperature
-        self.upcoming: Any = None
-        """The next batch's rollout, sampled while the update trains on this one (`overlap_rollout`)."""
-        self.is_cancelled = threading.Event()
-        """Set while the run is told to end."""
-        self.synced_step = -1
-        """Number of optimizer steps behind the generator's weights; -1 before the first sync."""
-        self._generator = None if generator is None else as_generator(generator)
-        self._runner: RolloutRunner | None = None
-        self._window = Lookahead()
-        self._is_stuck = False
-        self._last: Rollout | None = None
+        if self.args.rollouts_ahead and not self.args.vllm_importance_sampling_correction:
+            logger.warning(
+                "rollouts_ahead=%d with vllm_importance_sampling_correction=false: nothing corrects for the older "
+                "weights, and nothing says how far the policy has moved (failures.min_effective_share). Set "
+                "vllm_importance_sampling_correction=true.",
+                self.args.rollouts_ahead,
+            )
 
     @property
     def limits(self) -> RolloutLimits:
@@ -184,7 +202,7 @@ class Rollouts:
     # ---------------------------------------------------------------- rollouts
 
     def generate(self, rows: Sequence[dict[str, Any]], model: nn.Module, position: Position) -> RolloutBatch:
-        """Sample one trajectory per row; with `overlap_rollout` they are in flight already. `finish` must follow.
+        """Sample one trajectory per row; with `rollouts_ahead` they may be in flight already. `finish` must follow.
 
         The rows are this rank's; the model is the policy as accelerate wrapped it. A collective call: before weights
         are sent, all ranks wait for the last turn that any of them samples, and ZeRO-3 and FSDP2 gather parameters
@@ -195,15 +213,15 @@ class Rollouts:
             SyncError: generator and trainer give different log-probabilities after a weight sync.
         """
         start = time.perf_counter()
-        if self.upcoming is not None:
-            self.upcoming.wait()  # its generator must not change weights on the way
         if self._has_to_sync(position.optimizer_step):
+            self._shut_gate()  # trajectories in flight go on behind the sync
             # Ranks share servers, and the first one sends for all of them: none may still sample with the old weights.
             # The broadcasts of the sync are no barrier for their sender.
             self._accelerator.wait_for_everyone()
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
         gather_fsdp2 = contextlib.nullcontext if self.args.use_vllm else gathered_for_sampling
         metrics: dict[str, float] = {}
+        runs_ahead = self.args.rollouts_ahead > 0 and position.is_training and not position.round
         while True:
             with (
                 self.features.around_rollout(),
@@ -215,32 +233,47 @@ class Rollouts:
                 metrics |= self.sync(policy, position.optimizer_step)  # the second time there is nothing to do
                 if not position.round:
                     self.features.call("weights_synced", policy, position)
-                if self.upcoming is not None and position.is_training:
-                    rollout, self.upcoming = self.upcoming, None
-                else:
-                    rollout = self._start(rows, position.micro_step, position)
+                with self._open_gate(position.optimizer_step):
+                    if runs_ahead:
+                        rollout = self.ahead.take(rows, position)
+                    else:
+                        rollout = self._start(rows, position.micro_step, position)
                     rollout.wait()
                 trajectories = rollout.trajectories
             batch = RolloutBatch(list(rollout.rows), trajectories, rollout.environments, rollout.requests, position)
             if not self.features.voids(batch):
                 break  # else it is sampled anew
         batch.metrics = metrics | batch.metrics | {"time/rollout_s": rollout.seconds}
-        if self.args.overlap_rollout:
+        if runs_ahead:
             batch.metrics["time/wait_s"] = time.perf_counter() - start
-            batch.metrics["sampling/staleness"] = position.optimizer_step - rollout.synced_step
+            batch.metrics |= age_metrics(trajectories, position.optimizer_step)
+        if self._gate is not None:
+            batch.metrics |= self._gate.take_metrics()
         return batch
 
-    def finish(self, position: Position) -> None:
-        """The batch is sampled, replacements included: begin the next one, and leave memory to the update."""
-        if self.features.replaces_sampling:  # nothing to wait for, and no sampler to put to sleep
+    @contextlib.contextmanager
+    def _open_gate(self, version: int) -> Iterator[None]:
+        """Inside it turns are sampled; with a sampler that has weights of its own, behind it as well."""
+        if self._gate is not None:
+            self._gate.open(version)
+        try:
+            yield
+        finally:
+            if self._reads_policy:  # which the update is about to change, and it needs the device
+                self._shut_gate()
+
+    def _shut_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.shut(self.is_cancelled.is_set)
+
+    def finish(self) -> None:
+        """The batch is sampled, replacements included: leave memory to the update."""
+        if self.features.replaces_sampling:  # there is no sampler to put to sleep
             return
-        args = self.args
-        micro_step = position.micro_step + args.steps_per_generation * args.num_iterations
-        is_last = micro_step >= position.num_micro_steps
-        if args.overlap_rollout and position.is_training and not is_last and (rows := self._window.at(micro_step)):
-            self.upcoming = self._start(rows, micro_step, position)
-        if args.use_vllm and args.vllm_enable_sleep_mode and self.runner.generator.sleep() is not False:
-            self.synced_step = -1  # its weights are gone
+        if self.args.use_vllm and self.args.vllm_enable_sleep_mode:
+            self._shut_gate()
+            if self.runner.generator.sleep() is not False:
+                self.synced_step = -1  # its weights are gone
 
     def _start(self, rows: Sequence[dict[str, Any]], micro_step: int, position: Position) -> Any:
         if position.is_training and not position.round:
@@ -271,8 +304,9 @@ class Rollouts:
                     "(resume_from_checkpoint)."
                 )
             journal = self.features.first("record", requests, self.runner.limits, params, place, self.synced_step)
-        sampled_step = self.synced_step if journal is None else journal.optimizer_step
-        self._last = rollout = Rollout(self.runner, requests, params, synced_step=sampled_step, journal=journal)
+        order = micro_step if position.is_training else EVALUATION_ORDER
+        rollout = Rollout(self.runner, requests, params, journal=journal, order=order)
+        self._last = rollout
         rollout.rows = rows
         if self.is_cancelled.is_set():
             rollout.cancel(CANCEL_TIMEOUT_S)
@@ -285,21 +319,16 @@ class Rollouts:
         `CANCEL_TIMEOUT_S` for it.
         """
         self.is_cancelled.set()
-        in_flight = [rollout for rollout in (self._last, self.upcoming) if rollout is not None]
-        self._is_stuck = not all([rollout.cancel(CANCEL_TIMEOUT_S) for rollout in in_flight])
-
-    def look_ahead(self, batches: Iterator[Any], micro_step: int) -> Iterator[Any]:
-        """The Trainer's batches, passed on through a window that `overlap_rollout` can look ahead in."""
-        return self._window.over(batches, micro_step) if self.args.overlap_rollout else batches
+        in_flight = [self._last, *self.ahead.in_flight]
+        has_ended = [rollout.cancel(CANCEL_TIMEOUT_S) for rollout in in_flight if rollout is not None]
+        self._is_stuck = not all(has_ended)
 
     def end_run(self) -> None:
-        """Stop a rollout that no update will train on, and sync again before the next one.
+        """Stop the rollouts that no update will train on, and sync again before the next one.
 
         The policy may now be that of the best checkpoint, and the next run counts its steps from 0 again.
         """
-        if self.upcoming is not None:
-            self.upcoming.cancel()
-            self.upcoming = None
+        self.ahead.cancel()
         self.synced_step, self._last = -1, None
         self.is_cancelled.clear()
 
@@ -334,19 +363,23 @@ class Rollouts:
             if self.args.use_vllm:
                 engine_length = getattr(generator, "max_model_length", None)
                 check_engine_length(policy.config, run_length=self.longest_row, engine_length=engine_length)
+            if self.args.rollouts_ahead:
+                generator = self._gate = GatedGenerator(generator, cuts_turns=self.args.cut_turns)
             self._runner = RolloutRunner(
                 self.env_factory, generator, self.chat, self.limits, retry_failed=self.args.retry_failed
             )
         if not self._has_to_sync(step):
             return {}
         self.synced_step = step
-        return sync_weights(
+        metrics = sync_weights(
             self._runner.generator,
             policy,
             self.tokenizer,
             max_gap=plain_value(self.args, "servers.max_logprob_gap"),
             is_autocast=self._accelerator.mixed_precision != "no",
         )
+        self._reads_policy = not metrics
+        return metrics
 
     def _has_to_sync(self, step: int) -> bool:
         """Whether the generator has other weights than those of optimizer step `step`; the same on all ranks."""
@@ -370,14 +403,14 @@ class Rollouts:
             self._runner.generator.close()
         if not self._is_stuck:  # else its thread ends with the process
             self._runner.close()
-        self._runner, self._is_stuck, self.synced_step = None, False, -1
+        self._runner, self._gate, self._is_stuck, self.synced_step = None, None, False, -1
 
 
 class Rollout:
     """Trajectories that are being sampled, or have been.
 
-    `synced_step` is the number of optimizer steps behind the oldest weights that turns are sampled from; the journal,
-    if there is one, is told of every turn.
+    The journal, if there is one, is told of every turn. Of several rollouts in flight the one of the smallest `order`
+    comes first.
     """
 
     def __init__(
@@ -386,10 +419,9 @@ class Rollout:
         requests: Sequence[RolloutRequest],
         params: SamplingParams,
         *,
-        synced_step: int,
         journal: Journal | None = None,
+        order: int = 0,
     ):
-        self.synced_step = synced_step
         self.requests = requests
         self.rows: Sequence[dict[str, Any]] = [request.example for request in requests]
         """Rows of the data set, one per trajectory."""
@@ -409,7 +441,7 @@ class Rollout:
 
         self._has_ended = threading.Event()
         self._runner = runner
-        self._future = runner.start(requests, params=params, journal=journal)
+        self._future = runner.start(requests, params=params, journal=journal, order=order)
         self._future.add_done_callback(finish)
 
     def wait(self) -> None:
@@ -433,48 +465,6 @@ class Rollout:
     def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         """Stop the trajectories; returns when their environments are closed, or False when time is up."""
         return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
-
-
-class Lookahead:
-    """Passes on the batches of an epoch, one a micro-step, and can look at later ones: their rollout begins early.
-
-    The Trainer takes those of a whole optimizer step before it trains on the first of them.
-    """
-
-    def __init__(self) -> None:
-        self._source: Iterator[Any] | None = None
-        self._batches: dict[int, Any] = {}
-        """Micro-step -> batch, from the optimizer step that is trained on to the last batch that was looked at."""
-        self._next_step = 0
-        """Micro-step of the batch that is passed on next."""
-
-    def over(self, source: Iterator[Any], step: int) -> Lookahead:
-        """An iterator over `source`, whose next batch, if it is a new one, is that of micro-step `step`."""
-        if source is not self._source:
-            self._source, self._next_step, self._batches = source, step, {}
-        self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
-        return self
-
-    def __iter__(self) -> Lookahead:
-        return self
-
-    def __next__(self) -> Any:
-        batch = self._read(self._next_step)
-        self._next_step += 1
-        return batch
-
-    def at(self, step: int) -> Any:
-        """The batch of micro-step `step`, not one that is done; None if it belongs to another epoch."""
-        try:
-            return self._read(step)
-        except StopIteration:
-            return None
-
-    def _read(self, step: int) -> Any:
-        assert self._source is not None
-        while step not in self._batches:
-            self._batches[max(self._batches, default=self._next_step - 1) + 1] = next(self._source)
-        return self._batches[step]
 
 
 def training_order(num_rows: int, *, seed: int, step: int, is_seeded: bool) -> torch.Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from safetensors import safe_open
@@ -232,14 +233,43 @@ class EpochOrder(Sampler[int]):
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]) -> None:
         self._sampler = sampler
         self._epoch = epoch
+        self.num_ahead = 0
+        """How many epochs after the present one the next order is that of."""
 
     def __iter__(self) -> Iterator[int]:
         if self._sampler.shuffle:
-            self._sampler.generator.manual_seed(self._sampler.seed + self._epoch())
+            self._sampler.generator.manual_seed(self._sampler.seed + self._epoch() + self.num_ahead)
         yield from self._sampler
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def following_batches(dataloader: object, order: EpochOrder | None) -> Iterator[Any]:
+    """This rank's batches of the next epochs, one after another, before the Trainer comes to them.
+
+    Empty where the Trainer's order is not the one that is known here: a sampler of the user's own, streamed data, or
+    rows that one rank reads for all.
+    """
+    if order is None or not isinstance(dataloader, DataLoaderShard):
+        return
+    batches = dataloader.base_dataloader  # without accelerate's account of where an epoch ends
+    whole: Any = getattr(batches.batch_sampler, "batch_sampler", batches.batch_sampler)  # of several ranks
+    is_known = getattr(whole, "sampler", None) is order
+    if not is_known:
+        return
+    for num_ahead in itertools.count(1):
+        order.num_ahead = num_ahead
+        try:
+            with torch.random.fork_rng(devices=[]):  # a data loader draws a seed for its workers
+                epoch = iter(batches)
+                first = next(epoch, None)
+        finally:
+            order.num_ahead = 0
+        if first is None:
+            return
+        yield first
+        yield from epoch
 
 
 # -------------------------------------------------------------------- the reference

@@ -32,6 +32,7 @@ HAS_SIGNAL: Final = "has_signal"
 TOKEN_ADVANTAGES: Final = "token_advantages"
 MICRO_BATCHES: Final = "micro_batches"
 STANDS_FOR: Final = "stands_for"
+EFFECTIVE_SHARE: Final = "effective_share"
 
 
 class Entries(TypedDict, total=False):
@@ -152,6 +153,9 @@ class Entries(TypedDict, total=False):
     backward pass. Written by `repack`. Read by `MultiTurnTrainer.compute_loss`, `UpdateLayout.arrange`."""
     stands_for: float
     """How many of the Trainer's micro-steps it stands for. Written by `repack`. Read by `KeptRows.weigh`."""
+    effective_share: torch.Tensor
+    """() float32, how far the policy is from the one that sampled the batch, 1: not at all; with `rollouts_ahead`.
+    Written by `weigh_mismatch`. Read by `AgeGuard.check_loss`."""
 
 
 EXTRA_TOKENS: Final = "extra_tokens/"

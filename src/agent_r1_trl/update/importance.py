@@ -14,13 +14,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from agent_r1_trl.update.entries import Inputs
+from agent_r1_trl.update.entries import EFFECTIVE_SHARE, Inputs
 from agent_r1_trl.update.rows import TrainingRows, pad_tokens
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
 
 UNITS = ("token", "turn", "sequence")
+MAX_LOG_RATIO = 20.0
+"""Beyond it a ratio is as good as infinite, and its square need not overflow."""
 
 
 def weigh_mismatch(
@@ -47,6 +49,10 @@ def weigh_mismatch(
 
     in_loss = (output["completion_mask"] * output["tool_mask"]).bool()
     metrics = mismatch_metrics(in_time, mask, turn_ids)
+    share = effective_share(difference, in_loss, accelerator)
+    metrics["sampling/effective_share"] = share
+    if args.rollouts_ahead:
+        output[EFFECTIVE_SHARE] = torch.tensor(share, device=device)
     metrics |= weight_metrics(ratio, in_loss, accelerator)
     gaps = difference.abs()[in_loss & ~difference.isnan()]  # NaN: the engine could not tell
     if unit == "sequence":  # a ratio counts once a row in the loss, else once a token
@@ -160,6 +166,25 @@ def weight_metrics(weights: torch.Tensor, in_loss: torch.Tensor, accelerator: Ac
         "sampling/effective_rows": _effective_share(num_rows, row_sum, row_squares),
         "sampling/effective_tokens": _effective_share(num_all_tokens, token_sum, token_squares),
     }
+
+
+@torch.no_grad()
+def effective_share(difference: torch.Tensor, in_loss: torch.Tensor, accelerator: Accelerator) -> float:
+    """Effective sample size of the tokens' ratios, before any bound, as a share of their number. A collective call.
+
+    Args:
+        difference: (R, T) trainer's minus sampler's log-probability; NaN where the engine could not tell.
+        in_loss: (R, T) bool, tokens in the loss.
+        accelerator: of the trainer.
+
+    Returns:
+        1 where the trainer's policy is the one that sampled the tokens of all ranks; NaN where no token is known.
+    """
+    logs = difference.double()[in_loss & ~difference.isnan()]
+    ratios = logs.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    own = torch.stack([ratios.sum(), ratios.square().sum(), ratios.new_tensor(ratios.numel())])
+    total, squares, num = accelerator.reduce(own, reduction="sum").tolist()
+    return _effective_share(num, total, squares)
 
 
 def _effective_share(num: float, total: float, total_of_squares: float) -> float:

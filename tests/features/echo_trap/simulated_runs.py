@@ -90,7 +90,7 @@ def drawn_by_curriculum(rng, chances, groups, size):
     curriculum, chosen, weights = Curriculum(trainer), [], []
     for chance in chances:
         drawn = curriculum.order(int(rng.integers(2**31)))[:groups]
-        weight = curriculum.draw_weights(drawn)
+        weight = curriculum.draw_weights(drawn, curriculum.pass_rates)
         curriculum.observe(drawn, (rng.random((groups, size)) < chance[drawn, None]).astype(float).tolist())
         chosen.append(drawn)
         weights.append([weight[prompt] for prompt in drawn])

@@ -283,9 +283,9 @@ def test_a_replay_trains_on_the_same_batches_without_sampler_tools_and_environme
     assert not (tmp_path / "b" / "journal").exists()
 
 
-@pytest.mark.parametrize("option", ["overlap_rollout", "vllm_enable_sleep_mode"])
-def test_a_replay_of_a_run_with_an_engine_begins_no_rollout_early_and_has_nothing_to_put_to_sleep(tmp_path, option):
-    options = {"use_vllm": True, option: True, "lr_scheduler_type": "constant"}
+@pytest.mark.parametrize("option", [{"rollouts_ahead": 2}, {"vllm_enable_sleep_mode": True}], ids=str)
+def test_a_replay_of_a_run_with_an_engine_repeats_it_and_has_nothing_to_put_to_sleep(tmp_path, option):
+    options = {"use_vllm": True, "lr_scheduler_type": "constant", **option}
     whole = train(tmp_path / "a", journal={"keep": 9}, max_steps=2, **options)
     replayed = train(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, max_steps=9, **options)
     assert replayed.num_sampled == 0 and replayed.state.global_step == 2

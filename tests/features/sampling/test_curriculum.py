@@ -166,16 +166,16 @@ def test_a_weighted_draw_says_what_a_uniform_one_would_earn():
     for seed in range(600):
         drawn = curriculum.order(seed)[:30]
         counts[drawn] += 1 / 600
-        weights, rates = curriculum.draw_weights(drawn), curriculum.pass_rates
+        weights, rates = curriculum.draw_weights(drawn, curriculum.pass_rates), curriculum.pass_rates
         plain.append(rates[drawn].mean().item())
         weighted.append(sum(weights[row] * rates[row].item() for row in drawn) / sum(weights.values()))
-    everything = {**curriculum.draw_weights(range(30)), **curriculum.draw_weights(range(170, 200))}
+    everything = {**curriculum.draw_weights(range(30), rates), **curriculum.draw_weights(range(170, 200), rates)}
     for row in (0, 29, 199):
         assert 1 / everything[row] == pytest.approx(counts[max(0, row - 9) : row + 10].mean().item(), rel=0.15)
     truth = curriculum.pass_rates.mean().item()
     assert sum(plain) / 600 < truth - 0.05
     assert sum(weighted) / 600 == pytest.approx(truth, abs=0.01)
-    assert {*curriculum.draw_weights(range(200)).values()} == {1.0}, "all are drawn"
+    assert {*curriculum.draw_weights(range(200), rates).values()} == {1.0}, "all are drawn"
 
 
 def test_a_second_run_of_a_trainer_knows_nothing_of_the_first(tmp_path):

@@ -325,7 +325,7 @@ def test_steps_that_no_row_is_left_for_are_skipped_and_the_others_are_means_over
 
 
 def test_it_filters_what_was_rolled_out_ahead(tmp_path):
-    options = {"use_vllm": True, "overlap_rollout": True, "max_steps": 3, "steps_per_generation": 2}
+    options = {"rollouts_ahead": 1, "max_steps": 3, "steps_per_generation": 2}
     trainer = paid_trainer(tmp_path, (), per_device_train_batch_size=4, **options, **HALF)
     trainer.train()
     assert trainer._buffered_inputs[0]["completion_ids"].shape[0] == 2

@@ -68,8 +68,6 @@ class RolloutLog:
         self._recorded: dict[str, RecordedTrajectory] = {}
         self._numbers: dict[str, int] = {}
         self._is_complete = recorded is not None and recorded.is_complete and not repeats_failed
-        self.optimizer_step: Any = (header if recorded is None else recorded.header).get("optimizer_step")
-        """Number of optimizer steps behind the oldest weights that a turn was sampled from."""
         self._repeats_finished = repeats_finished
         self._ended: set[int] = set()
         """Numbers of trajectories of which nothing more is written, though the loop that was given up may go on."""

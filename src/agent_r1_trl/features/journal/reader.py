@@ -53,8 +53,18 @@ class RecordedTurn:
         """The sampler's result."""
         ids, logprobs = unpack_ids(self.sampled["ids"]), unpack_floats(self.sampled["logprobs"])
         kept = self.sampled.get("kept_ids")
-        kept_ids = kept and KeptIds.from_dict(kept)
-        return Generation(token_ids=ids, logprobs=logprobs, stop=self.sampled["stop"], kept_ids=kept_ids)
+        return Generation(
+            token_ids=ids,
+            logprobs=logprobs,
+            stop=self.sampled["stop"],
+            kept_ids=kept and KeptIds.from_dict(kept),
+            versions=self.versions,
+        )
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """Which weights sampled it; see `Turn`."""
+        return [(version, num) for version, num in self.sampled.get("versions", ())]
 
 
 @dataclass(kw_only=True)

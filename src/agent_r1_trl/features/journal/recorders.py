@@ -100,6 +100,7 @@ class JournaledDraft(Draft):
             "message": message,
             "generate_s": turn.generate_s,
             "kept_ids": None if generation.kept_ids is None else generation.kept_ids.to_dict(),
+            "versions": generation.versions,
         }
         if log.is_agents:
             log.turns.append(RecordedTurn(sampled=record))

@@ -61,7 +61,11 @@ class TrainingJournal(RolloutCallback):
         self._repeats_finished = False
         """Whether reward functions look at environments, which a recorded trajectory does not have."""
         self._is_on, self._keep = self._replay is None, settings.keep
-        self._overlaps = args.overlap_rollout
+        self._num_ahead = args.rollouts_ahead
+        self._num_micro_steps = args.steps_per_generation * args.num_iterations
+        """Micro-steps between two rollouts."""
+        self._resumed_at = 0
+        """Optimizer step that the run begins with."""
         # A run that was to be resumed and has no checkpoint yet begins with the weights that it had then.
         self._asks_to_resume = str(args.resume_from_checkpoint).lower() in ("true", "last")
         self._is_resumed = self._asks_to_resume
@@ -71,8 +75,8 @@ class TrainingJournal(RolloutCallback):
         """Whether no rollout of this run has been opened."""
         self._needed_from = math.inf if args.save_strategy == "no" else 0
         """Micro-step of the last checkpoint: what lies before it is not needed any more."""
-        self._logs: list[RolloutLog] = []
-        """The logs of the last two rollouts: a later one may begin while the trajectories of one are sampled again."""
+        self._logs: dict[tuple[int, int], RolloutLog] = {}
+        """Micro-step and round -> the log of a rollout that may be in flight."""
 
     def attach(self, trainer: MultiTurnTrainer) -> None:
         """Look at what decides which recorded rollouts can be used.
@@ -116,9 +120,9 @@ class TrainingJournal(RolloutCallback):
             self._delete([path for path in self._files() if _micro_step(path) >= micro_step])
 
     def _end(self) -> None:
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
-        self._logs = []
+        self._logs.clear()
         self._is_resumed, self._is_first = self._asks_to_resume, True
 
     # ---------------------------------------------------------------- replay
@@ -131,7 +135,7 @@ class TrainingJournal(RolloutCallback):
     def replay(
         self, requests: Sequence[RolloutRequest], limits: RolloutLimits, position: Position
     ) -> ReplayedRollout | None:
-        """The recorded rollout; None if rollouts are sampled.
+        """The recorded rollout; None if rollouts are sampled. One that is not there says so once it is waited for.
 
         Reward functions that have changed find other groups to replace (`resampling.py`) than those that were sampled;
         a round that is not there has no trajectories.
@@ -144,7 +148,7 @@ class TrainingJournal(RolloutCallback):
             trajectories = self._replay.replay(requests, *place, deciding_limits(limits) | params)
         except ReplayError as error:
             if not position.round:
-                raise
+                return ReplayedRollout(requests, [], None, error=error)
             if not self._has_said_end:
                 logger.warning(
                     "Of micro-steps whose rewards differ from the recorded run's, the replay replaces no groups "
@@ -154,7 +158,7 @@ class TrainingJournal(RolloutCallback):
                 )
             self._has_said_end, trajectories = True, []
         environments = users_environments([None] * len(requests), self.trainer.env_factory)
-        return ReplayedRollout(requests, trajectories, environments, position.optimizer_step)
+        return ReplayedRollout(requests, trajectories, environments)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -182,10 +186,11 @@ class TrainingJournal(RolloutCallback):
         synced_step: int,
     ) -> RolloutLog | None:
         """The journal of a rollout; None if there is none (any more). See `RolloutCallback`."""
-        self._is_on = self._is_on and not any(log.has_failed for log in self._logs)
+        self._is_on = self._is_on and not any(log.has_failed for log in self._logs.values())
         if not self._is_on:
             return None
         path, micro_step = self._path(position), position.micro_step
+        self._resumed_at = synced_step if self._is_first else self._resumed_at
         if self._is_first and not self._is_resumed:  # what is there is the journal of another run
             self._delete(self._files())
         old = sorted({_micro_step(file) for file in self._files()} - {micro_step})
@@ -206,19 +211,22 @@ class TrainingJournal(RolloutCallback):
         recorded = self._usable(read_rollout(path), header) if self._is_resumed else None
         self._is_first = False
         log = RolloutLog(path, header, recorded=recorded, repeats_finished=self._repeats_finished)
-        for earlier in self._logs[:-1]:
-            earlier.close()
-        self._logs = [*self._logs[-1:], log]
+        self._close_before(micro_step if position.round else micro_step - self._num_ahead * self._num_micro_steps)
+        self._logs[micro_step, position.round] = log
         return log
+
+    def _close_before(self, micro_step: int) -> None:
+        """Close the logs of rollouts that were trained on."""
+        for place in [place for place in self._logs if place[0] < micro_step]:
+            self._logs.pop(place).close()
 
     def void(self, position: Position) -> None:
         """Remove the journal of the rollout."""
-        path = self._path(position)
-        for log in self._logs:
-            if log.path == path:
-                log.close()
+        log = self._logs.pop((position.micro_step, position.round), None)
+        if log is not None:
+            log.close()
         if self._is_on:
-            self._delete([path])
+            self._delete([self._path(position)])
 
     # ---------------------------------------------------------------- inside
 
@@ -227,11 +235,15 @@ class TrainingJournal(RolloutCallback):
             return None
         expected = {"version": VERSION, **header}
         changed = [name for name, value in expected.items() if recorded.header.get(name) != value]
-        if self._overlaps and self._is_first and recorded.header.get("optimizer_step") == header["optimizer_step"] - 1:
-            # The rollout behind a checkpoint was begun before its last update, as overlap_rollout has it.
+        begun_at = recorded.header.get("optimizer_step", math.inf)
+        if self._num_ahead and begun_at < self._resumed_at:
+            # It was in flight when the checkpoint was written, begun with earlier weights of this run.
             changed = [name for name in changed if name not in ("optimizer_step", "weights")]
         if not changed:
-            return recorded
+            known = max(begun_at, self._resumed_at)
+            return without_later_weights(recorded, known) if self._num_ahead else recorded
+        if self._num_ahead and begun_at > self._resumed_at and {*changed} <= {"optimizer_step", "weights"}:
+            return None  # which update came first is another matter in every run
         logger.warning(
             "The journal of the rollout of micro-step %d is not used again: %s differ%s from what was recorded. The "
             "rollout is sampled anew.",
@@ -252,6 +264,19 @@ class TrainingJournal(RolloutCallback):
             file.unlink(missing_ok=True)
 
 
+def without_later_weights(recorded: RecordedRollout, step: int) -> RecordedRollout:
+    """Without the turns that weights of more than `step` optimizer steps have sampled, and all that follows them.
+
+    A resumed run makes other ones of that number.
+    """
+    for trajectory in recorded.trajectories:
+        is_later = [any(version > step for version, _ in turn.versions) for turn in trajectory.turns]
+        if any(is_later):
+            trajectory.end = None
+            del trajectory.turns[is_later.index(True) :]
+    return recorded
+
+
 def _micro_step(path: Path) -> int:
     return int(path.name.rpartition("_")[2].partition(".")[0])
 
@@ -264,13 +289,20 @@ class ReplayedRollout:
     trajectories: list[Trajectory]
     environments: list[Any] | None
     """An empty batch for reward functions."""
-    synced_step: int
     rows: Sequence[dict[str, Any]] = ()
     """The columns of the data set; `Rollouts` puts them in."""
     seconds: float = 0.0
+    error: ReplayError | None = None
+    """Why there is none."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for.
+
+        Raises:
+            ReplayError: the rollout is to be trained on, and is not there.
+        """
+        if self.error is not None:
+            raise self.error
 
     def cancel(self, timeout_s: float = 0.0) -> bool:
         """Nothing to stop."""

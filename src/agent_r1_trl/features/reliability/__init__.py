@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 
 def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
-    """All are on in every run."""
+    """All are on in every run; the age of weights is looked at where rollouts run ahead."""
+    from agent_r1_trl.features.reliability.age import AgeGuard
     from agent_r1_trl.features.reliability.failures import FailureBudget
     from agent_r1_trl.features.reliability.learning import LearningReport
     from agent_r1_trl.features.reliability.nonfinite import NumberWatch
@@ -17,11 +18,13 @@ def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
     from agent_r1_trl.features.reliability.tool_watch import ToolWatch
 
     failures, outages = config.failures, config.outages
+    ages = [AgeGuard(failures.min_effective_share)] if config.rollouts_ahead else []
     return [
         RunGuard(),
         ToolWatch(outages.max_failure_rise, outages.min_calls, outages.max_wait),
         FailureBudget(failures.max_share, failures.window),
         NumberWatch(failures.max_nonfinite_steps, config.output_dir),
+        *ages,
         LearningReport(config.output_dir, records=config.record_trajectories != "none"),
     ]
 

@@ -23,6 +23,11 @@ class FailureSettings(SettingsGroup):
         "End the run after this many optimizer steps in a row whose loss or gradients are not finite. Such steps are "
         "skipped: they change neither weights nor optimizer.",
     )
+    min_effective_share: Share = setting(
+        0.9,
+        "With rollouts_ahead, begin nothing ahead while the effective share of a batch's tokens (1: the policy is the "
+        "one that sampled them) is smaller, and let such a batch count for less. 0: off.",
+    )
     save_on_signal: Flag = setting(
         True,
         "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments and engines "

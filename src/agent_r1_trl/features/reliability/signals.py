@@ -83,10 +83,10 @@ class RunGuard(RolloutCallback):
         self._saved_step = -1
         watch = self._watch = RankWatch(self._on_signal, self._cancel)
         try:
-            overlap = self.trainer.args.overlap_rollout  # trajectories are sampled all the time
+            runs_ahead = self.trainer.args.rollouts_ahead > 0  # trajectories are sampled all the time
             with (
                 SignalListener(lambda signum: self._on_signal(signum, "")),
-                marked_processes() if overlap else contextlib.nullcontext(),
+                marked_processes() if runs_ahead else contextlib.nullcontext(),
             ):
                 watch.start(next(_runs))
                 return self._run(train)

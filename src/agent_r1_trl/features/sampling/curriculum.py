@@ -25,6 +25,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,15 @@ class Curriculum:
         self.num_groups = torch.zeros(num, dtype=torch.int64)
         """(P,) groups of each row, or of one that equals it, that were counted."""
         self._trainer = trainer
-        self._drawn: dict[int, list[int]] = {}
-        """Micro-step -> the row of each group, for rollouts that are not counted yet."""
+        self._drawn: dict[int, _Draw] = {}
+        """Micro-step -> the draw of a rollout that is not counted yet; with `rollouts_ahead` there are several."""
 
     # ---------------------------------------------------------------- drawing
 
-    def weights(self) -> torch.Tensor:
-        """(P,) the weight of each row."""
-        return (4 * self.pass_rates * (1 - self.pass_rates)).clamp(min=self.floor)
+    def weights(self, pass_rates: torch.Tensor | None = None) -> torch.Tensor:
+        """(P,) the weight of each row, by these pass rates or by the present ones."""
+        rates = self.pass_rates if pass_rates is None else pass_rates
+        return (4 * rates * (1 - rates)).clamp(min=self.floor)
 
     def order(self, seed: int) -> list[int]:
         """All rows, in the order of a weighted draw without repetition."""
@@ -73,23 +75,32 @@ class Curriculum:
         return (uniform.log() / self.weights()).argsort(descending=True, stable=True).tolist()
 
     def choose_rows(self, rows: Sequence[dict[str, Any]], micro_step: int) -> list[dict[str, Any]]:
-        """This rank's rows of the batch that a micro-step begins to train on, as many as the Trainer has drawn."""
+        """This rank's rows of the batch that a micro-step begins to train on, as many as the Trainer has drawn.
+
+        A rollout that a resumed run begins again has the rows that were drawn for it.
+        """
         trainer, size = self._trainer, self._trainer.num_generations
         first = trainer.accelerator.process_index * len(rows)
         num = trainer.accelerator.num_processes * len(rows) // size
-        drawn = self._drawn[micro_step] = self.order(derive_seed(trainer.args.seed, "curriculum", micro_step))[:num]
+        if micro_step not in self._drawn:
+            order = self.order(derive_seed(trainer.args.seed, "curriculum", micro_step))
+            self._drawn[micro_step] = _Draw(order[:num], self.pass_rates.clone())
+        drawn = self._drawn[micro_step].rows
         chosen = [dict(trainer.train_dataset[drawn[(first + row) // size]]) for row in range(len(rows))]
         trainer.row_check.check_batch(chosen)
         return chosen
 
-    def draw_weights(self, prompts: Sequence[int]) -> dict[int, float]:
+    def draw_weights(self, prompts: Sequence[int], pass_rates: torch.Tensor) -> dict[int, float]:
         """The weight of each prompt of a draw, so that the draw speaks for all prompts alike: 1 / its chance.
 
         A draw without repetition is a race: prompt i arrives after an exponential time of rate w_i, those are drawn
-        that arrive before the time t at which as many are expected; its chance is 1 - exp(-w_i t). To be asked for
-        before the groups are counted.
+        that arrive before the time t at which as many are expected; its chance is 1 - exp(-w_i t).
+
+        Args:
+            prompts: the row of each group.
+            pass_rates: (P,) those by which they were drawn.
         """
-        weights, num = self.weights(), len({*prompts})
+        weights, num = self.weights(pass_rates), len({*prompts})
         if num >= len(weights):
             return dict.fromkeys(prompts, 1.0)
         low, high = 0.0, 1 / self.floor if self.floor > 0 else 1.0
@@ -101,9 +112,10 @@ class Curriculum:
         chances = -torch.expm1(-weights * high)
         return {prompt: 1 / max(chances[prompt].item(), 1 / _LATEST) for prompt in prompts}
 
-    def drawn(self, micro_step: int) -> list[int]:
-        """The row of each group of a batch, of all ranks; to be asked for once."""
-        return self._drawn.pop(micro_step)
+    def drawn(self, micro_step: int) -> tuple[list[int], torch.Tensor]:
+        """The row of each group of a batch, of all ranks, and the pass rates of the draw; to be asked for once."""
+        draw = self._drawn.pop(micro_step)
+        return draw.rows, draw.pass_rates
 
     # ---------------------------------------------------------------- results
 
@@ -158,6 +170,11 @@ class Curriculum:
             counted.setdefault(self._row_keys[row], row)
         rows = list(counted.values())
         state = {"keys": list(counted), "pass_rates": self.pass_rates[rows], "num_groups": self.num_groups[rows]}
+        # Of rollouts in flight: which prompts were drawn for them, by which pass rates. Later ones are counted.
+        state["drawn"] = {
+            micro_step: {"keys": [self._row_keys[row] for row in draw.rows], "pass_rates": draw.pass_rates[rows]}
+            for micro_step, draw in self._drawn.items()
+        }
         torch.save(state, folder / STATE)
 
     def load(self, folder: Path) -> None:
@@ -186,6 +203,7 @@ class Curriculum:
             num_found += 1
             self.pass_rates[rows] = rate
             self.num_groups[rows] = count
+        self._load_draws(state.get("drawn", {}), state["keys"])
         if num_found == len(state["keys"]):
             return
         logger.warning(
@@ -195,6 +213,26 @@ class Curriculum:
             num_found,
             "The others of the data begin anew" if num_found else "The curriculum begins anew",
         )
+
+    def _load_draws(self, drawn: Mapping[int, Mapping[str, Any]], keys: Sequence[str]) -> None:
+        """Know the draws of the rollouts that were in flight again, unless some of their rows are gone."""
+        for micro_step, draw in drawn.items():
+            if not all(key in self._rows_of_key for key in draw["keys"]):
+                continue
+            pass_rates = torch.full_like(self.pass_rates, _NEW_RATE)
+            for key, rate in zip(keys, draw["pass_rates"].tolist(), strict=True):
+                pass_rates[self._rows_of_key.get(key, [])] = rate
+            self._drawn[micro_step] = _Draw([self._rows_of_key[key][0] for key in draw["keys"]], pass_rates)
+
+
+@dataclass
+class _Draw:
+    """The prompts of a rollout."""
+
+    rows: list[int]
+    """The row of each group."""
+    pass_rates: torch.Tensor
+    """(P,) those by which they were drawn."""
 
 
 # -------------------------------------------------------------------- keys of rows

@@ -93,7 +93,7 @@ class Resampling(RolloutCallback):
         returns, passed, signals = self._judge(batch, size)
         # Of all groups that are sampled for the batch, on all ranks; in the end some of them are in it.
         all_returns, all_passed = [*returns], [*passed]
-        all_prompts = [] if curriculum is None else curriculum.drawn(position.micro_step)
+        all_prompts, rates = ([], None) if curriculum is None else curriculum.drawn(position.micro_step)
         num_groups, num_with_signal = len(signals), sum(signals)
         number, rounds = 0, self.rounds if self._is_on(size) else 0
         while number < rounds and not all(signals):
@@ -120,8 +120,8 @@ class Resampling(RolloutCallback):
         tokens = sum(item.num_action_tokens for item in [*batch.trajectories, *batch.replaced])
         metrics["sampling/generated_tokens"] = float(sum(gather_object([tokens])))
         metrics["time/resample_s"] = time.perf_counter() - start
-        if curriculum is not None:
-            weights = curriculum.draw_weights(all_prompts).items()
+        if curriculum is not None and rates is not None:
+            weights = curriculum.draw_weights(all_prompts, rates).items()
             batch.draw_weights = {example_key(self.trainer.train_dataset[row]): weight for row, weight in weights}
             curriculum.observe(all_prompts, all_passed)
             metrics |= curriculum.metrics()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from typing import Literal
 
 import torch
 from torch import nn
@@ -44,6 +45,15 @@ class _ActiveRow:
         """Prompt and sampled ids."""
         return self.request.asked.prompt_ids + self.token_ids
 
+    def cut(self) -> None:
+        """End here, with what there is."""
+        if self.request.outcome is None:
+            self.request.outcome = self._generation("interrupted")
+
+    def _generation(self, stop: Literal["stop", "length", "interrupted"]) -> Generation:
+        kept_ids = self.kept_ids if len(self.kept_ids) else None
+        return Generation(token_ids=self.token_ids, logprobs=self.logprobs, stop=stop, kept_ids=kept_ids)
+
     def append(
         self, token_id: int, logprob: float, kept_ids: list[int] | None, stop_token_ids: frozenset[int]
     ) -> None:
@@ -59,12 +69,7 @@ class _ActiveRow:
             self.seen[token_id] = True
         is_stopped = token_id in stop_token_ids
         if is_stopped or len(self.token_ids) == self.request.asked.max_tokens:
-            self.request.outcome = Generation(
-                token_ids=self.token_ids,
-                logprobs=self.logprobs,
-                stop="stop" if is_stopped else "length",
-                kept_ids=self.kept_ids if len(self.kept_ids) else None,
-            )
+            self.request.outcome = self._generation("stop" if is_stopped else "length")
 
     def seen_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """(V,) bool, which ids occur in the row so far."""
@@ -128,6 +133,7 @@ class TransformersGenerator(ThreadedGenerator):
         with torch.no_grad(), evaluation_mode(self._model):
             while True:
                 try:
+                    self._cut()
                     self._admit()
                     self._leave()
                     if self._rows:
@@ -141,6 +147,16 @@ class TransformersGenerator(ThreadedGenerator):
                     if not self._rows and not self._waiting and not self._resuming:
                         return
                 self._deliver()
+
+    def _cut(self) -> None:
+        """End the rows in the batch and in line where they are, if that is asked for."""
+        if not self._is_cut():
+            return
+        resuming, self._resuming = self._resuming, []
+        for row in [*self._rows, *resuming]:
+            row.cut()
+        self._ended.extend(row.request for row in resuming)
+        self._leave()
 
     def sync(self, model: nn.Module) -> bool:
         """Forget what was computed with older weights; there are none to take over."""

@@ -36,17 +36,20 @@ def build_vllm(model: PreTrainedModel, args: Any, *, stop_token_ids: Collection[
             weights_dir=Path(args.output_dir) / WEIGHTS_FOLDER,
             startup_timeout_s=args.vllm_server_timeout,
             settings=args.servers,
-            may_restore=not args.overlap_rollout,  # else the update changes the weights during the rollout
+            may_restore=not args.rollouts_ahead,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
         )
     from agent_r1_trl.generation.vllm.generator import VLLMGenerator
     from agent_r1_trl.generation.vllm.kept import num_logprobs
 
     params = args.sampling_params(is_training=True)
+    many: dict[str, Any] = {"max_logprobs": max(20, num_logprobs(params))}
     on_gpu = {
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
     }
+    # Requests of the rollout that is trained on next go first.
+    ahead: dict[str, Any] = {"scheduling_policy": "priority"} if args.rollouts_ahead else {}
     return VLLMGenerator(
         model,
         stop_token_ids=stop_token_ids,
@@ -55,8 +58,10 @@ def build_vllm(model: PreTrainedModel, args: Any, *, stop_token_ids: Collection[
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
         step_timeout_s=args.servers.request_timeout,
+        keeps_parts=args.cut_turns,
+        **ahead,
         **engine_dtype(args),
-        **({"max_logprobs": max(20, num_logprobs(params))} if params.cuts else {}),
+        **(many if params.cuts else {}),
         **(on_gpu if is_on_gpu else {}),
     )
 

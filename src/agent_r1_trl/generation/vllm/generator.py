@@ -13,7 +13,8 @@ import itertools
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from agent_r1_trl.generation.weights import check_adapters, policy_weights
 from agent_r1_trl.generation.worker import ThreadedGenerator, WorkerRequest
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput
+    from vllm import RequestOutput
 
 
 def load_weights(engine_model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
@@ -76,6 +77,16 @@ class _Source:
             raise
 
 
+@dataclass
+class _Running:
+    """A request in the engine, and what it has sampled so far as the engine has told it."""
+
+    request: WorkerRequest
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    """One mapping per token, id -> vLLM's `Logprob`."""
+
+
 class VLLMGenerator(ThreadedGenerator):
     """A `Generator` on a vLLM engine in this process.
 
@@ -88,6 +99,8 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: maximum number of tokens of a request, prompt included (None: what the model allows).
         max_num_seqs: maximum number of requests that run at the same time.
         step_timeout_s: seconds after which a step of the engine counts as hanging, and its requests fail.
+        keeps_parts: whether requests can be cut (`interrupt`): the engine then tells of every token, not of the last
+            one alone, which costs processor time.
         **engine_options: of `vllm.EngineArgs`, such as `gpu_memory_utilization`, `dtype` or `enable_sleep_mode`.
     """
 
@@ -99,12 +112,14 @@ class VLLMGenerator(ThreadedGenerator):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         step_timeout_s: float = 600.0,
+        keeps_parts: bool = False,
         **engine_options: object,
     ) -> None:
         super().__init__("The vLLM engine in this process", step_timeout_s=step_timeout_s)
         self._stop_token_ids = sorted(stop_token_ids)
         self._engine_lock = threading.RLock()
-        self._running: dict[str, WorkerRequest] = {}
+        self._running: dict[str, _Running] = {}
+        self._keeps_parts = keeps_parts
         self._names = itertools.count()
         self._has_all_weights = isinstance(model, str)
         self._had_process_group = torch.distributed.is_initialized()
@@ -117,6 +132,7 @@ class VLLMGenerator(ThreadedGenerator):
 
             engine_options |= {"max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
             self._engine = build_engine(model, **engine_options)
+        self._has_priorities = self._engine.vllm_config.scheduler_config.policy == "priority"
         self.max_model_length = self._engine.vllm_config.model_config.max_model_len
         if isinstance(model, nn.Module):
             self.sync(model)
@@ -253,6 +269,7 @@ class VLLMGenerator(ThreadedGenerator):
             if self._is_asleep:
                 self._wake_up("kv_cache")
             while True:
+                self._cut()
                 with self._changed:
                     self._check_open()
                     new = [self._waiting.popleft() for _ in range(len(self._waiting))]
@@ -262,8 +279,7 @@ class VLLMGenerator(ThreadedGenerator):
                 if self._running:
                     self._note_step()
                     for output in self._engine.step():
-                        if output.finished and output.request_id in self._running:
-                            self._finish(self._running.pop(output.request_id), output.outputs[0])
+                        self._take(output)
                     if self._running and not self._engine.has_unfinished_requests():
                         raise RuntimeError("the engine dropped requests without an answer")
                 with self._changed:
@@ -275,12 +291,13 @@ class VLLMGenerator(ThreadedGenerator):
         name = self._next_name()
         try:
             prompt = {"prompt_token_ids": request.asked.prompt_ids}
-            self._engine.add_request(name, prompt, self._engine_params(request.asked))
+            order = {"priority": request.order} if self._has_priorities else {}
+            self._engine.add_request(name, prompt, self._engine_params(request.asked), **order)
         except Exception as error:  # a prompt longer than max_model_len, say: that request's own fault
             request.fail(error)
             self._ended.append(request)
         else:
-            self._running[name] = request
+            self._running[name] = _Running(request)
 
     def _next_name(self) -> str:
         return f"request-{next(self._names)}"
@@ -297,32 +314,56 @@ class VLLMGenerator(ThreadedGenerator):
             ignore_eos=True,
             logprobs=num_logprobs(request.params),
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if self._keeps_parts else RequestOutputKind.FINAL_ONLY,
         )
 
-    def _finish(self, request: WorkerRequest, completion: CompletionOutput) -> None:
-        """Turn vLLM's answer into a `Generation`."""
-        token_ids = list(completion.token_ids)
-        if completion.finish_reason not in ("stop", "length"):
-            request.outcome = GenerationError(f"vLLM ended the request with {completion.finish_reason!r}.")
+    def interrupt(self) -> bool:
+        """See `Generator`."""
+        return self._keeps_parts and super().interrupt()
+
+    def _cut(self) -> None:
+        """End the requests where they are, if that is asked for."""
+        if not self._is_cut():
+            return
+        for running in self._running.values():
+            self._finish(running, "interrupted")
+        self._engine.abort_request(list(self._running))
+        self._running.clear()
+
+    def _take(self, output: RequestOutput) -> None:
+        """Take in what the engine has sampled of a request."""
+        running = self._running.get(output.request_id)
+        if running is None:
+            return
+        completion = output.outputs[0]
+        running.token_ids += completion.token_ids
+        running.logprobs += completion.logprobs or ()
+        if output.finished:
+            self._finish(self._running.pop(output.request_id), completion.finish_reason)
+
+    def _finish(self, running: _Running, reason: str | None) -> None:
+        """Turn what the engine has sampled into a `Generation`."""
+        request, token_ids = running.request, running.token_ids
+        if reason not in ("stop", "length", "interrupted"):
+            request.outcome = GenerationError(f"vLLM ended the request with {reason!r}.")
         else:
-            pairs = zip(completion.logprobs, token_ids, strict=True)
+            pairs = zip(running.logprobs, token_ids, strict=True)
             logprobs = [entry[token_id].logprob for entry, token_id in pairs]
             try:
-                likely = ({token: item.logprob for token, item in entry.items()} for entry in completion.logprobs)
+                likely = ({token: item.logprob for token, item in entry.items()} for entry in running.logprobs)
                 kept_ids = read_kept_ids(likely, request.asked.params)
                 request.outcome = Generation(
-                    token_ids=token_ids, logprobs=logprobs, stop=completion.finish_reason, kept_ids=kept_ids
+                    token_ids=token_ids, logprobs=logprobs, stop=cast(Any, reason), kept_ids=kept_ids
                 )
             except GenerationError as error:
                 request.fail(error)
         self._ended.append(request)
 
     def _abort_cancelled(self) -> None:
-        cancelled = [name for name, request in self._running.items() if request.is_cancelled]
+        cancelled = [name for name, running in self._running.items() if running.request.is_cancelled]
         if cancelled:
             self._engine.abort_request(cancelled)
-            self._ended.extend(self._running.pop(name) for name in cancelled)
+            self._ended.extend(self._running.pop(name).request for name in cancelled)
 
     def _fail_all(self, error: BaseException) -> None:
         """End everything that runs or waits with the error as its cause."""
@@ -330,7 +371,7 @@ class VLLMGenerator(ThreadedGenerator):
         with self._engine_lock, suppress(Exception):  # the engine may be beyond repair; the requests end all the same
             self._engine.abort_request(list(self._running))
         with self._changed:
-            failed = [*self._running.values(), *self._waiting]
+            failed = [*(running.request for running in self._running.values()), *self._waiting]
             self._waiting.clear()
         self._running.clear()
         for request in failed:

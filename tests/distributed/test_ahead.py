@@ -1,25 +1,25 @@
-"""With `overlap_rollout` on two ranks, no rank's weights are taken away while the other one samples with them."""
+"""With rollouts ahead on two ranks, no rank's weights are taken away while the other one samples with them."""
 
 import json
 
 import pytest
 
-from tests.distributed import overlap
+from tests.distributed import ahead
 from tests.distributed.launch import launch
 
 pytestmark = pytest.mark.release
 
 
 def test_an_adapter_is_unloaded_only_when_every_rank_has_sampled_its_last_turn(tmp_path):
-    launch("ddp", overlap.__name__, tmp_path, timeout_s=180)
+    launch("ddp", ahead.__name__, tmp_path, timeout_s=180)
     ranks = [json.loads((tmp_path / f"rank_{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
     for rank in ranks:
-        assert rank["ends"] == [["max_completion_length"] * 2] * overlap.NUM_STEPS  # and no "generation_error"
-        assert [entry["sampling/staleness"] for entry in rank["steps"]] == [0, 1, 1]
+        assert rank["ends"] == [["max_completion_length"] * 2] * ahead.NUM_STEPS  # and no "generation_error"
+        assert [entry["sampling/staleness_max"] for entry in rank["steps"]] == [0, 1, 1]
 
     events = ranks[0]["events"]
     names = [name for what, name in events if what == "loaded"]
-    assert len(names) == len(set(names)) >= overlap.NUM_STEPS
+    assert len(names) == len(set(names)) >= ahead.NUM_STEPS
     pending = dict.fromkeys(names, 0)
     is_loaded = dict.fromkeys(names, False)
     for what, name in events:

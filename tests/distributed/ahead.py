@@ -1,4 +1,4 @@
-"""A run ahead over a LoRA server: `python -m tests.distributed.overlap OUTPUT_DIR`, in two processes.
+"""A run ahead over a LoRA server: `python -m tests.distributed.ahead OUTPUT_DIR`, in two processes.
 
 Trajectories of rank 1 take longer than rank 0's and than an update, so that rank 0 wants to send new weights while
 rank 1 still samples with the old ones. Rank r writes to `OUTPUT_DIR/rank_r.json`; rank 0 also what the server saw.
@@ -85,7 +85,7 @@ def train(output_dir, url):
         callbacks=[watch],
         use_vllm=True,
         vllm_mode="server",
-        overlap_rollout=True,
+        rollouts_ahead=1,
         eval_strategy="steps",
         eval_steps=2,  # while the rollout of the third step is in flight
         max_steps=NUM_STEPS,

@@ -1,0 +1,320 @@
+"""Rollouts that run ahead of the update."""
+
+import asyncio
+import copy
+import itertools
+import os
+import random
+import time
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.generation.base import current_slot
+from agent_r1_trl.generation.sync import own_log_probs
+from agent_r1_trl.testing import AddEnv
+from agent_r1_trl.trainers.ahead import Lookahead
+from agent_r1_trl.trainers.rollouts import training_order
+from tests.trainers.helpers import make_trainer, questions
+
+AHEAD = {"rollouts_ahead": 1}
+
+
+# -------------------------------------------------------------------- looking ahead
+
+
+def test_batches_that_were_passed_on_are_there_until_they_are_done():
+    lookahead, source = Lookahead(), iter("abcdef")
+    window = lookahead.over(source, 0)
+    assert (next(window), next(window), next(window), window.at(1)) == ("a", "b", "c", "b")
+    window = lookahead.over(source, 3)
+    assert list(lookahead._batches) == [] and (next(window), window.at(5), window.at(6)) == ("d", "f", None)
+    assert list(window) == ["e", "f"]
+
+
+# -------------------------------------------------------------------- training
+
+
+class Watch(TrainerCallback):
+    """Keeps what each update was trained on and how far the next rollout had come when it began."""
+
+    def __init__(self):
+        self.trainer = None
+        self.trained_on = []
+        self.has_next = []
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.on_step_end(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trained_on.append([(t.prompt_messages, t.completion_ids) for t in self.trainer.last_trajectories])
+        self.has_next.append(len(self.trainer.rollouts.ahead) > 0)
+
+
+def watched(tmp_path, max_steps=5, **options):
+    watch = Watch()
+    watch.trainer = make_trainer(
+        tmp_path, callbacks=[watch], train_dataset=questions(6), max_steps=max_steps, use_vllm=True, **options
+    )
+    return watch.trainer, watch
+
+
+BATCHES = ("steps_per_generation", "gradient_accumulation_steps", "num_iterations")
+
+
+QUICK = [(1, 2, 1), (3, 2, 1)]
+OTHERS = sorted({*itertools.product((1, 2, 3), repeat=3)} - {*QUICK})
+
+
+@pytest.mark.parametrize(
+    "numbers", [*QUICK, *(pytest.param(numbers, marks=pytest.mark.matrix) for numbers in OTHERS)], ids=str
+)
+def test_it_trains_on_what_the_synchronous_run_trains_on(tmp_path, numbers):
+    options = {
+        "learning_rate": 0.0,
+        "per_device_train_batch_size": 2,
+        "num_generations": 2,
+        "max_completion_length": 80,
+    }
+    options |= dict(zip(BATCHES, numbers, strict=True))
+    options["max_steps"] = -(-7 * numbers[0] * numbers[2] // (3 * numbers[1]))  # two to three rollouts, or all epochs
+    plain, expected = watched(tmp_path / "plain", **options)
+    plain.train()
+    trainer, watch = watched(tmp_path / "ahead", rollouts_ahead=1, **options)
+    trainer.train()
+    assert watch.trained_on == expected.trained_on
+    assert len({str(rows) for rows in watch.trained_on}) > 1
+    assert any(watch.has_next) and not any(expected.has_next)
+
+
+def test_a_rollout_is_under_way_in_every_update_but_the_last(tmp_path):
+    trainer, watch = watched(tmp_path, **AHEAD)  # 6 questions, 2 a step: 3 steps an epoch
+    trainer.train()
+    assert watch.has_next == [True, True, True, True, False]
+    logged = [entry for entry in trainer.state.log_history if "sampling/staleness" in entry]
+    assert logged[0]["sampling/staleness"] == 0 and len(logged) == 5
+    assert all(entry["sampling/staleness_max"] <= 1 and entry["time/wait_s"] >= 0 for entry in logged)
+
+
+class NoisyEnv(AddEnv):
+    """Draws from torch's global random numbers, another number of them every time."""
+
+    def reset(self, example):
+        torch.rand(1 + os.urandom(1)[0])
+        return super().reset(example)
+
+
+def test_the_order_of_the_rows_hangs_on_no_draw_of_the_next_rollout(tmp_path):
+    runs = []
+    for _ in range(2):
+        trainer, _ = watched(
+            tmp_path, env=NoisyEnv, max_steps=4, steps_per_generation=2, per_device_train_batch_size=4, **AHEAD
+        )
+        rows, loss = [], trainer._compute_loss
+
+        def compute_loss(model, inputs, rows=rows, loss=loss):
+            rows.append(inputs["completion_ids"].tolist())
+            return loss(model, inputs)
+
+        trainer._compute_loss = compute_loss
+        trainer.train()
+        runs.append(rows)
+    assert runs[0] == runs[1]
+    assert [len(rows) for rows in runs[0]] == [4] * 4
+
+
+def test_a_seeded_order_does_not_depend_on_what_was_drawn_before():
+    orders = []
+    for _ in range(2):
+        orders.append(training_order(6, seed=3, step=7, is_seeded=True).tolist())
+        torch.rand(1)
+    assert orders[0] == orders[1] != list(range(6)) and sorted(orders[0]) == list(range(6))
+    assert training_order(6, seed=3, step=8, is_seeded=True).tolist() != orders[0]
+    torch.manual_seed(5)
+    expected = torch.randperm(6)
+    torch.manual_seed(5)
+    assert torch.equal(training_order(6, seed=3, step=7, is_seeded=False), expected), "TRL's order"
+
+
+class HeldEnv(AddEnv):
+    """Knows how many of its kind are sampling; those of a rollout ahead do not begin before its turn has come."""
+
+    sampling = 0
+    allowed = 0
+
+    async def reset(self, example):
+        HeldEnv.sampling += 1
+        while current_slot.get().order > HeldEnv.allowed:
+            await asyncio.sleep(0.01)
+        return super().reset(example)
+
+    async def close(self):
+        HeldEnv.sampling -= 1
+
+
+def held(tmp_path, monkeypatch, update, **options):
+    """A trainer whose later rollouts are held until their turn has come; `update` hears how many trajectories wait."""
+    trainer, _ = watched(tmp_path, env=HeldEnv, **{**AHEAD, **options})
+    take, loss = trainer.rollouts.ahead.take, trainer._compute_loss
+
+    def allow(rows, position):
+        HeldEnv.allowed = position.micro_step
+        return take(rows, position)
+
+    def compute_loss(*args):
+        wait_until(lambda: HeldEnv.sampling == 8 * len(trainer.rollouts.ahead))
+        update(HeldEnv.sampling)
+        return loss(*args)
+
+    monkeypatch.setattr(trainer.rollouts.ahead, "take", allow)
+    monkeypatch.setattr(trainer, "_compute_loss", compute_loss)
+    return trainer
+
+
+def wait_until(has_happened):
+    deadline = time.monotonic() + 60
+    while not has_happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_trajectories_are_sampled_while_the_update_runs(tmp_path, monkeypatch):
+    sampling = []
+    held(tmp_path, monkeypatch, sampling.append, rollouts_ahead=2).train()
+    assert sampling == [16, 16, 16, 8, 0], "over the end of an epoch, which has three steps"
+
+
+def test_a_run_that_fails_ends_the_rollout_under_way(tmp_path, monkeypatch):
+    def fail(sampling):
+        raise RuntimeError("out of memory")
+
+    trainer = held(tmp_path, monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert len(trainer.rollouts.ahead) == 0
+    wait_until(lambda: HeldEnv.sampling == 0)
+
+
+def test_evaluation_between_two_updates_leaves_the_rollout_under_way_to_its_update(tmp_path):
+    options = {"eval_dataset": questions(2), "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
+    options["per_device_eval_batch_size"] = 8
+    _, expected = plain = watched(tmp_path / "plain", learning_rate=0.0)
+    plain[0].train()
+    trainer, watch = watched(tmp_path / "ahead", rollouts_ahead=1, **options)
+    trainer.train()
+    evaluations = [entry["eval_reward"] for entry in trainer.state.log_history if "eval_reward" in entry]
+    assert len(evaluations) == 5
+    assert watch.trained_on[1:] != watch.trained_on[:-1]
+    assert [rows for rows in watch.trained_on if rows in expected.trained_on] == expected.trained_on
+
+
+class BrokenEnv(ToolEnv):
+    """An author's mistake: the outcome is no number. It shows on the second question."""
+
+    def outcome_reward(self, trajectory):
+        is_first = "question 0" in str(trajectory.prompt_messages)
+        return 1.0 if is_first else "good"
+
+
+def test_an_authors_mistake_in_the_next_rollout_is_heard(tmp_path):
+    trainer, _ = watched(tmp_path, env=BrokenEnv, **AHEAD)
+    with pytest.raises(ValueError, match="outcome_reward"):
+        trainer.train()
+
+
+# -------------------------------------------------------------------- weights
+
+
+class Chat:
+    """Three turns; one answer in seven takes long, which ones the seed says."""
+
+    longest_s = 0.6
+
+    def reset(self, example):
+        self.rng, self.num_turns = random.Random(str(example["prompt"]) + str(current_slot.get().seed)), 0
+        return example["prompt"]
+
+    async def step(self, message):
+        await asyncio.sleep(self.longest_s if self.rng.random() < 0.15 else 0.01)
+        self.num_turns += 1
+        return [{"role": "user", "content": "and?"}], 0.0, self.num_turns == 3, {}
+
+    def outcome_reward(self, trajectory):
+        return float(sum(trajectory.completion_ids) % 5)
+
+    def close(self):
+        pass
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights of every step, and the trajectories of every rollout."""
+
+    def __init__(self):
+        self.trainer, self.of_step, self.batches = None, {}, []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.of_step[state.global_step] = copy.deepcopy(self.trainer.model.state_dict())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.of_step[state.global_step] = copy.deepcopy(self.trainer.model.state_dict())
+        self.batches.append(self.trainer.last_trajectories)
+
+
+SAMPLED = {"script": None, "env": Chat, "max_steps": 6, "max_tokens_per_turn": 8, "num_generations": 4}
+
+
+def sampled(tmp_path, **options):
+    """A finished run whose turns a real policy has sampled, and what `Weights` kept of it."""
+    kept = Weights()
+    kept.trainer = make_trainer(tmp_path, callbacks=[kept], **{**SAMPLED, **options})
+    kept.trainer.train()
+    return kept
+
+
+def gaps_to_named_weights(kept):
+    """Of each stamp its weights, and the largest gap of its log-probs to theirs and to those of the step before."""
+    model = kept.trainer.model
+    for item in itertools.chain(*kept.batches):
+        places = [place for place, is_action in enumerate(item.action_mask) if is_action]
+        ids, stamps = item.prompt_ids + item.completion_ids, [stamp for turn in item.turns for stamp in turn.versions]
+        assert sum(num for _, num in stamps) == len(places)
+        for version, num in stamps:
+            own, places = places[:num], places[num:]
+            told, gaps = torch.tensor([item.logprobs[place] for place in own]), []
+            for step in (version, max(0, version - 1)):
+                model.load_state_dict(kept.of_step[step])
+                found = own_log_probs(model, ids, [len(item.prompt_ids) + place for place in own])
+                gaps.append((found - told).abs().max().item())
+            yield version, *gaps
+
+
+AHEAD_OPTIONS = [{"rollouts_ahead": 1}, {"rollouts_ahead": 4}, {"rollouts_ahead": 2, "cut_turns": True}]
+
+
+@pytest.mark.parametrize("options", AHEAD_OPTIONS, ids=str)
+def test_every_turn_comes_from_the_weights_that_it_names(tmp_path, options):
+    kept = sampled(tmp_path, **options)
+    logged = [entry for entry in kept.trainer.state.log_history if "sampling/staleness_max" in entry]
+    assert len(logged) == 6
+    assert max(entry["sampling/staleness_max"] for entry in logged) <= options["rollouts_ahead"]
+    assert max(entry["sampling/versions"] for entry in logged) > 1, "trajectories go on across syncs"
+    found = list(gaps_to_named_weights(kept))
+    assert max(gap for _, gap, _ in found) < 1e-5
+    assert max(other for version, _, other in found if version) > 1e-3, "weights that are told apart"
+
+
+@pytest.mark.parametrize("num", [1, 2, 4])
+def test_without_a_learning_rate_it_trains_on_the_synchronous_runs_trajectories(tmp_path, num):
+    """Whichever ends first: ids and rewards of every batch, and the evaluations beside what is in flight."""
+    runs = []
+    for rollouts_ahead in (0, num):
+        options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, "learning_rate": 0.0}
+        options |= {"eval_dataset": questions(2), "num_generations_eval": 4}
+        kept = sampled(tmp_path / str(rollouts_ahead), rollouts_ahead=rollouts_ahead, **options)
+        evaluations = [entry["eval_reward"] for entry in kept.trainer.state.log_history if "eval_reward" in entry]
+        batches = [[(item.completion_ids, item.total_reward) for item in batch] for batch in kept.batches]
+        runs.append((batches, evaluations))
+    assert len(runs[0][0]) == 6 and len(runs[0][1]) == 3
+    assert runs[0] == runs[1]
