@@ -60,7 +60,9 @@ def main(run: Path, picture: Path) -> None:
             time.sleep(0.05)
         time.sleep(0.5)
         picture.parent.mkdir(parents=True, exist_ok=True)
-        tab.screenshot(path=str(picture))
+        box = tab.locator("#middle").bounding_box() or {"x": 0, "y": 0}
+        clip = {"x": box["x"], "y": box["y"], "width": SIZE["width"] - box["x"], "height": SIZE["height"] - box["y"]}
+        tab.screenshot(path=str(picture), clip=clip)  # without the list, so that it can be read on a page
 
 
 if __name__ == "__main__":
