@@ -24,7 +24,7 @@ def model():
 
 @pytest.mark.parametrize("name", ["assumptions", "split", "growth"])
 def test_the_page_has_the_tables_of_the_program(model, name):
-    page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    page = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     table = getattr(model, f"{name}_table")()
     assert f"<!-- {name} -->\n{table}\n<!-- end -->" in page, f"run benchmarks/scaling_model.py:\n{table}"
 
