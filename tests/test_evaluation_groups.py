@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 
+from agent_r1_trl.environments.data_files import tags_of
 from agent_r1_trl.evaluation import EvaluationResult
 from agent_r1_trl.evaluation.comparison import compare, read_examples, write_examples
 from agent_r1_trl.evaluation.result import attempts_of, example_sums, pass_all_k, pass_at_k, token_counts
-from agent_r1_trl.evaluation.table import split_by, tags_of
+from agent_r1_trl.evaluation.table import split_by
 from agent_r1_trl.trajectory import Author, Segment, StopReason, Trajectory, Turn
 from tests.test_evaluation import result_of, rolled_out
 

@@ -174,6 +174,10 @@ def shown_by(folder, config_class, **options):
     return {name: is_plain for name, is_plain in kinds.items() if "Progress" in name}
 
 
+def watched(folder, config_class, **options):
+    return "parts" in make(folder, config_class, **options).features
+
+
 def critic(folder, config_class, **options):
     trainer = make(folder, config_class, **options)
     rates = [group["lr"] for group in trainer.create_optimizer().param_groups]

@@ -260,6 +260,7 @@ TABLE = {
     ),
     "progress": tuple(Acts(effects.shown_by, value) for value in ("lines", "transformers", "none")),
     "record_trajectories": Acts(effects.store, "none"),
+    "watch_by": Acts(effects.watched, "id"),
     "push.trajectories": Refused(True, {"record_trajectories": "jsonl"}, record_trajectories="none"),
     "push": Refused(True, {"push": {"trajectories": True}}),
     "push.critic": Refused(True, {"push.critic": False}),

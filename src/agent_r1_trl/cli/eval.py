@@ -30,12 +30,12 @@ from agent_r1_trl.cli.recipe import without_package_paths, words_of
 from agent_r1_trl.cli.resolve import check_first_row, make_folder, resolve_env
 from agent_r1_trl.cli.tables import new_table, result_table
 from agent_r1_trl.display.console import PlainConsole, table_console
-from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
+from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows, tags_of
 from agent_r1_trl.evaluation import EvaluationResult, EvaluationTable, TableRow, evaluate, open_agent
 from agent_r1_trl.evaluation.agent import Agent, check_model_folder
 from agent_r1_trl.evaluation.baselines import KEEP_ALL, OneAnswerEnv, check_baseline, one_answer_limits
 from agent_r1_trl.evaluation.evaluator import replay_evaluation
-from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names, split_by, tags_of
+from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names, split_by
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,46 @@ def _load_dataset(setting: str, name: str, config: str | None, split: str, **opt
             f"{setting}{what}. {reason} Pass a data file (text in UTF-8, a row for each example), a directory, or the "
             "id of a data set on the Hub, and one of its splits."
         ) from error
+
+
+# ---------------------------------------------------------------- parts of the data
+
+
+def tags_of(examples: Iterable[Mapping[str, Any]], column: str, *, flag: str = "by") -> list[str]:
+    """The value of a column in each example as text, "(none)" where it has none; `a.b` is the key `b` of column `a`.
+
+    Args:
+        examples: rows.
+        column: its name.
+        flag: the setting that names it, for the error.
+
+    Raises:
+        ValueError: no example has such a column.
+
+    >>> tags_of([{"level": 1}, {}, {"level": None}], "level")
+    ['1', '(none)', '(none)']
+    """
+    rows = list(examples)
+    if rows and all(_value_of(row, column) is None for row in rows):
+        raise ValueError(
+            f"{flag}={column!r}: no row has such a column (the first one has {', '.join(map(str, rows[0]))}). Name "
+            "one of them; a dot leads into a column that holds a mapping."
+        )
+    return [tag_of(row, column) for row in rows]
+
+
+def tag_of(example: Mapping[str, Any], column: str) -> str:
+    """The value of a column in an example as text, "(none)" where it has none; see `tags_of`.
+
+    >>> tag_of({"meta": {"level": 2}}, "meta.level"), tag_of({"a.b": "x"}, "a.b")
+    ('2', 'x')
+    """
+    value = _value_of(example, column)
+    return "(none)" if value is None else str(value)
+
+
+def _value_of(example: Mapping[str, Any], column: str) -> Any:
+    value: Any = example
+    for name in [column] if column in example else column.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

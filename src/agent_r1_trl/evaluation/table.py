@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agent_r1_trl.environments.data_files import tags_of
 from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, write_examples
 from agent_r1_trl.evaluation.result import OF_EVERY_TRAJECTORY, EvaluationResult, interval_text, number_text, to_json
 from agent_r1_trl.recording import TrajectoryStore
@@ -147,32 +148,6 @@ def short_names(names: Sequence[str], taken: Sequence[str] = ()) -> list[str]:
         if len(set(labels)) == len(labels) and not set(labels) & set(taken):
             return labels
     return [f"{label}_{index}" for index, label in enumerate(labels, start=1)]
-
-
-def tags_of(examples: Iterable[Mapping[str, Any]], column: str) -> list[str]:
-    """The value of a column in each example as text, "(none)" where it has none; `a.b` is the key `b` of column `a`.
-
-    Raises:
-        ValueError: no example has such a column.
-
-    >>> tags_of([{"level": 1}, {}, {"level": None}], "level")
-    ['1', '(none)', '(none)']
-    """
-    rows = list(examples)
-    values = [_value_of(row, column) for row in rows]
-    if rows and all(value is None for value in values):
-        raise ValueError(
-            f"by={column!r}: no row has such a column (the first one has {', '.join(map(str, rows[0]))}). Name one of "
-            "them; a dot leads into a column that holds a mapping."
-        )
-    return ["(none)" if value is None else str(value) for value in values]
-
-
-def _value_of(example: Mapping[str, Any], column: str) -> Any:
-    value: Any = example
-    for name in [column] if column in example else column.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
 
 
 def split_by(

@@ -38,6 +38,7 @@ from agent_r1_trl.settings import (
     OneOf,
     Share,
     SomeOf,
+    Text,
     Whole,
     check_settings,
     check_value,
@@ -329,6 +330,12 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
         "How a training is shown: 'auto': a block in a terminal, a line a step elsewhere and with disable_tqdm; "
         "'lines'; 'transformers': its bar and a dict of all metrics a step; 'none'. Trackers and trainer_state.json "
         "always get all metrics.",
+    )
+
+    watch_by: Annotated[str, Text()] | None = setting(
+        None,
+        "Column of the rows, such as `kind`, whose values are watched one by one (`meta.level`: key of a mapping). "
+        "Each has metrics (`by/*`); a warning names one that falls while the mean rises.",
     )
 
     # ---- rollout shaping

@@ -19,6 +19,12 @@ def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
 
     failures, outages = config.failures, config.outages
     ages = [AgeGuard(failures.min_effective_share)] if config.rollouts_ahead else []
+    watches = []
+    if config.watch_by is not None:
+        from agent_r1_trl.features.reliability.parts import PartWatch, check_parts
+
+        check_parts(train_dataset, config.watch_by)
+        watches.append(PartWatch(config.watch_by))
     return [
         RunGuard(),
         ToolWatch(outages.max_failure_rise, outages.min_calls, outages.max_wait),
@@ -26,6 +32,7 @@ def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
         NumberWatch(failures.max_nonfinite_steps, config.output_dir),
         *ages,
         LearningReport(config.output_dir, records=config.record_trajectories != "none"),
+        *watches,
     ]
 
 
