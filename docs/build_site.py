@@ -28,7 +28,13 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG, SOURCES, SITE = ROOT / "mkdocs.yml", ROOT / "build" / "docs", ROOT / "build" / "site"
 BRANCH, HOME = "main", "index.md"
-STYLE = ".md-typeset td code, .md-typeset .name { white-space: nowrap; }\n"
+STYLE = """\
+.md-typeset td code, .md-typeset th code, .md-typeset .name { white-space: nowrap; }
+@media (max-width: 44.9em) {
+  .md-typeset table:not([class]) th, .md-typeset table:not([class]) td { min-width: 0; padding: 0.5em; }
+  .md-typeset td:first-child code { padding: 0; font-size: 0.6rem; }
+}
+"""
 MAX_NAME = 36
 """Characters that fit in a line of a phone; longer words may break."""
 _CODE = re.compile(r"(<pre.*?</pre>)|(<code>)([^<]*)(</code>)", re.DOTALL)
