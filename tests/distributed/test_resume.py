@@ -1,13 +1,17 @@
-"""Two ranks save a PPO run whole, critic included, and go on from there as if they had never stopped."""
+"""Two ranks save a PPO run whole, critic included, and go on from there as if they had never stopped.
+
+Such a checkpoint of weights in pieces becomes a plain model by `agent-r1-trl merge`.
+"""
 
 import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from agent_r1_trl.cli import main
 from agent_r1_trl.critic.attach import CRITIC_FILE, attach_critic, critic_parameters, is_critic_name
 from tests.distributed import resume
 from tests.distributed.critics import KINDS, POLICY_FOLDER, save_policy
@@ -66,3 +70,22 @@ def test_the_saved_policy_is_whole_and_has_no_critic(runs, kind):
         plain = AutoModelForCausalLM.from_pretrained(runs / POLICY_FOLDER).state_dict()
         assert {name: value.shape for name, value in weights.items()} == {n: v.shape for n, v in plain.items()}
         assert all(not torch.equal(value, plain[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_merges_into_a_plain_model(runs, kind, tmp_path):
+    checkpoint = runs / kind / "straight" / f"checkpoint-{NUM_STEPS}"
+    assert main(["merge", str(checkpoint), "--output_dir", str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.arange(40).reshape(2, 20)
+    untrained = AutoModelForCausalLM.from_pretrained(runs / POLICY_FOLDER)
+    if kind == "adapter":
+        adapter = load_file(checkpoint / "adapter_model.safetensors")
+        assert all(value.any() for name, value in adapter.items() if "lora_B" in name), "it was trained"
+        trained = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(runs / POLICY_FOLDER), checkpoint)
+    else:
+        trained = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        logits, expected, before = (model.eval()(ids).logits for model in (merged, trained, untrained))
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
+    assert (logits - before).abs().max() > 1e-3
