@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +33,20 @@ def serve_app(app: web.Application, host: str, port: int, on_start: Callable[[st
         listening = socket.create_server((host, port), family=family)
     except OSError as error:
         problem = f"cannot listen there ({error.strerror or error})"
-        raise DependencyError(f"--host {host} --port {port}: {problem}. Pass another port.") from error
+        raise DependencyError(f"--host {host} --port {port}: {problem}. {_fix_of(error, host)}.") from error
     on_start(f"http://{host}:{listening.getsockname()[1]}")
     web.run_app(app, sock=listening, print=None, access_log=None, backlog=1024, **options)
+
+
+def _fix_of(error: OSError, host: str) -> str:
+    """What to pass instead of an address on which no server can listen."""
+    try:
+        socket.getaddrinfo(host, None)
+        is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+    except OSError:  # no such name
+        is_elsewhere = True
+    if is_elsewhere:
+        return "Pass --host 127.0.0.1, or another address of this machine"
+    if isinstance(error, PermissionError):
+        return "Pass a --port from 1024 on, or 0 for a free one"
+    return "Pass another --port, or 0 for a free one"

@@ -65,7 +65,8 @@ def test_mistakes_are_named_with_a_fix(refusal, model_folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "cannot listen" in refusal("serve", model_folder, "--port", taken.getsockname()[1], code=3)
+        message = refusal("serve", model_folder, "--port", taken.getsockname()[1], code=3)
+        assert "cannot listen" in message and "Pass another --port" in message
 
 
 @contextlib.contextmanager
