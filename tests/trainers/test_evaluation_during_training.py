@@ -280,6 +280,23 @@ def test_an_evaluation_in_which_everything_failed_is_said_and_never_the_best(
     assert trainer.state.best_metric == (2.0 if len(outage) < 3 else -math.inf)
 
 
+def test_a_metric_that_no_evaluation_logs_is_refused_with_those_that_it_logs(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        script=answer,
+        eval_dataset=questions(2),
+        max_steps=1,
+        metric_for_best_model="eval_rewardd",
+        **BEST,
+        **EVALUATION,
+    )
+    trainer.evaluate()  # outside a training nothing is chosen by it
+    with pytest.raises(ValueError, match=r"metric_for_best_model='eval_rewardd'.*Did you mean 'reward'\?") as caught:
+        trainer.train()
+    listed = str(caught.value).partition("one that it logs: ")[2].rstrip(".").split(", ")
+    assert {"reward", "rollout/turns"} <= {*listed}
+
+
 @pytest.mark.parametrize("broken", [None, "hard_new", "hard"])
 def test_the_metrics_of_several_evaluation_sets_have_their_names(tmp_path, monkeypatch, broken):
     sets = {"hard_new": questions(5), "hard": questions(3)}  # the one name begins like the other

@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.rollout.failures import FailureCause, count_causes, describe_causes, failure_of
 from agent_r1_trl.trainers.callbacks import is_main_process
 from agent_r1_trl.trainers.log_means import SeenMetrics, complete, has_own_mean, logged_mean
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 logger = logging.getLogger(__name__)
+
+
+def _explain_missing(best: str, metrics: Mapping[str, float]) -> str:
+    """Why no checkpoint can be the best one, and which metrics there are."""
+    names = sorted(name.removeprefix("eval_") for name in metrics if name.startswith("eval_"))
+    return (
+        f"metric_for_best_model={best!r}: the evaluation logs no such metric.{did_you_mean(best, names)} Set "
+        f"metric_for_best_model to one that it logs: {', '.join(names)}."
+    )
 
 
 class EvaluationRows:
@@ -152,7 +162,11 @@ class EvaluatingTrainer(GRPOTrainer):
         return RepeatSampler(eval_dataset, mini_repeat_count=self.num_generations_eval, shuffle=False)
 
     def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
-        """TRL's evaluation; if everything failed, it is worse than any other one (`metric_for_best_model`)."""
+        """TRL's evaluation; if everything failed, it is worse than any other one (`metric_for_best_model`).
+
+        Raises:
+            ValueError: in training, it has no such metric.
+        """
         metrics = super().evaluate(*args, **kwargs)
         best = self.args.metric_for_best_model
         if best is None:
@@ -164,6 +178,8 @@ class EvaluatingTrainer(GRPOTrainer):
             is_missing = metrics[name] is None if name in metrics else self.evaluation.has_failed
             if is_missing:
                 metrics[name] = math.nan  # transformers compares it with the best so far
+            elif name not in metrics and self.is_in_train:
+                raise ValueError(_explain_missing(best, metrics))
         return metrics
 
     def evaluation_loop(self, dataloader: DataLoader, *args: object, **kwargs: Any) -> Any:
