@@ -49,6 +49,11 @@ class Terminal:
             self._stream.feed(data)
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip().split("\n")
 
+    def history(self):
+        """The lines that have left the screen at its top."""
+        self.lines()
+        return list(self.screen.history.top)
+
     def block(self):
         """The lines of the newest block, from the header of its table on."""
         lines = self.lines()

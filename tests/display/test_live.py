@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import tqdm
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from agent_r1_trl.display.console import PlainConsole
@@ -40,6 +42,24 @@ def test_lines_of_others_stand_whole_above_the_block_and_the_streams_are_given_b
         "not ended", "first of block", "x" * 78 + "…", "logged later", "printed later",
     ]  # fmt: skip
     assert not shown.screen.cursor.hidden and shown.screen.cursor.x == 0
+
+
+def test_a_table_of_another_console_of_rich_stands_above_the_block_of_which_there_is_one_copy(terminal, monkeypatch):
+    """As TRL prints completions."""
+    shown = terminal(80, 12)
+    monkeypatch.setattr(sys, "stdout", shown.file)
+    monkeypatch.setattr(sys, "stderr", shown.file)
+    block = LiveBlock(PlainConsole(width=80, height=12, _environ={"TERM": "xterm"}), lambda *size: [Text("the block")])
+    block.start()
+    table = Table("number")
+    for number in range(30):
+        table.add_row(f"row {number}")
+    Console(width=80).print(table)
+    block.stop()
+    history = ["".join(line[column].data for column in range(80)) for line in shown.history()]
+    lines = [line.strip() for line in [*history, *shown.lines()]]
+    assert sum(line == "the block" for line in lines) == 1 and lines[-1] == "the block"
+    assert [f"row {number}" in "\n".join(lines) for number in range(30)] == [True] * 30
 
 
 def test_a_window_that_gets_narrower_has_wrapped_the_block_which_is_taken_away_whole(terminal):

@@ -45,6 +45,7 @@ class LiveBlock(RenderHook):
     def start(self) -> None:
         """Draw the block; what is written to standard output and error stands above it from now on."""
         console = self._console
+        console.file = console.file  # itself, not what stands for it from now on
         for name in ("stdout", "stderr"):
             self._redirect(name, getattr(sys, name))
         console.push_render_hook(self)
@@ -107,11 +108,11 @@ class _Above(io.TextIOBase):
     """Stands for a stream of the terminal, and prints whole lines above the block."""
 
     def __init__(self, console: Console, stream: TextIO) -> None:
-        self._console, self._rest = console, ""
-        self.rich_proxied_file = stream  # by which rich finds the stream
+        # Not named `rich_proxied_file`: other consoles of rich would find the stream by it, and write into the block.
+        self._console, self._rest, self._stream = console, "", stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.rich_proxied_file, name)
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         with self._console.lock:  # type: ignore[attr-defined]
@@ -128,10 +129,10 @@ class _Above(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        return str(self.rich_proxied_file.encoding)
+        return str(self._stream.encoding)
 
     def isatty(self) -> bool:
         return True
 
     def fileno(self) -> int:
-        return int(self.rich_proxied_file.fileno())
+        return int(self._stream.fileno())
