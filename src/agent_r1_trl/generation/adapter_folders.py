@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from pathlib import Path
 
 
@@ -46,9 +47,10 @@ def _ways_on(path: str, *, flag: str) -> str:
     config = PeftConfig.from_pretrained(path)
     kind, base = getattr(config.peft_type, "value", config.peft_type), config.base_model_name_or_path
     merged = f"{path.rstrip('/')}-merged" if Path(path).is_dir() else "outputs/merged"
+    command = shlex.join(["agent-r1-trl", "merge", path, "--output_dir", merged])
     return (
         f"{flag}={path!r} is an adapter ({kind}) of the model {base!r}, and training starts from a whole model. "
-        f"Either merge it and train the result: agent-r1-trl merge {path} --output_dir {merged}, then set "
+        f"Either merge it and train the result: {command}, then set "
         f"{flag}={merged!r}. "
         "Or train the adapter on, in a script: MultiTurnGRPOTrainer(model=PeftModel.from_pretrained("
         f"AutoModelForCausalLM.from_pretrained({base!r}), {path!r}, is_trainable=True), ...)."

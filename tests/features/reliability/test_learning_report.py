@@ -171,6 +171,13 @@ def test_the_summary_of_a_run_in_which_nothing_was_scored_says_so():
     assert report.summary() == "No trajectory was scored: the model has learned nothing."
 
 
+def test_the_summary_of_one_rollout_names_its_reward_once_and_a_path_with_a_blank_is_quoted():
+    report = LearningReport("my runs/out", records=True)
+    report.take([Scored(float(i < 6)) for i in range(8)], step=1, group_size=8)
+    assert report.summary().splitlines()[0] == "reward          0.75 at step 1"
+    assert "2 of the last rollout: agent-r1-trl view 'my runs/out' --filter unsolved" in report.summary()
+
+
 def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
     report = LearningReport("out", records=True)
     for step, num_right in enumerate([8, 12, 16, 0], 1):

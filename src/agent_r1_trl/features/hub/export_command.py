@@ -8,6 +8,7 @@ agent-r1-trl export outputs/my-agent --atif --output documents
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,9 +80,10 @@ def _write_sft(arguments: argparse.Namespace) -> str:
     trajectories = read_trajectories(arguments.run, split=split)
     rows = list(map(dump_json, sft_rows(trajectories, min_reward=least, tools=tools)))
     if not rows:
+        command = shlex.join(["agent-r1-trl", "view", arguments.run, "--list"])
         raise UsageError(
             f"--min_reward {least:g}: no whole trajectory of {arguments.run} (stop 'done', scored, in one context) "
-            f"earned that much. Pass a smaller one if there are any; agent-r1-trl view {arguments.run} --list shows."
+            f"earned that much. Pass a smaller one if there are any; {command} shows."
         )
     path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     return f"{path}: {len(rows)} conversations"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class LearningReport(RolloutCallback):
 
     def __init__(self, output_dir: str, *, records: bool) -> None:
         folder = min(output_dir, os.path.relpath(output_dir), key=len)
-        self.command = f"agent-r1-trl view {folder}" if records else None
+        self.command = f"agent-r1-trl view {shlex.quote(folder)}" if records else None
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -197,9 +198,9 @@ class LearningReport(RolloutCallback):
         first, last, num = self.rollouts[0], self.rollouts[-1], len(self.rollouts)
         best = max(self.rollouts, key=lambda item: item.mean)
         num_flat = sum(not item.teaches for item in self.rollouts)
+        changes = f", {last.mean:.3g} at step {last.step}, best {best.mean:.3g} at step {best.step}" if num > 1 else ""
         lines = [
-            f"reward          {first.mean:.3g} at step {first.step}, {last.mean:.3g} at step {last.step}, "
-            f"best {best.mean:.3g} at step {best.step}",
+            f"reward          {first.mean:.3g} at step {first.step}{changes}",
             f"taught nothing  {num_flat} of {num} rollouts ({num_flat / num:.0%})",
             f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
         ]
