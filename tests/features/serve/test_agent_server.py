@@ -71,6 +71,9 @@ def test_the_client_of_openai_understands_both():
             said, end, counted = [piece async for piece in stream]
             assert said.choices[0].delta.content == "It is 5." and end.choices[0].finish_reason == "stop"
             assert counted.usage.total_tokens > 0
+            unnamed = {name: value for name, value in ASK.items() if name != "model"}
+            async with session.post(f"{url}/v1/chat/completions", json=unnamed) as answer:
+                assert (await answer.json())["model"] == "tiny"
             with pytest.raises(openai.NotFoundError, match="There is no model 'other'"):
                 await client.chat.completions.create(**ASK | {"model": "other"})
 

@@ -76,7 +76,8 @@ def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
 
 def test_the_limits_of_the_recipe_end_the_chat(recipe, chat):
     out = chat(["Hello", "Again", "/reset", "Hello"], "--config", recipe(max_turns=1))
-    assert out.count("max_turns=1 is reached; /reset)") == 3
+    assert out.count("max_turns=1 is reached; your next message begins another)") == 3
+    assert out.count("(a new conversation)") == 2  # before "Again", and by /reset
 
 
 BEATING = """

@@ -249,7 +249,7 @@ class ChatRequest(_Strict):
 
 
 def read_request(body: object, *, model: str) -> ChatRequest:
-    """Check the JSON of a request, which must ask for `model`.
+    """Check the JSON of a request, which asks for `model` or for none.
 
     Raises:
         APIError: names the setting that is wrong, or that an agent cannot honour.
@@ -257,7 +257,7 @@ def read_request(body: object, *, model: str) -> ChatRequest:
     if not isinstance(body, dict):
         raise APIError(400, "The body must be a JSON object. Pass one with model and messages.")
     given = {name: value for name, value in body.items() if value is not None and name not in ABOUT_THE_CALLER}
-    asked = given.pop("model", None)
+    asked = given.pop("model", model)
     if asked != model:
         raise APIError(404, f"There is no model {asked!r}; there is {model!r}.", param="model", code="model_not_found")
     for name in [name for name in given if name not in ChatRequest.model_fields]:

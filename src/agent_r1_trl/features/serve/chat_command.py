@@ -125,17 +125,19 @@ def _answer_all(conversation: Conversation, screen: Screen, wait_for: Callable[[
 
 def _say(conversation: Conversation, screen: Screen, wait_for: Callable[[Any], None], text: str) -> int:
     exit_code = 0
+    if conversation.ended is not None:
+        wait_for(conversation.reset())
+        screen.line("(a new conversation)")
     try:
-        if conversation.ended is None:
-            with users_mistakes():  # an environment may break the protocol
-                wait_for(conversation.say(text))
+        with users_mistakes():  # an environment may break the protocol
+            wait_for(conversation.say(text))
     except ConversationError as error:
         exit_code = EXIT_INFRASTRUCTURE if error.stop_reason.is_infrastructure_failure else 0
         screen.line(f"(not answered: {error}; the message is taken back)")
     except KeyboardInterrupt:
         screen.line("(interrupted; the message is taken back)")
     if conversation.ended is not None:
-        screen.line(f"(the conversation has ended: {conversation.ended}; /reset)")
+        screen.line(f"(the conversation has ended: {conversation.ended}; your next message begins another)")
     return exit_code
 
 

@@ -43,8 +43,8 @@ class Event:
     """Something that has just happened in a conversation."""
 
     kind: Literal["prompt", "text", "call", "observation"]
-    """`prompt`: a message that the environment put before the first turn. `text`: what the model says in a turn.
-    `call`: the model calls a tool. `observation`: what the environment answered."""
+    """`prompt`: a message that the environment put before the first turn. `text`: the words of the model in a turn,
+    without its calls. `call`: the model calls a tool. `observation`: the answer of the environment."""
     text: str = ""
     name: str = ""
     """Name of the tool; for a prompt or another observation, the role of the message."""
@@ -104,7 +104,7 @@ class Conversation:
     def _begin(self) -> None:
         """Forget everything."""
         self._tape = Tape(self.agent.generator, self.agent.chat, self.on_event)
-        self._stage = Stage(self._env_factory, self.agent.chat.truncate, self._row, self.on_event)
+        self._stage = Stage(self._env_factory, self.agent.chat.truncate, self._row, self.on_event, self._tape)
         self._slot = TrajectorySlot()
         self.trajectory: Trajectory | None = None
         """The conversation so far; None before the first answer."""
@@ -138,6 +138,7 @@ class Conversation:
         except BaseException:  # Ctrl-C as well
             await self._take_back(num_generations, num_steps)
             raise
+        self._tape.tell_rest()
         reason = trajectory.stop_reason
         if reason.is_infrastructure_failure or len(self._tape.recorded) == num_generations:
             await self._take_back(num_generations, num_steps)
@@ -202,6 +203,8 @@ class Tape(Generator):
         self._generator, self._chat, self._tell = generator, chat, tell
         self.recorded: list[Generation] = []
         self.num_given = 0
+        self._untold = ""
+        """The text of the newest turn, until it is known whether it is a call."""
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """See `Generator`."""
@@ -210,11 +213,24 @@ class Tape(Generator):
             return self.recorded[self.num_given - 1]
         generation = await self._generator.generate(request)
         ids = [token_id for token_id in generation.token_ids if token_id not in self._chat.stop_token_ids]
-        text = self._chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if text:
-            self._tell(Event(kind="text", text=str(text)))
+        self._untold = str(
+            self._chat.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
         self.recorded.append(generation)
         return generation
+
+    def tell_turn(self, message: Message) -> None:
+        """Tell what the model says in a turn; its calls are told apart, and would else be there twice."""
+        if message.get("tool_calls") and not message.get("malformed_tool_call"):
+            texts = (str(message.get(name) or "").strip() for name in ("reasoning_content", "content"))
+            self._untold = "\n".join(filter(None, texts))
+        self.tell_rest()
+
+    def tell_rest(self) -> None:
+        """Tell what is left of a turn to which the environment has said nothing."""
+        text, self._untold = self._untold, ""
+        if text:
+            self._tell(Event(kind="text", text=text))
 
 
 class RecordedStep(NamedTuple):
@@ -229,10 +245,15 @@ class Stage(EnvSession):
     """An environment that stays while its trajectory is sampled again and again, and the user's messages."""
 
     def __init__(
-        self, factory: Callable[[], Any], truncate: Callable[[str, int], str], row: dict[str, Any], tell: Listener
+        self,
+        factory: Callable[[], Any],
+        truncate: Callable[[str, int], str],
+        row: dict[str, Any],
+        tell: Listener,
+        tape: Tape,
     ) -> None:
         super().__init__(factory, truncate=truncate)
-        self._row, self._tell = row, tell
+        self._row, self._tell, self._tape = row, tell, tape
         self.said: list[Any] = []
         """The user's messages; the first may be a list of messages."""
         self.steps: list[RecordedStep] = []
@@ -257,6 +278,7 @@ class Stage(EnvSession):
         """The answer of the environment, or after an answer the user, to a message of the model."""
         if self._next == len(self.steps):
             self.has_acted = True
+            self._tape.tell_turn(message)
             self._tell_calls(message)
             observations, _, done, info = await super().step(message)
             info = {**info, "reward_parts": {}}  # nothing is scored: there is no gold answer
