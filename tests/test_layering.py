@@ -334,7 +334,7 @@ def test_no_file_is_too_long_to_read_and_no_function_longer_than_a_screen():
 
 # -------------------------------------------------------------------- 5. types
 
-MAX_ANY_PARAMETERS = 145
+MAX_ANY_PARAMETERS = 144
 """Parameters whose annotation is `Any`, which says nothing: lower this when there are fewer."""
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -407,3 +408,14 @@ def test_a_file_system_without_locks_is_only_warned_of(tmp_path, monkeypatch, ca
             f"output_dir={tmp_path / 'run'} cannot be locked ([Errno {errno.ENOLCK}] No locks available)"
             in caplog.text
         )
+
+
+def test_weights_that_are_tied_to_others_are_missed_by_nobody(tmp_path, caplog):
+    """A checkpoint holds them once. Others that are missing are still named."""
+    trainer = make_trainer(tmp_path)
+    trainer.model.all_tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    result = namedtuple("Result", "missing_keys unexpected_keys")
+    trainer._issue_warnings_after_load(result(["lm_head.weight"], []))
+    assert "missing keys" not in caplog.text
+    trainer._issue_warnings_after_load(result(["lm_head.weight", "model.norm.weight"], []))
+    assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in caplog.text

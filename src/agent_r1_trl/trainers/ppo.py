@@ -40,6 +40,7 @@ from agent_r1_trl.update.rows import TrainingRows, pad_lists
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.nn.modules.module import _IncompatibleKeys
     from transformers import PreTrainedModel
 
 # -------------------------------------------------------------------- what cannot be combined
@@ -406,7 +407,7 @@ class MultiTurnPPOTrainer(MultiTurnTrainer):
         load_critic(self.model if model is None else model, Path(resume_from_checkpoint))
         self._refresh_critic()
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result: _IncompatibleKeys) -> None:
         """Not of the critic's weights, which stand in a file of their own."""
         missing = [name for name in load_result.missing_keys if not is_critic_name(name)]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))

@@ -56,6 +56,7 @@ from agent_r1_trl.update.sampling_masks import SamplingMasks
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.nn.modules.module import _IncompatibleKeys
     from trl.trainer.utils import RepeatSampler
 
     from agent_r1_trl.trainers.multi_turn import MultiTurnTrainer
@@ -338,6 +339,12 @@ class SavingTrainer(GRPOTrainer):
         """The Trainer's; under FSDP2 log-probabilities are not rounded."""
         super().create_accelerator_and_postprocess()
         keep_log_probs_exact(self.accelerator)
+
+    def _issue_warnings_after_load(self, load_result: _IncompatibleKeys) -> None:
+        """Not of weights that are tied to others, which a checkpoint holds once."""
+        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or ()
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object) -> Any:
         """The Trainer's loop, from the newest whole checkpoint (True), from that of a path, or from the start (None).
