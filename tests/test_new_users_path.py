@@ -51,7 +51,7 @@ def agent(tmp_path_factory):
 def rolled_out(agent, monkeypatch):
     """A trajectory of the evaluation with a search and an answer."""
     monkeypatch.chdir(ROOT)
-    found = [item for item in read_trajectories(agent / "test" / "model") if len(item.turns) > 1]
+    found = [item for item in read_trajectories(agent / "evaluation" / "test" / "model") if len(item.turns) > 1]
     return next(item for item in found if item.stop_reason.value == "done" and "<answer>" in item.final_text)
 
 
@@ -73,7 +73,7 @@ def test_the_quickstart_trains_and_leaves_its_recipe(agent):
 
 
 def test_the_evaluation_has_the_quickstarts_figures_beside_the_baselines(agent):
-    rows = {row["method"]: row for row in json.loads((agent / "evaluation.json").read_text())["rows"]}
+    rows = {row["method"]: row for row in json.loads((agent / "evaluation" / "evaluation.json").read_text())["rows"]}
     assert list(rows) == ["base", "naive_rag", "closed_book", "model"]
     for method, name in {"base": "before", "model": "after"}.items():
         result = json.loads((agent / name / "evaluation.json").read_text())
@@ -170,7 +170,7 @@ def test_what_was_pushed_comes_back_from_the_hub_and_starts_with_the_lines_of_th
     assert install == "pip install agent-r1-trl" and rolled_out.final_text in out
     (said,) = read_trajectories(tmp_path / "said.jsonl")
     assert (said.prompt_ids, said.completion_ids) == (rolled_out.prompt_ids, rolled_out.completion_ids)
-    scores = json.loads((agent / "evaluation.json").read_text())["rows"][-1]
+    scores = json.loads((agent / "evaluation" / "evaluation.json").read_text())["rows"][-1]
     assert f"{scores['exact_match']:.4g} (" in card.text and "| naive\\_rag |" in card.text
     check_rows(tmp_path / "rows", agent)
 

@@ -56,6 +56,17 @@ def test_each_part_of_a_run_is_found_and_moved_to_the_first_free_name(tmp_path, 
     assert (tmp_path / "run.2" / name).read_text() == "kept" and not (tmp_path / "run").exists()
 
 
+def test_an_evaluation_of_a_run_goes_into_a_folder_of_its_own(recipe, capsys):
+    path = recipe()
+    assert main(["train", "--config", path]) == 0
+    assert "--output_dir out/evaluation" in capsys.readouterr().out
+    before = sorted(Path("out").iterdir())
+    assert main(["eval", "--config", "out/recipe.yaml", "--model", "out"]) == 0
+    assert sorted(Path("out").iterdir()) == sorted([*before, Path("out/evaluation")])
+    assert json.loads(Path("out/evaluation/evaluation.json").read_text())["reward"] is not None
+    assert main(["eval", "compare", "out", "out/evaluation"]) == 0
+
+
 def test_an_evaluation_is_no_run(tmp_path):
     for name in ("trajectories/eval_step_000000.jsonl", "evaluation.json", "_run.lock", "recipe.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -256,7 +256,8 @@ class EvalArguments(SamplingArguments, TaskArguments):
     retry_failed: CountOrZero = setting(0, "How often a trajectory is sampled again if a server or tool failed.")
     output_dir: str | None = setting(
         None,
-        "Directory for the table (evaluation.json, .md), trajectories and journal. Not set: only print the table.",
+        "Directory for the table (evaluation.json, .md), trajectories and journal; of a run's directory, its folder "
+        "`evaluation`. Not set: only print the table.",
     )
     journal: dict[str, Any] | str | None = setting(
         True,

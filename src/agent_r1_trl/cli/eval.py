@@ -43,7 +43,7 @@ from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits, check_som
 from agent_r1_trl.rollout.failures import may_pass
 from agent_r1_trl.safe_text import rules, set_rules
 from agent_r1_trl.settings import refuse
-from agent_r1_trl.trainers.checkpoints import EVALUATION_LOCK_FILE, output_lock
+from agent_r1_trl.trainers.checkpoints import EVALUATION, EVALUATION_LOCK_FILE, find_run, output_lock
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,6 +82,8 @@ def read_arguments(argv: Sequence[str]) -> EvalArguments:
         elsewhere=OF_RECIPES,
     )
     (arguments,) = parser.parse(argv)
+    if arguments.output_dir and find_run(Path(arguments.output_dir)):  # which is not to be mixed with it
+        arguments.output_dir = str(Path(arguments.output_dir) / EVALUATION)
     if arguments.endpoint:
         _check_flags(arguments, {flag.replace("-", "_") for flag, _ in words_of(argv)})
     trained = parser.recipe.get("model_name_or_path")

@@ -16,6 +16,8 @@ from agent_r1_trl.cli.tables import changes_table, new_table
 from agent_r1_trl.display.console import table_console
 from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, compare, read_examples
 from agent_r1_trl.evaluation.result import number_text
+from agent_r1_trl.evaluation.table import RESULT_FILE
+from agent_r1_trl.trainers.checkpoints import EVALUATION
 
 COMMAND = "agent-r1-trl eval compare"
 ABOUT = """\
@@ -71,8 +73,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _rows(folder: Path) -> dict[tuple[str, str], Path]:
     """(method, data set) -> folder."""
+    if not (folder / RESULT_FILE).exists() and (folder / EVALUATION / RESULT_FILE).exists():  # of a run
+        folder = folder / EVALUATION
     try:
-        content = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         if "rows" not in content:
             return {(str(content.get("method")), str(content.get("dataset"))): folder}
         return {(row["method"], row["dataset"]): folder / row["dataset"] / row["method"] for row in content["rows"]}

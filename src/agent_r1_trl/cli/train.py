@@ -62,7 +62,7 @@ from agent_r1_trl.generation.adapter_folders import check_whole_model
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
-from agent_r1_trl.trainers.checkpoints import choose_checkpoint, find_run, saving, set_aside
+from agent_r1_trl.trainers.checkpoints import EVALUATION, choose_checkpoint, find_run, saving, set_aside
 from agent_r1_trl.trainers.config import RATIO_SETTINGS, ModelConfig, get_peft_config, get_quantization_config
 
 if TYPE_CHECKING:
@@ -453,13 +453,13 @@ output       {args.output_dir}"""
 
 def _farewell(script_args: TrainArguments, args: MultiTurnConfig, folder: str) -> str:
     """Where everything is, and the commands that go on from there."""
-    name = shlex.quote(folder)
+    name, evaluation = shlex.quote(folder), shlex.quote(f"{folder}/{EVALUATION}")
     text = f"\nDone. The model is in {folder}"
     if args.record_trajectories != "none":
         text += f", every trajectory in {folder}/trajectories\n  agent-r1-trl view {name} --terminal"
     if script_args.env and (script_args.eval_dataset_name or script_args.dataset_name):  # what eval needs
         recipe = shlex.quote(f"{folder}/{FILE}")
-        text += f"\n  agent-r1-trl eval --config {recipe} --model {name} --output_dir {name}"
+        text += f"\n  agent-r1-trl eval --config {recipe} --model {name} --output_dir {evaluation}"
     return text
 
 

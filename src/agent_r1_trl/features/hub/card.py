@@ -24,6 +24,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from agent_r1_trl.advantages.estimators import ESTIMATORS
 from agent_r1_trl.rollout.limits import RolloutSettings
 from agent_r1_trl.safe_text import markdown, markdown_code, shown, shown_all
+from agent_r1_trl.trainers.checkpoints import EVALUATION
 from agent_r1_trl.trainers.config import AGENT_R1
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class CardFacts:
     recipe: dict[str, Any] = field(default_factory=dict)
     """The settings of the run; empty if it left none."""
     scores: list[Scores] = field(default_factory=list)
-    """The content of `evaluation.json`."""
+    """The content of `evaluation.json`, in the folder `evaluation` of the run or beside the model."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """The logs."""
     env: str = ""
@@ -117,7 +118,8 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
         env=str(recipe.get("env") or ""),
         estimator=ESTIMATORS.get(recipe.get("advantage_estimator", "")),
     )
-    path = folder / "evaluation.json"
+    places = (folder / EVALUATION / "evaluation.json", folder / "evaluation.json")
+    path = next(filter(Path.is_file, places), places[0])
     try:
         facts.scores = read_scores(_read_mapping(path), facts.data)
     except (AttributeError, TypeError) as error:

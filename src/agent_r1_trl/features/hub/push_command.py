@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json",
     ),
     "recipe": ("recipe.yaml",),
-    "evaluation": ("evaluation.json", "evaluation.md"),
+    "evaluation": ("evaluation.json", "evaluation.md", "evaluation/evaluation.json", "evaluation/evaluation.md"),
     "card": ("README.md", "LICENSE", "LICENSE.txt"),
 }  # fmt: skip
 """Kind of file -> patterns of names in the directory."""
