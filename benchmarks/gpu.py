@@ -8,6 +8,8 @@ Needs no network, and no vLLM; with vLLM where it is installed. The parts, in th
 - checks: one optimizer step of a tiny model on this device, against float32 on the CPU: every layout, attention kernel
   and critic, both trainers, bfloat16, gradient checkpointing, LoRA, QLoRA. The error of the gradients is
   |g - g_cpu| / |g_cpu| over all of them; of a pass without gradients it is that of its log-probs, or values.
+- kernels: the attention of packed rows, forward and backward, against attention in float64 with the whole mask: on a
+  GPU FlashAttention and the memory-efficient kernel, on a CPU the calls for each segment.
 - syncs: how often a micro-batch makes the host wait for the device (`torch.cuda.set_sync_debug_mode`), beside TRL's.
   On a CPU the calls are counted that would wait if their tensor were on a GPU.
 - quickstart: the recipe, a few steps.
@@ -18,6 +20,8 @@ Needs no network, and no vLLM; with vLLM where it is installed. The parts, in th
   here. Tokens are those of the rows, without padding, every prompt as often as there are rows: a layout that computes
   less has a larger share. The peak is held against `agent-r1-trl memory`, which expects rows of the longest length:
   where padding is left out, it may be less.
+- profile: a step at 0.5b in PyTorch's profiler. In `idle_share` of the step the device waits for the host: above 0.4,
+  the host is what to make faster.
 
 Only the first GPU is used. Every part has a process of its own and a time by which it must be done (what one does not
 need, the next ones get). A part that fails or runs out of time is named as such, what it had found until then is kept,
@@ -54,6 +58,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import train_step
 from _common import be_quiet, check_at_least, make_parser, print_table, run_alone
+from _gpu_parts import run_kernels, run_profile
 from torch.overrides import TorchFunctionMode
 
 STARTED = time.monotonic()
@@ -61,7 +66,16 @@ LIMIT_S = 460.0
 """Of all parts; Python and torch take up to 20 seconds to start."""
 LEAST_S, GRACE_S = 10.0, 5.0
 """A part that has less time is left out; one that does not end itself in time is killed after these seconds more."""
-DONE_BY = {"checks": 0.3, "syncs": 0.36, "quickstart": 0.46, "generator": 0.54, "0.5b": 0.74, "7b": 1.0}
+DONE_BY = {
+    "checks": 0.28,
+    "kernels": 0.32,
+    "syncs": 0.38,
+    "quickstart": 0.47,
+    "generator": 0.54,
+    "0.5b": 0.72,
+    "profile": 0.8,
+    "7b": 1.0,
+}
 """The share of the limit after which each part is ended."""
 LARGE = 0.3
 """Scale of the weights with which one wrong query shows in what is scored."""
@@ -460,9 +474,7 @@ def vllm_rate(model: Any, prompts: list[list[int]], tokens: int) -> Row:
 def run_update(args: argparse.Namespace, shape: str) -> Iterator[Row]:
     """`train_step.py` at a shape: TRL's step and each layout, one after the other in this process."""
     rate = matmul_rate(args)
-    given = ["--model", shape, "--repeats", "3", "--max-tokens", "16384"]  # Triton compiles in the first two
-    given += ["--dtype", "bfloat16", "--lora", "--checkpointing"] if shape == "7b" else ["--autocast"]
-    given = [*TINY, "--repeats", "1"] if args.toy else given
+    given = [*TINY, "--repeats", "1"] if args.toy else of_update(shape)
     for layout in ("trl", "tokens") if args.toy else LAYOUTS[shape]:
         row: Row = {"name": layout}
         try:
@@ -470,6 +482,12 @@ def run_update(args: argparse.Namespace, shape: str) -> Iterator[Row]:
             yield row | judge_update(options, measure_alone(options), rate)
         except Exception as error:
             yield row | {"ok": False, "error": first_line(error)}
+
+
+def of_update(shape: str) -> list[str]:
+    """Options of `train_step.py` for a shape."""
+    given = ["--model", shape, "--repeats", "3", "--max-tokens", "16384"]  # Triton compiles in the first two
+    return given + (["--dtype", "bfloat16", "--lora", "--checkpointing"] if shape == "7b" else ["--autocast"])
 
 
 def measure_alone(options: argparse.Namespace) -> dict[str, float]:
@@ -571,10 +589,12 @@ def matmul_rate(args: argparse.Namespace) -> float:
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
     "checks": run_checks,
+    "kernels": run_kernels,
     "syncs": run_syncs,
     "quickstart": run_quickstart,
     "generator": run_generator,
     "0.5b": lambda args: run_update(args, "0.5b"),
+    "profile": lambda args: run_profile(args, [*TINY] if args.toy else of_update("0.5b")),
     "7b": lambda args: run_update(args, "7b"),
 }
 
@@ -671,6 +691,8 @@ def markdown(result: dict[str, Any]) -> str:
         f"Machine: {about}.",
         "",
     ]
+    if result["machine"]["device"].startswith("CPU"):
+        lines += ["CPU: no figures. Every part ran at toy size, which tests the program.", ""]
     for part, found in result["parts"].items():
         rows = found["rows"]
         columns = [

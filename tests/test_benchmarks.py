@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_r1_trl.update import packed_attention
 from tests.effort import short
+from tests.fake_kernels import in_one_call
 from tests.without_vllm import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +62,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     figures = json.loads(last)
     rows = figures.get("rows", [figures])
     several = {
-        "gpu.py": 6,
+        "gpu.py": 8,
         "agent_door.py": 2,
         "rollout_throughput.py": 2,
     }
@@ -217,6 +219,38 @@ def test_a_result_is_written_after_every_part_whatever_is_in_it(tmp_path, monkey
     page = (tmp_path / "gpu.md").read_text()
     assert "RuntimeError: the device went away" in page and "| packed | 5 |" in page
     assert "a\nb" not in page
+
+
+@pytest.mark.parametrize("kernel", [None, "efficient"])
+def test_kernels_are_held_against_a_naive_loop(monkeypatch, kernel):
+    """By segments as on a CPU, and by one call as on a GPU, with a stand-in for PyTorch's kernel."""
+    gpu = load_benchmark("gpu.py")
+    args = gpu.parse_arguments(["--toy"])
+    with in_one_call(monkeypatch, kernel):
+        rows = list(gpu.run_kernels(args))
+    assert len(rows) == 6 and all(row["ok"] for row in rows)
+
+
+def test_a_kernel_that_is_wrong_in_its_gradient_alone_is_named(monkeypatch):
+    gpu = load_benchmark("gpu.py")
+    attend = packed_attention._attend_one_by_one
+
+    def forgetful(query, key, value, *others, **options):
+        return attend(query, key.detach(), value, *others, **options) + 0 * key.sum()
+
+    monkeypatch.setattr(packed_attention, "_attend_one_by_one", forgetful)
+    rows = list(gpu.run_kernels(gpu.parse_arguments(["--toy"])))
+    wrong = [row for row in rows if not row["ok"]]
+    assert [row["name"] for row in wrong] == [row["name"] for row in rows if "single tokens" not in row["name"]]
+    assert all(row["keys"] == 1 and row["output"] < 1e-6 for row in wrong)
+
+
+def test_a_page_from_a_cpu_says_that_it_has_no_figures():
+    gpu = load_benchmark("gpu.py")
+    machine = {"device": "CPU (x86_64)"}
+    said = "CPU: no figures. Every part ran at toy size"
+    assert said in gpu.markdown({"machine": machine, "parts": {}})
+    assert said not in gpu.markdown({"machine": {"device": "NVIDIA H200, 139 GiB"}, "parts": {}})
 
 
 def test_the_parts_of_the_gpu_run_have_times_that_add_up():
