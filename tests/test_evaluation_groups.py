@@ -139,12 +139,14 @@ def test_examples_survive_the_file(tmp_path):
         list(map(example_sums, groups)),
         example_ids=["a", "b"],
         reset_seeds=[7, 1 << 62],
+        row_digests=["x", "y"],
         num_generations=2,
         trajectories=[item for group in groups for item in group],
     )
     write_examples(result, tmp_path / "examples.jsonl")
     again = read_examples(tmp_path / "examples.jsonl")
     assert again.rows == result.rows and again.example_ids == ["a", "b"] and again.num_generations == 2
+    assert again.row_digests == ["x", "y"]
     assert again.panel == result.panel == result.to_dict()["panel"]
     (tmp_path / "examples.jsonl").write_text('{"example_id": 1}\n')
     with pytest.raises(ValueError, match="line 1"):

@@ -176,3 +176,21 @@ def test_one_row_has_an_interval_of_one_point_and_ids_may_repeat_unless_rows_are
     assert main([*flags, "--output_dir", "second"]) == 0
     message = refusal("eval", "compare", "first", "second")
     assert "row 1 is 'q0' in the first and 'q1' in the second" in message
+
+
+def test_rows_that_changed_under_their_id_are_named_when_evaluations_are_compared(flags, capsys):
+    for folder, question in (("first", "Why?"), ("second", "Why not?")):
+        write("test.jsonl", row(0), row(1, question=question))
+        assert main([*flags, "--output_dir", folder]) == 0
+    capsys.readouterr()
+    assert main(["eval", "compare", "first", "first"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["eval", "compare", "first", "second"]) == 0
+    assert "warning: first and second: the rows of 1 examples have the same id and another content ('q1' first)" in (
+        capsys.readouterr().err
+    )
+    path = Path("second/examples.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"row": None}).replace(', "row": null', "") + "\n" for line in lines))
+    assert main(["eval", "compare", "first", "second"]) == 0
+    assert "warning" not in capsys.readouterr().err, "an older file does not say"

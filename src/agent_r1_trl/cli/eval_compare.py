@@ -6,6 +6,7 @@ agent-r1-trl eval compare scores-before scores-after
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from agent_r1_trl.cli.errors import PlainParser, UsageError
 from agent_r1_trl.cli.tables import changes_table, new_table
 from agent_r1_trl.display.console import table_console
-from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, compare, read_examples
+from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, changed_rows, compare, read_examples
 from agent_r1_trl.evaluation.result import number_text
 from agent_r1_trl.evaluation.table import RESULT_FILE
 from agent_r1_trl.trainers.checkpoints import EVALUATION
@@ -61,6 +62,7 @@ def run(argv: Sequence[str]) -> int:
             ) from error
         except ValueError as error:
             raise UsageError(f"{one} and {two}: {error}") from error
+        _warn_of_data(one, two, changed_rows(before, after))
         unknown = [name for name in arguments.metric if name not in changes]
         if unknown:
             raise UsageError(f"--metric {unknown[0]}: not in both. Pass some of {', '.join(changes)}.")
@@ -69,6 +71,17 @@ def run(argv: Sequence[str]) -> int:
         if arguments.list:
             console.print(*_list(arguments.list, *next(iter(chosen.items()))), sep="\n")
     return 0
+
+
+def _warn_of_data(one: Path, two: Path, changed: list[str]) -> None:
+    """Say which examples are about another row of the data in the second evaluation, if there are any."""
+    if changed:
+        print(
+            f"warning: {one} and {two}: the rows of {len(changed)} examples have the same id and another content "
+            f"({changed[0]!r} first), so what differs may come from the data. Evaluate one again with the other's "
+            "file, unless that is what you compare.",
+            file=sys.stderr,
+        )
 
 
 def _rows(folder: Path) -> dict[tuple[str, str], Path]:

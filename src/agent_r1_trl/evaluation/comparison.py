@@ -32,7 +32,7 @@ class MetricChange:
 
 
 def write_examples(result: EvaluationResult, path: str | Path) -> None:
-    """One line for each example: its id and seed, the sums of each metric, and its attempts."""
+    """One line for each example: its id, seed and row's digest, the sums of each metric, and its attempts."""
     size = result.num_generations
     lines = []
     for index, (example_id, row) in enumerate(zip(result.example_ids, result.rows, strict=True)):
@@ -41,8 +41,10 @@ def write_examples(result: EvaluationResult, path: str | Path) -> None:
             {"reward": item.total_reward, "stop_reason": item.stop_reason.value, "turns": len(item.env_turns)}
             for item in group
         ]
-        seed = result.reset_seeds[index]
-        lines.append(json.dumps({"example_id": example_id, "reset_seed": seed, "sums": row, "attempts": attempts}))
+        line = {"example_id": example_id, "reset_seed": result.reset_seeds[index], "sums": row, "attempts": attempts}
+        if result.row_digests:
+            line["row"] = result.row_digests[index]
+        lines.append(json.dumps(line))
     Path(path).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
@@ -52,19 +54,26 @@ def read_examples(path: str | Path) -> EvaluationResult:
     Raises:
         ValueError: a line is broken.
     """
-    ids, seeds, rows, sizes = [], [], [], [1]
+    ids, seeds, digests, rows, sizes = [], [], [], [], [1]
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             record = json.loads(line)
             ids.append(str(record["example_id"]))
             seeds.append(int(record["reset_seed"]))
+            digests += [str(record["row"])] if "row" in record else []  # older files have none
             rows.append({name: (float(pair[0]), float(pair[1])) for name, pair in record["sums"].items()})
             sizes.append(len(record["attempts"]))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number}: no example of an evaluation ({error}). Evaluate again."
             ) from error
-    return EvaluationResult.from_rows(rows, example_ids=ids, reset_seeds=seeds, num_generations=max(sizes))
+    return EvaluationResult.from_rows(
+        rows,
+        example_ids=ids,
+        reset_seeds=seeds,
+        row_digests=digests if len(digests) == len(ids) else [],
+        num_generations=max(sizes),
+    )
 
 
 def compare(before: EvaluationResult, after: EvaluationResult, *, seed: int = 0) -> dict[str, MetricChange]:
@@ -92,6 +101,14 @@ def check_panels(before: EvaluationResult, after: EvaluationResult) -> None:
             f"{_first_difference(before, after)}. Pass two evaluations of the same rows in the same order, with one "
             "num_generations and seed."
         )
+
+
+def changed_rows(before: EvaluationResult, after: EvaluationResult) -> list[str]:
+    """Ids of the examples whose row has another content in the second; [] where one of them has no digests."""
+    if not before.row_digests or not after.row_digests:
+        return []
+    found = zip(before.example_ids, before.row_digests, after.row_digests, strict=True)
+    return [example_id for example_id, one, two in found if one != two]
 
 
 def _panel_text(result: EvaluationResult) -> str:

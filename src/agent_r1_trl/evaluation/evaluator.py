@@ -34,6 +34,7 @@ from agent_r1_trl.rollout import (
 from agent_r1_trl.rollout.failures import count_causes, describe_causes, failure_of
 from agent_r1_trl.rollout.hosted import HostedRunner
 from agent_r1_trl.rollout.limits import deciding_limits
+from agent_r1_trl.rollout.requests import row_digest
 from agent_r1_trl.settings import Count, CountOrZero, check_value
 from agent_r1_trl.trajectory import StopReason, Trajectory
 
@@ -208,6 +209,7 @@ def _result(
         list(map(example_sums, groups)),
         example_ids=[trajectory.example_id for trajectory in trajectories[::num_generations]],
         reset_seeds=[request.reset_seed for request in requests[::num_generations]],
+        row_digests=[row_digest(request.example) for request in requests[::num_generations]],
         seed=seed,
         num_generations=num_generations,
         trajectories=trajectories,

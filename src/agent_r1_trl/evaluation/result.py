@@ -56,6 +56,8 @@ class EvaluationResult:
     example_ids: list[str] = field(default_factory=list)
     reset_seeds: list[int] = field(default_factory=list)
     """Per example: the seed of its initial state, from which those of its attempts follow; [] where it is unknown."""
+    row_digests: list[str] = field(default_factory=list)
+    """Per example: digest of its row of the data set; [] where it is unknown."""
     rows: list[Row] = field(default_factory=list)
     """Per example: what each metric's two sums are made of."""
     trajectories: list[Trajectory] = field(default_factory=list)

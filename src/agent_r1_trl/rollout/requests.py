@@ -77,6 +77,12 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def row_digest(example: Mapping[str, Any]) -> str:
+    """Digest of all that a data set row says, the same in every process; of objects only their kind counts."""
+    text = json.dumps(dict(example), sort_keys=True, default=lambda value: type(value).__name__, skipkeys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def example_key(example: Mapping[str, Any]) -> str:
     """Name of a data set row: its `id` column, else a digest of its content."""
     if example.get("id") is not None:

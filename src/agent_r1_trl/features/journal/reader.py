@@ -13,7 +13,6 @@ A trajectory that a resumed run continued may have a turn twice: the later recor
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from itertools import compress
@@ -33,7 +32,7 @@ from agent_r1_trl.features.journal.records import (
 )
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.kept_ids import KeptIds
-from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.rollout.requests import RolloutRequest, row_digest
 from agent_r1_trl.trajectory import Author, ToolResult, Trajectory
 
 _AUTHORS = tuple(Author)
@@ -124,11 +123,9 @@ def read_rollout(path: Path) -> RecordedRollout | None:
 
 def describe_request(request: RolloutRequest) -> Record:
     """The identity of a trajectory: two runs that ask for the same one give the same record."""
-    # A row may hold what has another repr in every process, so only its kind counts.
-    row = json.dumps(request.example, sort_keys=True, default=lambda value: type(value).__name__, skipkeys=True)
     return {
         "example_id": request.example_id,
-        "row": hashlib.blake2b(row.encode(), digest_size=8).hexdigest(),
+        "row": row_digest(request.example),
         "generation": request.generation,
         "seed": request.seed,
         "reset_seed": request.reset_seed,
