@@ -3,12 +3,13 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
-from agent_r1_trl.features.hub.card import CardFacts, make_card, metrics, read_facts, read_scores
+from agent_r1_trl.features.hub.card import CardFacts, licence_of, make_card, metrics, read_facts, read_scores
 from agent_r1_trl.features.serve.chat_command import COMMAND
 from agent_r1_trl.features.serve.command_agent import environment_of, read_conversation_arguments
 from agent_r1_trl.settings import plain
@@ -151,8 +152,9 @@ def names(env):
     return [as_tool(item).name for item in env.tools]
 
 
-def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path):
-    corpus = tmp_path / 'it\'s a "corpus".jsonl'
+def test_the_environment_of_a_recipe_is_started_with_its_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    corpus = Path('it\'s a "corpus".jsonl')
     corpus.write_text('{"id": "a", "title": "A", "contents": "b"}\n')
     given = {"retriever": str(corpus), "top_k": 3, "metric": "f1", "system_prompt": "Ä $HOME\n`x` 'y'", "tools": None}
     arguments, env = started(recipe={"env": "search_qa", "env_kwargs": given})
@@ -186,3 +188,31 @@ def test_where_no_import_path_is_known_the_card_says_what_is_missing(facts, said
     _, env = started(**facts)
     assert names(env) == []
     assert said in card(**facts).text
+
+
+# ---------------------------------------------------------------- licence, local paths
+
+
+def test_the_licence_is_that_of_the_base_model_unless_the_user_names_one(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: ours\nlanguage: en\n---\n# Base\n")
+    known = licence_of(str(tmp_path))
+    assert known == {"license": "other", "license_name": "ours"}
+    assert licence_of("") == licence_of("nobody/has-this") == licence_of(str(tmp_path / "none")) == {}
+    metadata = card(license=known).data.to_dict()
+    assert (metadata["license"], metadata["license_name"]) == ("other", "ours")
+    metadata = card(license=known, own_license="mit").data.to_dict()
+    assert metadata["license"] == "mit" and "license_name" not in metadata
+    before = "---\nlicense: gpl-3.0\nlicence: license\n---\n# A\n"
+    kept = make_card(CardFacts(model_id="ada/adder", license=known), before)
+    assert "license: gpl-3.0" in kept and "licence:" not in kept
+
+
+def test_a_card_shows_no_path_of_this_machine():
+    home = "/home/ada/projects"
+    recipe = {
+        "env": f"{home}/task.py:MyEnv", "env_kwargs": {"retriever": f"{home}/corpus.jsonl", "more": [f"{home}/b"]},
+        "dataset_name": f"{home}/train.jsonl", "model_name_or_path": f"{home}/model",
+    }  # fmt: skip
+    text = card(recipe=recipe, base_model=f"{home}/model", env=recipe["env"]).text
+    assert "projects/corpus.jsonl" in text and "projects/train.jsonl" in text and "projects/model" in text
+    assert "/home" not in text

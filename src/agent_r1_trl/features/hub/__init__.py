@@ -44,7 +44,7 @@ def finish_card(trainer: MultiTurnTrainer, path: Path) -> None:
 
     args, factory = trainer.args, trainer.env_factory
     try:
-        facts = read_facts(path.parent, getattr(trainer, "hub_model_id", None) or args.output_dir)
+        facts = read_facts(path.parent, getattr(trainer, "hub_model_id", None) or f"./{Path(args.output_dir).name}")
     except ValueError as error:  # of an evaluation.json, say: not worth the training
         logger.warning("The model card is not complete: %s", error)
         return

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
@@ -48,6 +49,8 @@ READ_SETTINGS = (
     "max_tokens_per_turn", "max_observation_tokens", "max_invalid_calls",
 )  # fmt: skip
 """Settings that decide what the model reads and writes in a turn, in training and in a chat."""
+LICENSE = ("license", "license_name", "license_link")
+"""Keys of a card's metadata that name its licence."""
 NOT_METRICS = ("num_examples", "num_generations", "duration_s")
 """Numbers of an evaluation that are no results."""
 
@@ -58,6 +61,8 @@ _LINK = re.compile(r"\[([^\]\n]+)\]\(https://huggingface\.co/datasets/\1\)")
 """TRL's link to a data set, which may be a path."""
 _CHAT = re.compile(r"^(agent-r1-trl chat )('[^'\n]*'|\S+)", re.MULTILINE)
 """The line that starts an agent; that of a run without a repository names its directory."""
+_MODEL = re.compile(r'model="(None|\./[^"\n]*)"')
+"""The model in TRL's lines of a card that was made before there was a repository."""
 _HEADLINE = re.compile(r"(eval_(\w+_)?)?(reward(/process|/outcome)?|rollout/(turns|tool_calls)|env/.+)")
 """Logged names that are shown in the card; of several evaluation sets, each has its name: eval_hard_reward."""
 
@@ -83,6 +88,10 @@ class CardFacts:
     """Under which the card tells to load the model."""
     is_adapter: bool = False
     base_model: str = ""
+    license: dict[str, str] = field(default_factory=dict)
+    """The keys of the metadata that name the licence of the base model; empty where it is unknown."""
+    own_license: str = ""
+    """The licence that the user names."""
     recipe: dict[str, Any] = field(default_factory=dict)
     """The settings of the run; empty if it left none."""
     scores: list[Scores] = field(default_factory=list)
@@ -109,12 +118,14 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
         ValueError: a file that it holds cannot be read; names it.
     """
     recipe, adapter = _read_mapping(folder / "recipe.yaml"), _read_mapping(folder / "adapter_config.json")
+    base = str(recipe.get("model_name_or_path") or adapter.get("base_model_name_or_path") or "")
     facts = CardFacts(
         model_id=model_id,
         is_adapter=bool(adapter),
-        base_model=str(recipe.get("model_name_or_path") or adapter.get("base_model_name_or_path") or ""),
+        base_model=base,
         recipe=recipe,
         history=_read_mapping(folder / "trainer_state.json").get("log_history") or [],
+        license=licence_of(base),
         env=str(recipe.get("env") or ""),
         estimator=ESTIMATORS.get(recipe.get("advantage_estimator", "")),
     )
@@ -125,6 +136,41 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
     except (AttributeError, TypeError) as error:
         raise ValueError(f"{path}: holds no evaluation ({error}). Evaluate the model again, or remove it.") from error
     return facts
+
+
+def licence_of(base_model: str) -> dict[str, str]:
+    """The licence that the card of the base model names, read from its folder or from the Hub's cache here.
+
+    It is empty where there is no such card: nothing is asked of the Hub.
+    """
+    card: object = Path(base_model) / CARD
+    if not Path(base_model).is_dir():
+        card = try_to_load_from_cache(base_model, CARD) if is_hub_id(base_model) else None
+    if not isinstance(card, str | Path) or not Path(card).is_file():
+        return {}
+    try:
+        metadata = split_card(Path(card).read_text(encoding="utf-8", errors="replace"))[0]
+    except ValueError:  # somebody else's card
+        return {}
+    return {name: str(metadata[name]) for name in LICENSE if metadata.get(name)} if metadata.get("license") else {}
+
+
+def local_name(name: str) -> str:
+    """What a reader elsewhere is told of a path of this machine: its last two parts.
+
+    >>> local_name("/home/ada/data/test.jsonl"), local_name("/home/ada/task.py:MyEnv"), local_name("hotpotqa/qa")
+    ('data/test.jsonl', 'ada/task.py:MyEnv', 'hotpotqa/qa')
+    """
+    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+
+
+def _without_local_paths(value: object) -> Any:
+    """The value with each absolute path in it as `local_name` has it."""
+    if isinstance(value, dict):
+        return {name: _without_local_paths(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_local_paths(item) for item in value]
+    return local_name(value) if isinstance(value, str) else value
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -187,7 +233,7 @@ def make_card(facts: CardFacts, before: str = "", *, in_full: bool = False) -> s
     if before and not (facts.env or facts.recipe.get("tools")):
         kept.add("Quick start")
     body = body or rendered.partition("\n## ")[0]
-    body = body.replace('model="None"', f'model="{facts.model_id}"')  # TRL's, before there is a repository
+    body = _MODEL.sub(f'model="{facts.model_id}"', body)
     chat = shlex.quote(shown(facts.model_id))
     body = _CHAT.sub(lambda line: line[0] if is_hub_id(line[2].strip("'")) else line[1] + chat, body)
     body = _LINK.sub(lambda link: link[0] if is_hub_id(link[1]) else markdown_code(link[1]), body)
@@ -205,9 +251,9 @@ def render(facts: CardFacts, in_full: bool) -> str:
     for scores in facts.scores:
         results.setdefault(data_name(scores.data), []).append(scores)
     return _template().render(
-        vars(facts),
+        vars(facts) | {"base_model": local_name(facts.base_model), "env": local_name(facts.env)},
         in_full=in_full,
-        data=facts.data,
+        data={use: local_name(name) for use, name in facts.data.items()},
         options=agent_options(facts.recipe),
         command=command,
         fence="`" * (3 if "```" not in command else 9),
@@ -277,7 +323,10 @@ def with_section(body: str, heading: str, text: str, *, is_first: bool = False) 
 
 def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str, Any]:
     """The metadata with what is known of the run, and without ids that are none."""
-    done = {"pipeline_tag": "text-generation", **metadata}
+    done = {"pipeline_tag": "text-generation", **facts.license, **metadata}
+    done.pop("licence", None)  # of TRL's template, with the value "license"
+    if facts.own_license:
+        done = {name: value for name, value in done.items() if name not in LICENSE} | {"license": facts.own_license}
     done["library_name"] = "peft" if facts.is_adapter else done.get("library_name") or "transformers"
     tags = map(str, _listed(done.get("tags")))
     done["tags"] = list(dict.fromkeys([*tags, "agent-r1-trl", "reinforcement-learning"]))
@@ -331,9 +380,16 @@ def quick_start(facts: CardFacts) -> str:
 def agent_options(recipe: Mapping[str, Any]) -> list[str]:
     """The options that name a recipe's environment or tools; none where a reader cannot make the same."""
     if not recipe.get("env"):
-        return ["--tools", *map(str, _listed(recipe["tools"]))] if recipe.get("tools") else []
-    text = _text_of({name: item for name, item in (recipe.get("env_kwargs") or {}).items() if item is not None})
-    return [] if text is None else ["--env", str(recipe["env"]), *(["--env_kwargs", text] if text != "{}" else [])]
+        return (
+            ["--tools", *(local_name(str(tool)) for tool in _listed(recipe["tools"]))] if recipe.get("tools") else []
+        )
+    given = {name: item for name, item in (recipe.get("env_kwargs") or {}).items() if item is not None}
+    text = _text_of(_without_local_paths(given))
+    return (
+        []
+        if text is None
+        else ["--env", local_name(str(recipe["env"])), *(["--env_kwargs", text] if text != "{}" else [])]
+    )
 
 
 def _text_of(value: object) -> str | None:

@@ -57,6 +57,8 @@ def make_parser() -> PlainParser:
     }
     for name, about in flags.items():
         parser.add_argument(f"--{name}", action="store_true", help=about)
+    licence = "The model's licence, as the Hub names it (apache-2.0). Not set: the base model's, if its card is here."
+    parser.add_argument("--license", metavar="NAME", help=licence)
     allow = "Files, or patterns of them, that are sent although something in them looks like a secret."
     parser.add_argument("--allow_secrets", nargs="+", default=[], metavar="FILE", help=allow)
     return parser
@@ -89,7 +91,7 @@ def run(argv: Sequence[str]) -> int:
 def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path]:
     """Name in the repository -> file of the model, with a card that is made now."""
     from agent_r1_trl.environments.factory import tool_schemas
-    from agent_r1_trl.features.hub.card import CARD, make_card, read_facts
+    from agent_r1_trl.features.hub.card import CARD, make_card, read_facts, split_card
 
     folder = Path(arguments.run)
     found = {
@@ -104,13 +106,19 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
             f"{shards}one that save_model or a checkpoint wrote; only PPO writes a critic."
         )
     facts, path = read_facts(folder, arguments.repo_id), folder / CARD
+    facts.own_license = arguments.license or ""
     factory = environment_of(facts.recipe, "the card lists no tools")
     facts.tools = None if factory is None else tool_schemas(factory)
     try:
         before = path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: cannot be read ({error}). Write it again in UTF-8, or remove it.") from error
-    (scratch / CARD).write_text(make_card(facts, before), encoding="utf-8")
+    card = make_card(facts, before)
+    if "license" not in split_card(card)[0]:
+        print(
+            "The card names no licence. Pass --license with its name on the Hub, such as apache-2.0.", file=sys.stderr
+        )
+    (scratch / CARD).write_text(card, encoding="utf-8")
     return {name: path for files in found.values() for name, path in files.items()} | {CARD: scratch / CARD}
 
 
