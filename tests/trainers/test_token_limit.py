@@ -4,6 +4,7 @@ The GPU is pretended: its memory is a pair of numbers, models and rows stay on t
 line, everything that leads to none, ranks that disagree, what else occupies the GPU. Not covered: a GPU.
 """
 
+import io
 import logging
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, token_limit
 from agent_r1_trl.trainers.memory import CONTEXT_BYTES, GIB, TokenLimit, estimate_memory, find_token_limit, shape_of
 from agent_r1_trl.trainers.token_limit import CHECKPOINTING_HINT, GpuMemory, choose_token_limit
@@ -84,6 +86,16 @@ def test_on_a_small_gpu_it_is_the_most_that_fits_and_the_line_comes_once(gpu, tm
     assert f"{TAKES} 5,120, the most that fits: by formula" in line
     assert caplog.text.count(TAKES) == 1
     assert "update_layout: auto takes 'shared', the fastest" in caplog.text
+
+
+def test_the_lines_stand_in_front_of_the_first_step(gpu, tmp_path):
+    trainer = make_trainer(tmp_path)
+    shown = io.StringIO()
+    trainer.features["progress"].console = PlainConsole(file=shown, width=400)
+    trainer.train()
+    layout, limit, *steps = shown.getvalue().splitlines()
+    assert layout.startswith("update_layout: auto takes 'shared'") and limit.startswith(f"{TAKES} 32,768")
+    assert steps and not any("auto takes" in line for line in steps)
 
 
 def test_a_model_that_is_too_large_gets_the_least_and_a_warning(gpu, tmp_path, caplog):
@@ -168,6 +180,15 @@ def test_a_mixture_of_experts_is_not_estimated(gpu, tmp_path):
     trainer.model.config.num_local_experts = 8
     limit, line = chosen(trainer)
     assert limit is None and "the formulas do not cover mixtures of experts. Set max_tokens" in line
+
+
+def test_an_estimate_that_fails_ends_no_run(gpu, tmp_path, monkeypatch):
+    def fail(device):
+        raise RuntimeError("CUDA driver error")
+
+    monkeypatch.setattr(token_limit, "read_gpu_memory", fail)
+    limit, line = chosen(make_trainer(tmp_path))
+    assert limit is None and "since the memory is not estimated: CUDA driver error" in line
 
 
 def test_none_and_a_number_are_kept_as_they_are(gpu, tmp_path):
