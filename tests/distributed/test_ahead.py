@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tests.distributed import ahead
+from tests.distributed import ahead, named_weights
 from tests.distributed.launch import launch
+from tests.effort import nightly
 
 pytestmark = pytest.mark.release
 
@@ -32,3 +33,12 @@ def test_an_adapter_is_unloaded_only_when_every_rank_has_sampled_its_last_turn(t
             pending[name] += 1
         else:
             pending[name] -= 1
+
+
+@pytest.mark.parametrize("kind", ["zero3", *nightly("ddp", "zero2", "fsdp2")])
+def test_every_turn_of_every_rank_comes_from_the_weights_that_it_names(tmp_path, kind):
+    launch(kind, named_weights.__name__, tmp_path)
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"rank_{rank}.json").read_text(encoding="utf-8"))
+        assert found["num_batches"] == named_weights.NUM_STEPS and max(found["ages"]) in (1, 2)
+        assert max(found["gaps"]) < 1e-5 and max(found["others"]) > 1e-3

@@ -1,10 +1,8 @@
 """Rollouts that run ahead of the update."""
 
 import asyncio
-import copy
 import itertools
 import os
-import random
 import time
 
 import pytest
@@ -12,12 +10,14 @@ import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
+from agent_r1_trl.features.journal.reader import read_rollout
+from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.base import current_slot
-from agent_r1_trl.generation.sync import own_log_probs
 from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers.ahead import Lookahead
 from agent_r1_trl.trainers.rollouts import training_order
 from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.versions import SAMPLED, Weights, gaps_to_named_weights, sampled
 
 AHEAD = {"rollouts_ahead": 1}
 
@@ -227,69 +227,6 @@ def test_an_authors_mistake_in_the_next_rollout_is_heard(tmp_path):
 # -------------------------------------------------------------------- weights
 
 
-class Chat:
-    """Three turns; one answer in seven takes long, which ones the seed says."""
-
-    longest_s = 0.6
-
-    def reset(self, example):
-        self.rng, self.num_turns = random.Random(str(example["prompt"]) + str(current_slot.get().seed)), 0
-        return example["prompt"]
-
-    async def step(self, message):
-        await asyncio.sleep(self.longest_s if self.rng.random() < 0.15 else 0.01)
-        self.num_turns += 1
-        return [{"role": "user", "content": "and?"}], 0.0, self.num_turns == 3, {}
-
-    def outcome_reward(self, trajectory):
-        return float(sum(trajectory.completion_ids) % 5)
-
-    def close(self):
-        pass
-
-
-class Weights(TrainerCallback):
-    """Keeps the weights of every step, and the trajectories of every rollout."""
-
-    def __init__(self):
-        self.trainer, self.of_step, self.batches = None, {}, []
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.of_step[state.global_step] = copy.deepcopy(self.trainer.model.state_dict())
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.of_step[state.global_step] = copy.deepcopy(self.trainer.model.state_dict())
-        self.batches.append(self.trainer.last_trajectories)
-
-
-SAMPLED = {"script": None, "env": Chat, "max_steps": 6, "max_tokens_per_turn": 8, "num_generations": 4}
-
-
-def sampled(tmp_path, **options):
-    """A finished run whose turns a real policy has sampled, and what `Weights` kept of it."""
-    kept = Weights()
-    kept.trainer = make_trainer(tmp_path, callbacks=[kept], **{**SAMPLED, **options})
-    kept.trainer.train()
-    return kept
-
-
-def gaps_to_named_weights(kept):
-    """Of each stamp its weights, and the largest gap of its log-probs to theirs and to those of the step before."""
-    model = kept.trainer.model
-    for item in itertools.chain(*kept.batches):
-        places = [place for place, is_action in enumerate(item.action_mask) if is_action]
-        ids, stamps = item.prompt_ids + item.completion_ids, [stamp for turn in item.turns for stamp in turn.versions]
-        assert sum(num for _, num in stamps) == len(places)
-        for version, num in stamps:
-            own, places = places[:num], places[num:]
-            told, gaps = torch.tensor([item.logprobs[place] for place in own]), []
-            for step in (version, max(0, version - 1)):
-                model.load_state_dict(kept.of_step[step])
-                found = own_log_probs(model, ids, [len(item.prompt_ids) + place for place in own])
-                gaps.append((found - told).abs().max().item())
-            yield version, *gaps
-
-
 AHEAD_OPTIONS = [{"rollouts_ahead": 1}, {"rollouts_ahead": 4}, {"rollouts_ahead": 2, "cut_turns": True}]
 
 
@@ -318,3 +255,53 @@ def test_without_a_learning_rate_it_trains_on_the_synchronous_runs_trajectories(
         runs.append((batches, evaluations))
     assert len(runs[0][0]) == 6 and len(runs[0][1]) == 3
     assert runs[0] == runs[1]
+
+
+# -------------------------------------------------------------------- a run that was stopped
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "journal.keep": 99, "rollouts_ahead": 2}
+
+
+def usable_turns(folder, step):
+    """Seeds of the recorded turns of later rollouts that weights of at most so many steps have sampled."""
+    seeds = set()
+    for path in sorted((folder / "journal" / "rank0").iterdir()):
+        recorded = read_rollout(path)
+        if recorded.header["micro_step"] < step or recorded.header["optimizer_step"] > step:
+            continue
+        for item in recorded.trajectories:
+            known = itertools.takewhile(lambda turn: all(version <= step for version, _ in turn.versions), item.turns)
+            seeds |= {turn.sampled["seed"] for turn in known}
+    return seeds
+
+
+def test_no_turn_is_sampled_again_that_weights_up_to_the_checkpoint_had_said(tmp_path, monkeypatch):
+    whole = sampled(tmp_path, **SAVING)
+    usable = usable_turns(tmp_path, 2)
+    assert len(usable) >= 8 * 3, "all turns of the rollout that comes next"
+    asked, generate = set(), TransformersGenerator.generate
+
+    def listen(generator, request):
+        asked.add(request.seed)
+        return generate(generator, request)
+
+    monkeypatch.setattr(TransformersGenerator, "generate", listen)
+    kept = Weights()
+    kept.trainer = make_trainer(tmp_path, callbacks=[kept], **{**SAMPLED, **SAVING})
+    kept.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(kept.batches) == 4
+    assert asked and not asked & usable
+    for item, before in zip(kept.batches[0], whole.batches[2], strict=True):
+        assert (item.completion_ids, item.logprobs) == (before.completion_ids, before.logprobs)
+        assert [turn.versions for turn in item.turns] == [turn.versions for turn in before.turns]
+    kept.of_step = whole.of_step | kept.of_step
+    assert max(gap for _, gap, _ in gaps_to_named_weights(kept)) < 1e-5
+
+
+def test_a_replay_repeats_every_turn_with_the_weights_that_said_it(tmp_path):
+    whole = sampled(tmp_path / "a", journal={"keep": 99}, rollouts_ahead=2)
+    replayed = sampled(tmp_path / "b", journal={"replay": str(tmp_path / "a")}, rollouts_ahead=2)
+    for batch, before in zip(replayed.batches, whole.batches, strict=True):
+        assert [item.to_json() for item in batch] == [item.to_json() for item in before]
+    weights = zip(replayed.trainer.model.parameters(), whole.trainer.model.parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in weights)

@@ -29,7 +29,8 @@ BOTH = {
     "optim": ["adamw_torch", "adafactor"], "outcome_reward_weight": [0.5], "pad_to_multiple_of": [8],
     "peft": [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}],
     "process_reward_schedule": ["linear", "cosine"], "process_reward_weight": [0.5, 0.0], "retry_failed": [1],
-    "reward_funcs": [True], "scale_rewards": ["batch", "none"], "separate_process_advantages": [True],
+    "reward_funcs": [True], "rollouts_ahead": [1, 2], "scale_rewards": ["batch", "none"],
+    "separate_process_advantages": [True],
     "sampling": [
         {"filter_groups": "top_p"}, {"filter_groups": "top_fraction", "filter_value": 0.5, "resample_rounds": 1},
         {"curriculum": True}, {"filter_groups": "mixed", "filter_loss_scaling": True}, {"resample_rounds": 2},

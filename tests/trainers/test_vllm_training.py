@@ -20,6 +20,7 @@ from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.trajectory import StopReason
 from tests.servers import Line, on, serve_policy
 from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.versions import SAMPLED, Weights, gaps_to_named_weights
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("policy_server")]
 
@@ -227,6 +228,28 @@ def test_a_rollout_ahead_is_one_step_old_and_its_ratio_says_so(tmp_path):
     assert math.isfinite(ratio)
     assert abs(ratio - 1.0) > 1e-3
     assert second["sampling/sync_logprob_gap"] < 1e-4, "the third rollout would have had the second step's weights"
+
+
+@RELEASE
+@pytest.mark.parametrize("kind", ["in process", "in process, cut", "server", "server of adapters"])
+def test_every_turn_ahead_comes_from_the_weights_that_it_names(tmp_path, kind, request):
+    options = {"rollouts_ahead": 2, "cut_turns": kind.endswith("cut"), "max_tokens_per_turn": 24}
+    if kind.startswith("server"):
+        options |= on(request.getfixturevalue("server" if kind == "server" else "lora_server"))
+    options |= {"peft_config": LORA} if kind.endswith("adapters") else {}
+    kept = Weights()
+    options = {**SAMPLED, "max_steps": 4, "max_completion_length": 240, **options}
+    del options["script"]
+    trainer = kept.trainer = make_vllm_trainer(tmp_path, callbacks=[kept], **options)
+    try:
+        trainer.train()
+    finally:
+        trainer.rollouts.close()
+    logged = [entry for entry in trainer.state.log_history if "sampling/versions" in entry]
+    assert len(logged) == 4 and max(entry["sampling/versions"] for entry in logged) > 1
+    found = list(gaps_to_named_weights(kept, temperature=0.9))
+    assert max(gap for _, gap, _ in found) < 1e-5
+    assert max(other for version, _, other in found if version) > 1e-3
 
 
 # -------------------------------------------------------------------- several servers, some of which die

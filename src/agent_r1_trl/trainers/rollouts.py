@@ -49,6 +49,7 @@ from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.ahead import RolloutsAhead, age_metrics
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
+from agent_r1_trl.trainers.sharding import sampling_alone
 from agent_r1_trl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -227,6 +228,7 @@ class Rollouts:
                 self.features.around_rollout(),
                 torch.no_grad(),
                 unwrap_model_for_generation(model, self._accelerator, gather_deepspeed3_params=gather) as policy,
+                sampling_alone(model),
                 gather_fsdp2(policy),
             ):
                 policy = getattr(policy, "_orig_mod", policy)  # compiled: other names, and slow at new lengths

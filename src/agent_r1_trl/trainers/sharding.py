@@ -6,6 +6,7 @@ weights (`agent_r1_trl.generation.fsdp2`). Whatever has not been tried with it i
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -122,3 +123,26 @@ def check_not_quantised(model: nn.Module) -> None:
             "load_in_4bit or load_in_8bit with FSDP2 is not covered yet. Use recipes/accelerate_configs/ddp.yaml: "
             "there such a model nearly always fits. Or load the model in 16 bits (dtype: bfloat16)."
         )
+
+
+@contextlib.contextmanager
+def sampling_alone(model: nn.Module) -> Iterator[None]:
+    """Inside it no forward pass of a model under DeepSpeed ZeRO-3 waits for the other ranks.
+
+    DeepSpeed notes in which order modules are used, and compares it among ranks at the start of a forward pass. TRL
+    removes its other hooks while rows are sampled, but not this one. Ranks that sample different numbers of tokens, or
+    one that samples none, would wait for each other in it.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    offload = getattr(optimizer, "parameter_offload", optimizer)
+    handle = getattr(offload, "fwd_pre_hook", None)
+    if handle is None:  # another engine, or none
+        yield
+        return
+    hooks = offload.module._forward_pre_hooks
+    hook = hooks.pop(handle.id)
+    try:
+        yield
+    finally:
+        hooks[handle.id] = hook
+        hooks.move_to_end(handle.id, last=False)
