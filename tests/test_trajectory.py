@@ -248,7 +248,7 @@ def test_every_field_of_a_trajectory_and_of_its_turns_survives_json():
     """A new field fails until the example here has another value of it than its default."""
     trajectory = two_turns(
         truncation_penalty=-0.5, seat_rewards={"a": 1.0}, is_scored=False, is_group_too_small=True, is_replaced=True,
-        error="gone", failed_tries=["timeout"], rendered={"text": "start"}, open_context=[1, 2],
+        error="gone", failed_tries=["timeout"], tags={"kind": "sum"}, rendered={"text": "start"}, open_context=[1, 2],
         segments=[Segment(start=5, row=1, prompt_ids=[1, 2])], advantages=[0.5] * 8,
     )  # fmt: skip
     turn = trajectory.turns[1]

@@ -265,6 +265,8 @@ class Trajectory:
     """Whether anything scored the trajectory; one that nothing scored is not in the baseline."""
     example_id: str = ""
     """Identifier of the example in the data set."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Short values of the example's columns, by name, for readers of the record (`short_tags`)."""
     generation: int = 0
     """Index of the trajectory in its group: the trajectories of one example."""
     seed: int = 0

@@ -13,6 +13,8 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.objects import did_you_mean
 
 FILE_FORMATS = {".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+MAX_TAG_CHARS, MAX_TAGS = 40, 16
+"""Bounds of what `short_tags` takes."""
 _CSV_OPTIONS: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 """pandas, which reads CSV, would take answers such as NA, None and null for missing ones."""
 
@@ -184,6 +186,23 @@ def tag_of(example: Mapping[str, Any], column: str) -> str:
     """
     value = _value_of(example, column)
     return "(none)" if value is None else str(value)
+
+
+def short_tags(example: Mapping[str, Any]) -> dict[str, str]:
+    """The short values of an example's columns as texts, those of mappings by `a.b`; its id is none of them.
+
+    >>> short_tags({"id": "q1", "kind": "price", "level": 2, "meta": {"split": "a"}, "prompt": "long" * 20})
+    {'kind': 'price', 'level': '2', 'meta.split': 'a'}
+    """
+    found: dict[str, Any] = {}
+    for name, value in example.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
+        elif name != "id":
+            found[str(name)] = value
+    texts = {name: str(value) for name, value in found.items() if isinstance(value, str | bool | int | float)}
+    short = [(name, text) for name, text in texts.items() if len(text) <= MAX_TAG_CHARS and len(name) <= MAX_TAG_CHARS]
+    return dict(short[:MAX_TAGS])
 
 
 def _value_of(example: Mapping[str, Any], column: str) -> Any:

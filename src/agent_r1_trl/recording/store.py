@@ -34,7 +34,7 @@ from agent_r1_trl.trajectory import Trajectory
 
 MASKED_ID = 0
 """Stands for every id of a prompt, turn or observation in which a secret was found."""
-_TEXTS = ("prompt_messages", "turns", "messages", "info", "error", "example_id", "rendered")
+_TEXTS = ("prompt_messages", "turns", "messages", "info", "error", "example_id", "tags", "rendered")
 
 
 def mask_record(record: dict[str, Any]) -> dict[str, Any]:

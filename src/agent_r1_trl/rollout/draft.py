@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent_r1_trl.environments.data_files import short_tags
 from agent_r1_trl.generation.base import Generation
 from agent_r1_trl.rollout.requests import RolloutRequest
 from agent_r1_trl.trajectory import (
@@ -215,6 +216,7 @@ class Draft:
             open_context=self.context_ids if is_open and stop_reason.is_truncated else None,
             stop_reason=stop_reason,
             example_id=self.request.example_id,
+            tags=short_tags(self.request.example),
             generation=self.request.generation,
             seed=self.request.seed,
             error=self.error,

@@ -19,7 +19,17 @@ from agent_r1_trl.features.inspector import write_page
 from agent_r1_trl.recording import TrajectoryStore
 from agent_r1_trl.recording.events import write_event
 from agent_r1_trl.testing import make_tokenizer
-from agent_r1_trl.trajectory import USAGE, Author, Segment, ToolCall, ToolErrorKind, ToolResult, Trajectory, Turn
+from agent_r1_trl.trajectory import (
+    USAGE,
+    Author,
+    Segment,
+    StopReason,
+    ToolCall,
+    ToolErrorKind,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 from tests.effort import for_release
 from tests.recording.examples import empty
 from tests.trainers.test_explanations import recorded
@@ -308,6 +318,7 @@ def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
             tokenizer, (safe[:3000], safe[:50]), text, tool=text, error=text, failed_tries=[text],
             info={text: text}, reward_parts={text: 1.0}, prompt_messages=[{"role": text, "content": text}],
         )  # fmt: skip
+        item.tags = {HOSTILE[1]: text}
         item.rendered = {"text": text, "error": text}
         item.turns[0].rendered = {"svg": DRAWING.replace("TEXT", escape(safe[:5000])) if text.isprintable() else text}
         item.turns[0].message |= {"reasoning_content": text, "malformed_tool_call": text}
@@ -321,6 +332,9 @@ def test_text_of_strangers_is_shown_and_does_nothing(browser, tmp_path):
     (tmp_path / "recipe.yaml").write_text("\n".join(HOSTILE[:8]))
     visit = Visit(browser, write(tmp_path))
     scripts = visit.page.evaluate("document.scripts.length")
+    choose = "(name) => { Object.assign(list, {column: name, value: null}); drawFilters() }"
+    visit.page.evaluate(choose, HOSTILE[1])
+    assert visit.page.evaluate("document.querySelectorAll('#filters .tags button').length") == len(HOSTILE)
     assert "Because ESC[31m" in visit.text("#overview")
     for number in range(len(HOSTILE)):
         visit.page.evaluate("(link) => { location.hash = link }", f"#1/{number}/0")
@@ -464,6 +478,29 @@ def test_a_curve_has_axes_and_says_its_value_beside_the_pointer(browser, tmp_pat
     assert visit.text("#overview .tip") == ""
     visit.page.hover("#overview .curve", position={"x": 120, "y": 20})
     assert visit.text("#overview .tip") == "0.200 at step 2" and not visit.errors
+
+
+def test_the_list_groups_and_filters_by_a_column_of_the_data(browser, tmp_path):
+    kinds = {"a": "price", "b": "price", "c": "<i>city</i>"}
+    rewards = {"a": 1.0, "b": 0.0, "c": -1.0}
+    for step in (1, 2):
+        items = [empty(StopReason.DONE) for _ in kinds]
+        for item, (name, kind) in zip(items, kinds.items(), strict=True):
+            item.example_id, item.tags = name, {"kind": kind, "all": "same"}
+            item.outcome_reward, item.error = rewards[name] * step, None
+            item.prompt_messages = [{"role": "user", "content": "Go."}]
+        TrajectoryStore(tmp_path).write(step, items)
+    visit = Visit(browser, write(tmp_path), "#list")
+    visit.until("document.querySelector('#filters select[aria-label=Column]')")
+    columns = "document.querySelector('#filters select[aria-label=Column]')"
+    assert visit.page.evaluate(f"{columns}.innerText").split("\n") == ["all of the data", "by kind"]
+    visit.page.select_option("#filters select[aria-label=Column]", "kind")
+    assert visit.text("#filters .tags").split("\n") == ["<i>city</i> 2 · reward -1.50", "price 4 · reward 0.75"]
+    visit.page.select_option("#filters select[aria-label=Step]", "0/0/2")
+    visit.page.click("#filters .tags button:has-text('price')")
+    assert "2 of 6" in visit.text("#filters .found")
+    visit.page.select_option("#filters select[aria-label=Column]", "")
+    assert "3 of 6" in visit.text("#filters .found") and not visit.errors
 
 
 @pytest.mark.parametrize("width", [1280, 390])

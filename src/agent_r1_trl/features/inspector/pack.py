@@ -165,6 +165,8 @@ class Packer:
         self.vocabulary = Vocabulary()
         self.index: dict[str, list[Any]] = defaultdict(list)
         self.examples: dict[str, int] = {}
+        self.tags: dict[tuple[tuple[str, str], ...], int] = {}
+        """Values of an example's columns, as pairs of name and text."""
         self.titles: dict[str, int] = {}
         """What groups are called: by the `id` of their row, else by their question (`title_of`)."""
         self.stops: dict[str, int] = {}
@@ -216,6 +218,7 @@ class Packer:
                 "generation": item.generation,
                 "example": self.examples.setdefault(item.example_id, len(self.examples)),
                 "title": self.titles.setdefault(title_of(item), len(self.titles)),
+                "tags": self.tags.setdefault(tuple(item.tags.items()), len(self.tags)),
                 "stop": self.stops.setdefault(item.stop_reason.value, len(self.stops)),
                 "reward": rounded(item.total_reward) if item.in_baseline else None,
                 "advantage": rounded(advantage.mean()) if advantage is not None else None,

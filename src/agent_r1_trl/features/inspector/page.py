@@ -80,6 +80,7 @@ def write_page(
         "index": packer.index,
         "examples": list(packer.examples),
         "titles": list(packer.titles),
+        "tags": list(map(dict, packer.tags)),
         "stops": list(packer.stops),
         "worst_ratio": packer.worst_ratio,
         "scales": packer.scales(),

@@ -17,7 +17,8 @@ const SORTS = {
   problems: "problems first", step: "in order", newest: "last step first", low: "lowest reward", high: "highest reward",
   spread: "largest spread", long: "longest",
 };
-const list = {chips: new Set(), query: "", step: "", unit: "groups", sort: "problems", lines: [], texts: null, examples: null};
+const list = {chips: new Set(), query: "", step: "", unit: "groups", sort: "problems", lines: [], texts: null, examples: null,
+  column: "", value: null};
 const countOf = (flag) => table.flags.filter((flags) => flags & FLAG[flag]).length;
 const chipCounts = Object.fromEntries(CHIPS.map(({flag}) => [flag, countOf(flag)]));
 
@@ -40,7 +41,7 @@ const longest = (line) => Math.max(...line.members.map((i) => table.tokens[i]));
 function chosenLines() {
   const wanted = [...list.chips].reduce((bits, flag) => bits | FLAG[flag], 0);
   const fits = (i) => (table.flags[i] & wanted) === wanted && (!list.examples || list.examples.has(table.example[i])) &&
-    matches(i);
+    matches(i) && (list.value === null || tagOf(i) === list.value);
   const inStep = (group) => list.step === "" || stepKey(group) === list.step;
   let lines = groups.filter((group) => inStep(group) && group.members.some(fits));
   if (list.unit === "each") {
@@ -49,6 +50,42 @@ function chosenLines() {
     lines = lines.flatMap((group) => group.members.filter(fits).map((i) => alone(group, i)));
   }
   return lines.sort(ORDERS[list.sort]);
+}
+
+// Columns of the data with 2 to 50 values in this file; values are foreign text.
+const tagColumns = (() => {
+  const values = new Map();
+  for (const tags of meta.tags) {
+    for (const [name, value] of Object.entries(tags)) values.set(name, (values.get(name) || new Set()).add(value));
+  }
+  return [...values].filter(([, found]) => found.size > 1 && found.size <= 50).map(([name]) => name);
+})();
+const tagOf = (i) => meta.tags[table.tags[i]][list.column] ?? "(none)";
+
+// The values of the chosen column, each with its trajectories and their mean reward.
+function tagGroups() {
+  const found = new Map();
+  for (let i = 0; i < total; i++) {
+    if (list.step !== "" && stepKey(groupOf[i]) !== list.step) continue;
+    const group = found.get(tagOf(i)) || {num: 0, rewards: []};
+    group.num += 1;
+    if (table.reward[i] !== null) group.rewards.push(table.reward[i]);
+    found.set(tagOf(i), group);
+  }
+  return [...found].sort(([a], [b]) => a < b ? -1 : 1);
+}
+
+function tagChips() {
+  const chips = el("div.chips.tags");
+  for (const [value, {num, rewards}] of list.column ? tagGroups() : []) {
+    const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+    const chip = button("", () => {
+      list.value = list.value === value ? null : value;
+      drawFilters();
+    }, list.value === value);
+    add(chips, add(chip, named(value.slice(0, 150)), ` ${count(num)}${rewards.length ? ` · reward ${mean.toFixed(2)}` : ""}`));
+  }
+  return chips;
 }
 
 const stepKey = (group) => `${group.run}/${group.isEval}/${group.step}`;
@@ -89,6 +126,11 @@ function drawFilters() {
       choice("Order", Object.entries(SORTS), list.sort, (value) => (list.sort = value)),
       el("span.found")),
   ];
+  if (tagColumns.length) {
+    const columns = [["", "all of the data"], ...tagColumns.map((name) => [name, `by ${name}`])];
+    const choose = (name) => Object.assign(list, {column: name, value: null});
+    lines.push(el("div.line", choice("Column", columns, list.column, choose)), tagChips());
+  }
   add(clear(document.getElementById("filters")), search, chips, lines);
   drawList(true);
 }
@@ -120,7 +162,7 @@ function toggleChip(flag) {
 
 // Set the filters as a card of the overview or the comparison asks; what is not named is reset.
 function filterBy({chips = [], step = "", sort = "problems", unit = "groups", examples = null}) {
-  Object.assign(list, {chips: new Set(chips), step, sort, unit, examples, query: ""});
+  Object.assign(list, {chips: new Set(chips), step, sort, unit, examples, query: "", value: null});
   drawFilters();
 }
 
