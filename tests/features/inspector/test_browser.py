@@ -378,7 +378,7 @@ def test_training_is_compared_where_one_run_has_no_evaluation(browser, tmp_path)
         TrajectoryStore(tmp_path / name).write(1, [trajectory(tokenizer, name="q/0", outcome_reward=0.0)])
     TrajectoryStore(tmp_path / "one").write(1, [trajectory(tokenizer, name="q/0", outcome_reward=1.0)], split="eval")
     visit = Visit(browser, write(tmp_path / "one", against=tmp_path / "other"), "#compare")
-    assert "1 example that both have, while training: 0 won, 0 lost" in visit.text("#compare")
+    assert "1 example that both have, while training: 0 better, 0 worse" in visit.text("#compare")
 
 
 def test_two_runs_are_compared_example_by_example(browser, tmp_path):
@@ -388,8 +388,8 @@ def test_two_runs_are_compared_example_by_example(browser, tmp_path):
         TrajectoryStore(tmp_path / name).write(0, items, split="eval")
     visit = Visit(browser, write(tmp_path / "one", against=tmp_path / "other"), "#compare")
     assert "one against other" in visit.text("#compare h1")
-    assert "1 won, 1 lost" in visit.text("#compare") and "3 examples that both have" in visit.text("#compare")
-    visit.page.click("text=lost 1")
+    assert "1 better, 1 worse" in visit.text("#compare") and "3 examples that both have" in visit.text("#compare")
+    visit.page.click("text=worse 1")
     assert "q/1" in visit.text(".pairs") and "q/0" not in visit.text(".pairs")
     visit.page.click(".pairs td:nth-child(3) button")
     visit.until("location.hash === '#be0/1/0'")

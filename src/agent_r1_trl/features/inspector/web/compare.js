@@ -1,4 +1,4 @@
-// Two runs, or two evaluations: their examples, won and lost. Curves stand over each other in the overview.
+// Two runs, or two evaluations: their examples, better and worse. Curves stand over each other in the overview.
 
 const isComparison = meta.runs.length > 1;
 const comparison = {show: "all"};
@@ -30,9 +30,9 @@ function drawCompare() {
   const screen = clear(document.getElementById("compare"));
   const {pairs, isEval, alone} = pairsOf();
   const [one, other] = meta.runs;
-  const wins = pairs.filter(({change}) => change > 1e-9), losses = pairs.filter(({change}) => change < -1e-9);
+  const better = pairs.filter(({change}) => change > 1e-9), worse = pairs.filter(({change}) => change < -1e-9);
   const mean = (name) => pairs.reduce((sum, pair) => sum + pair[name], 0) / (pairs.length || 1);
-  const kinds = {all: ["all", pairs], wins: ["won", wins], losses: ["lost", losses],
+  const kinds = {all: ["all", pairs], better: ["better", better], worse: ["worse", worse],
     ties: ["the same", pairs.filter(({change}) => Math.abs(change) <= 1e-9)]};
   const chip = ([name, [label, list]]) => button(`${label} ${count(list.length)}`, () => {
     comparison.show = name;
@@ -45,7 +45,7 @@ function drawCompare() {
     el("h1", foreign(one.name), " against ", foreign(other.name)),
     pairs.length ? el("p.sentence", `Mean reward ${show(mean("one"), true, 2)} against ${show(mean("other"), true, 2)} on ` +
       `${plural(pairs.length, "example")} that both have, ${isEval ? "in their evaluations" : "while training"}: ` +
-      `${count(wins.length)} won, ${count(losses.length)} lost.`) : el("p.sentence", "They have no example in common."),
+      `${count(better.length)} better, ${count(worse.length)} worse.`) : el("p.sentence", "They have no example in common."),
     alone ? el("p.quiet", `${plural(alone, "example")} more in one of them alone.`) : null,
     pairs.length ? el("section", el("h2", "Examples"), chips, el("div.scroll", pairTable(visible, most)),
       kinds[comparison.show][1].length > 500 ? el("p.quiet", "The 500 largest differences are listed.") : null) : null,
