@@ -62,6 +62,8 @@ RESAMPLED = {"env": Coin, "sampling.resample_rounds": 3, "sampling.curriculum": 
 """Options of the algorithm "resampled": GRPO with dynamic sampling."""
 ROWS = {"context.policy": "window", "context.turns": 1}
 """Options of the algorithm "rows": PPO on trajectories of several rows."""
+AHEAD = {"rollouts_ahead": 2}
+"""Options of the algorithm "ahead": GRPO that samples two rollouts ahead of the update."""
 
 
 class NotedGenerator(TransformersGenerator):
@@ -101,7 +103,7 @@ def run(folder, algorithm="grpo", num_steps=6, rank=0, world=1, port=0, **option
         )  # fmt: skip
     torch.set_num_threads(1)
     checkpoint = newest_checkpoint(folder, world)
-    options |= {"resampled": RESAMPLED, "rows": ROWS}.get(algorithm, {})
+    options |= {"resampled": RESAMPLED, "rows": ROWS, "ahead": AHEAD}.get(algorithm, {})
     is_ppo = algorithm in ("ppo", "rows")
     trainer = make_trainer(
         folder,
@@ -119,7 +121,8 @@ def run(folder, algorithm="grpo", num_steps=6, rank=0, world=1, port=0, **option
         max_turns=NUM_TURNS,
         max_tokens_per_turn=4,
         max_completion_length=120,
-        learning_rate=1e-2,
+        # Which weights a turn ahead comes from depends on the moment; where they do not move, nothing else may differ.
+        learning_rate=0.0 if algorithm == "ahead" else 1e-2,
         generation_batch_rows=1,
         resume_from_checkpoint="true",
         **({"critic": "head"} if is_ppo else {}),

@@ -92,7 +92,7 @@ def kill_at_random_moments(start, folder, world, algorithm, num_steps, rng):
 CASES = [
     pytest.param("grpo", 1, marks=pytest.mark.slow),
     *for_release(("rows", 1)),
-    *nightly(("ppo", 1), ("grpo", 2), ("ppo", 2), ("resampled", 1), ("resampled", 2)),
+    *nightly(("ahead", 1), ("ppo", 1), ("grpo", 2), ("ppo", 2), ("resampled", 1), ("resampled", 2), ("ahead", 2)),
 ]
 
 
@@ -117,4 +117,5 @@ def test_a_run_that_is_killed_again_and_again_ends_like_one_that_never_was(tmp_p
     # A turn that was sampled but for the last moment: between the generator's answer and the journal's record.
     twice = sum(count - 1 for count in sampled.values())
     print(f"{num_kills} kills, {len(sampled)} turns, {twice} of them sampled again")
-    assert twice <= num_kills
+    if algorithm != "ahead":  # turns of weights that came behind the checkpoint are sampled anew
+        assert twice <= num_kills
