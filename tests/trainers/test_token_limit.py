@@ -214,11 +214,13 @@ def test_what_occupies_the_gpu_besides_lowers_it(gpu, tmp_path):
 
 
 def test_the_smallest_limit_of_all_ranks_holds_for_each(gpu, tmp_path, monkeypatch):
-    for others, expected in (([4096], 4096), ([40_960], 32_768), ([None], None)):
+    small, large = TokenLimit(4096, 7 * GIB, True), TokenLimit(40_960, 70 * GIB, True)
+    for others, expected in (([small], 4096), ([large], 32_768), ([None], None)):
         monkeypatch.setattr(token_limit, "gather_object", lambda own, others=others: own + others)
         limit, line = chosen(make_trainer(tmp_path))
         assert limit == expected
         assert ("another rank has none" in line) == (expected is None)
+        assert ("the update then needs 7.0 GiB" in line) == (expected == 4096)
 
 
 OFFLOAD = {"offload_optimizer_device": "cpu", "offload_param_device": "none", "zero_stage": 2}

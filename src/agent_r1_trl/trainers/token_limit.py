@@ -105,15 +105,15 @@ def _find_obstacle(trainer: MultiTurnTrainer) -> str:
 
 def _use(trainer: MultiTurnTrainer, limit: TokenLimit | None, problem: str) -> None:
     """Give the layout the limit on which all ranks agree."""
-    everywhere = gather_object([None if limit is None else limit.tokens])
-    if limit is None or None in everywhere:
+    everywhere = gather_object([limit])
+    if None in everywhere:
         problem = problem or "another rank has none."
         _note(trainer, f"max_tokens_per_micro_batch: auto takes none, since {problem}")
         return
-    tokens = min(everywhere)
+    tokens, peak, fits = min(everywhere)
     trainer.layout.max_tokens = tokens
-    needed = f"by formula the update then needs {limit.peak / GIB:.1f} GiB of the GPU"
-    if not limit.fits:
+    needed = f"by formula the update then needs {peak / GIB:.1f} GiB of the GPU"
+    if not fits:
         logger.warning(
             "max_tokens_per_micro_batch: auto takes %s, the least, and %s, which is too much. agent-r1-trl memory "
             "lists what needs it and what would lower it.",
