@@ -255,6 +255,27 @@ def test_attempts_of_a_hosted_model_are_compared_by_their_messages(browser, tmp_
     assert "Pass --tokenizer" not in visit.text("#overview")
 
 
+def test_a_turn_names_its_weights_with_a_tick_where_they_changed(browser, tmp_path):
+    item = trajectory(make_tokenizer("qwen2_5"), ("look it up", "look again", "Paris is the answer"))
+    lengths = [turn.end - turn.start for turn in item.turns]
+    first, second, third = item.turns
+    first.versions, second.versions = [(3, lengths[0])], [(3, lengths[1])]
+    third.versions = [(4, 2), (6, lengths[2] - 2)]
+    TrajectoryStore(tmp_path).write(7, [item, trajectory(make_tokenizer("qwen2_5"), generation=1)])
+    visit = Visit(browser, write(tmp_path), "#7/0/0")
+    visit.until("document.querySelector('#middle .tokens .token')")
+    titles = visit.page.evaluate("[...document.querySelectorAll('.turn summary')].map((node) => node.innerText)")
+    expected = ("weights of step 3", "weights of step 3", "weights of step 4, 6")
+    assert all(weights in title for weights, title in zip(expected, titles, strict=True))
+    ticks = visit.page.evaluate("[...document.querySelectorAll('.turn .tick')].map((node) => node.innerText)")
+    assert ticks == ["weights of step 4, 6", "step 6"], "between two turns, and inside one"
+    before = "document.querySelector('.tick.inside').parentNode.innerText.split('step 6')[0]"
+    tokenizer = make_tokenizer("qwen2_5")
+    assert visit.page.evaluate(before) == tokenizer.decode(item.completion_ids[third.start : third.start + 2])
+    visit.go("#7/0/1", "generation 1")
+    assert "weights" not in visit.text("#middle") and not visit.errors
+
+
 def test_turns_far_below_are_text_until_they_come_near(browser, tmp_path):
     turns = [f"turn {number} " + "says this and that, " * 15 for number in range(30)]
     TrajectoryStore(tmp_path).write(1, [trajectory(make_tokenizer("qwen2_5"), turns)])

@@ -433,6 +433,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "flags": ["cut"] * turn.is_truncated + ["invalid"] * turn.is_invalid,
         "summary": turn.is_summary,
         "rendered": turn.rendered,
+        "weights": turn.versions,
     }
 
 

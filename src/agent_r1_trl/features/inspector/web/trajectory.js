@@ -181,6 +181,7 @@ function turnTitle(opened, turn, i) {
     parts.push(`mean A ${show(sum / (end - begin), true)}`);
   }
   if (turn.reward) parts.push(`reward ${show(turn.reward, true, 2)}`);
+  if (turn.weights.length) parts.push(weightsView(turn.weights, opened.head.turns[i - 1]?.weights.at(-1)));
   for (const call of turn.calls.slice(0, 4)) {
     const time = call.ms === undefined || call.error === "malformed" ? "" : ` ${call.ms} ms`;
     const error = call.error ? el("span.problem", ` ${call.error}`) : null;
@@ -189,6 +190,26 @@ function turnTitle(opened, turn, i) {
   if (turn.calls.length > 4) parts.push(`${turn.calls.length - 4} calls more`);
   for (const flag of turn.flags) parts.push(el("span.problem", flag));
   return parts.map((part) => el("span.item", part));
+}
+
+// The steps whose weights sampled a turn; a tick where they are not those of the turn before, whose last stamp is given.
+function weightsView(stamps, before) {
+  const text = `weights of step ${stamps.map(([step]) => step).join(", ")}`;
+  const hasChanged = stamps.length > 1 || (before && before[0] !== stamps[0][0]);
+  return hasChanged ? el("span.tick", text) : text;
+}
+
+// Position of each token inside a turn before which the weights changed, and the step of the new ones.
+function changesOfWeights(turns) {
+  const found = new Map();
+  for (const turn of turns) {
+    let at = turn.span[0];
+    for (const [step, num] of turn.weights) {
+      if (at > turn.span[0]) found.set(at, step);
+      at += num;
+    }
+  }
+  return found;
 }
 
 const near = new IntersectionObserver((entries) => {
@@ -214,8 +235,11 @@ function fillAll() {
 
 function policyTokens(opened, start, end) {
   const nodes = [], column = currentColumn(opened);
+  opened.changes ??= changesOfWeights(opened.head.turns);
   for (const cell of cellsOf(opened.completion, start, end)) {
     const node = cellNode(cell);
+    const step = opened.changes.get(cell.start);
+    if (step !== undefined) nodes.push(el("span.tick.inside", `step ${step}`));
     paintToken(node, opened, column);
     nodes.push(node, marksBehind(opened, cell));
   }
