@@ -94,9 +94,11 @@ class Draft:
     def _stop_clock(self) -> None:
         self._phase_before, self._left_s = self.phase, None
         self.enter(f"{self.phase.partition(':')[0]}: {WAITING_FOR_WEIGHTS}")
-        if self.time_limit is not None and (deadline := self.time_limit.when()) is not None:
+        limit = self.time_limit
+        # One that has passed cannot be moved: an agent may ask for a last turn while it is being ended.
+        if limit is not None and not limit.expired() and (deadline := limit.when()) is not None:
             self._left_s = deadline - asyncio.get_running_loop().time()
-            self.time_limit.reschedule(None)
+            limit.reschedule(None)
 
     def _start_clock(self) -> None:
         if self.phase.endswith(WAITING_FOR_WEIGHTS):
