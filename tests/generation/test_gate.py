@@ -18,7 +18,7 @@ from agent_r1_trl.generation.gate import GatedGenerator, joined
 from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.requests import RolloutRequest
-from agent_r1_trl.tools.event_loop import shared_loop
+from agent_r1_trl.tools.event_loop import LoopThread, give_up_loop, shared_loop
 
 
 class Slow(Generator):
@@ -158,7 +158,7 @@ def test_a_turn_that_fails_or_is_cancelled_leaves_the_gate():
     time.sleep(0.05)
     waiting.cancel()
     gate.open(1)  # whoever waited is gone
-    wait_until(lambda: gate._num_inside == 0)
+    wait_until(lambda: not gate._inside)
 
 
 WRONG = {"none": None, "lengths": Generation(token_ids=[1], logprobs=[], stop="stop")}
@@ -188,6 +188,32 @@ def test_a_run_that_is_told_to_end_does_not_wait_for_turns_that_hang():
     answer.cancel()
 
 
+def test_turns_whose_loop_is_given_up_keep_the_gate_no_longer_than_the_sampler_works_for_them():
+    class Threaded(Slow):
+        is_idle = False
+
+    gate, thread, may_go_on = GatedGenerator(Threaded(token_s=60)), LoopThread("blocked"), threading.Event()
+    gate.open(0)
+    asyncio.run_coroutine_threadsafe(gate.generate(GenerationRequest(prompt_ids=[1], max_tokens=5)), thread.loop)
+    wait_until(lambda: gate.inner.inside == 1)
+    thread.loop.call_soon_threadsafe(may_go_on.wait)  # a tool that holds the loop
+    shutting = threading.Thread(target=gate.shut)
+    shutting.start()
+    shutting.join(0.5)
+    assert shutting.is_alive(), "it may still answer"
+    give_up_loop(thread, asyncio.all_tasks(thread.loop))
+    shutting.join(0.5)
+    assert shutting.is_alive() and gate.inner.is_interrupted, "the sampler has not ended yet"
+    gate.inner.is_idle = True
+    shutting.join(10)
+    assert not shutting.is_alive()
+    gate.open(1)
+    may_go_on.set()
+    thread.join(10)  # what was inside has left a second time
+    assert not gate._inside and not thread.is_alive()
+    gate.shut()
+
+
 def test_the_clock_of_a_trajectory_stands_still_at_the_gate():
     """An update that takes longer than `rollout_timeout` times nothing out, and the phase says what is waited for."""
     gate, draft = GatedGenerator(Slow(token_s=0.001)), Draft(request=RolloutRequest(example={}))
@@ -209,6 +235,24 @@ def test_the_clock_of_a_trajectory_stands_still_at_the_gate():
     with pytest.raises(TimeoutError):
         answer.result(20)
     assert draft.phase == "turn 0: generation"
+
+
+def test_a_turn_that_an_agent_asks_for_behind_its_time_limit_waits_like_another():
+    gate, draft = GatedGenerator(Slow(token_s=0.001)), Draft(request=RolloutRequest(example={}))
+
+    async def trajectory():
+        current_slot.set(TrajectorySlot(paused=draft.paused))
+        async with asyncio.timeout(0.05) as draft.time_limit:
+            try:
+                await asyncio.sleep(60)
+            finally:  # the agent is told to end
+                await gate.generate(GenerationRequest(prompt_ids=[1], max_tokens=2))
+
+    answer = start(trajectory())
+    wait_until(lambda: gate._line)
+    gate.open(0)
+    with pytest.raises(TimeoutError):
+        answer.result(20)
 
 
 def test_what_else_a_generator_has_is_asked_behind_the_gate():

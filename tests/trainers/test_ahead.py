@@ -17,7 +17,7 @@ from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers.ahead import Lookahead
 from agent_r1_trl.trainers.rollouts import training_order
 from tests.trainers.helpers import make_trainer, questions
-from tests.trainers.versions import SAMPLED, Weights, gaps_to_named_weights, sampled
+from tests.trainers.versions import SAMPLED, Chat, Weights, gaps_to_named_weights, sampled
 
 AHEAD = {"rollouts_ahead": 1}
 
@@ -224,6 +224,32 @@ def test_an_authors_mistake_in_the_next_rollout_is_heard(tmp_path):
         trainer.train()
 
 
+class BlockingEnv(Chat):
+    """Holds the event loop once, in a later rollout, none of which has a turn behind it before the first has ended."""
+
+    longest_s, num_ended, has_held = 0.01, 0, False
+
+    async def step(self, message):
+        while current_slot.get().order > 0 and BlockingEnv.num_ended < 8:
+            await asyncio.sleep(0.01)
+        if current_slot.get().order > 0 and not BlockingEnv.has_held:
+            BlockingEnv.has_held = True
+            time.sleep(20)
+        return await super().step(message)
+
+    def outcome_reward(self, trajectory):
+        BlockingEnv.num_ended += 1
+        return super().outcome_reward(trajectory)
+
+
+def test_rollouts_that_a_call_has_stopped_begin_again_and_the_gate_waits_for_none_of_their_turns(tmp_path):
+    expected = sampled(tmp_path / "plain", max_steps=3, learning_rate=0.0)
+    kept = sampled(tmp_path, env=BlockingEnv, max_steps=3, rollouts_ahead=2, stall_timeout=0.8, learning_rate=0.0)
+    assert BlockingEnv.has_held
+    said = [[[item.completion_ids for item in batch] for batch in run.batches] for run in (expected, kept)]
+    assert said[0] == said[1]
+
+
 # -------------------------------------------------------------------- weights
 
 
@@ -255,6 +281,48 @@ def test_without_a_learning_rate_it_trains_on_the_synchronous_runs_trajectories(
         runs.append((batches, evaluations))
     assert len(runs[0][0]) == 6 and len(runs[0][1]) == 3
     assert runs[0] == runs[1]
+
+
+class OwnSampler:
+    """A user's: it keeps the model that it was given, and tells nobody whose weights these are."""
+
+    def __init__(self, answer):
+        self.answer, self.inner = answer, None
+
+    def sync(self, model):
+        self.inner = TransformersGenerator(model, pad_token_id=0, stop_token_ids=[])
+        return self.answer
+
+    async def generate(self, request):
+        return await self.inner.generate(request)
+
+
+@pytest.mark.parametrize("answer", [None, False])
+def test_a_users_sampler_is_kept_out_of_the_update_unless_it_says_that_its_weights_are_its_own(tmp_path, answer):
+    gate_is_open = []
+
+    class Look(Weights):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            gate_is_open.append(self.trainer.rollouts.generator._is_open)
+
+    kept = Look()
+    options = {"wrap_generator": lambda _: OwnSampler(answer), "rollouts_ahead": 1, "max_steps": 3}
+    kept.trainer = make_trainer(tmp_path, callbacks=[kept], **{**SAMPLED, **options})
+    kept.trainer.train()
+    assert gate_is_open == [False] * 3
+    assert max(gap for _, gap, _ in gaps_to_named_weights(kept)) < 1e-5
+
+
+class Change(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        args.rollouts_ahead = 1 - args.rollouts_ahead
+
+
+@pytest.mark.parametrize("num", [0, 1])
+def test_the_number_cannot_be_changed_in_the_middle_of_a_run(tmp_path, num):
+    trainer = make_trainer(tmp_path, callbacks=[Change()], max_steps=3, rollouts_ahead=num)
+    with pytest.raises(ValueError, match=f"rollouts_ahead={1 - num} .* made with {num}"):
+        trainer.train()
 
 
 # -------------------------------------------------------------------- a run that was stopped

@@ -90,6 +90,8 @@ class Generator(ABC):
 
     max_model_length: int | None = None
     """Maximum number of tokens of a request, prompt included, where the back end has a limit that it can tell."""
+    is_idle: bool = True
+    """False while requests are served on a thread of this process, whoever still waits for their answers."""
     is_cancelled: threading.Event | None = None
     """Set when the run is told to end: `sync` need not wait for anything any more. The trainer gives it."""
 
@@ -101,6 +103,7 @@ class Generator(ABC):
         """Take over the weights of the policy, unwrapped; called after every optimizer step that precedes a rollout.
 
         Returns:
+            True if it has weights of its own, so that it can sample while the policy's change (`rollouts_ahead`).
             False if there was nothing to do, as for a generator that reads the policy's own weights.
         """
         return False

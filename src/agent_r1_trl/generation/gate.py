@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from agent_r1_trl.generation.base import Generation, GenerationRequest, Generator, check_generation, current_slot
 from agent_r1_trl.kept_ids import KeptIds
+from agent_r1_trl.tools.event_loop import is_given_up
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,9 +46,14 @@ class GatedGenerator(Generator):
         self.cuts_turns = cuts_turns
         self.version = -1
         """Number of optimizer steps behind the sampler's weights; -1 before the gate was opened."""
+        self.reads_policy = True
+        """Whether the sampler may compute with the very weights that are trained: its `sync` has not returned True."""
         self._changed = threading.Condition()  # guards all that follows
         self._is_open = False
-        self._num_inside = 0
+        self._inside: dict[object, asyncio.AbstractEventLoop] = {}
+        """Each turn that is inside, and the loop that it runs on."""
+        self._has_lost_turns = False
+        """Whether the sampler may be at work for turns whose loop was given up: nobody hears of their end."""
         self._line: list[Future[None]] = []
         self._drain_s = 0.0
         self._num_cut = 0
@@ -67,12 +73,12 @@ class GatedGenerator(Generator):
 
     async def _part(self, request: GenerationRequest) -> Generation:
         """What one set of weights samples."""
-        waited_s = await self._enter()
+        waited_s = await self._enter(turn := object())
         version = self.version
         try:
             part = await self.inner.generate(request)
         finally:
-            self._leave()
+            self._leave(turn)
         if getattr(part, "stop", None) != "interrupted":
             check_generation(part, request.max_tokens)  # before anything of it is read
         part.versions = [(version, len(part.token_ids))] if part.token_ids else []
@@ -81,39 +87,49 @@ class GatedGenerator(Generator):
 
     # ---------------------------------------------------------------- the gate
 
-    async def _enter(self) -> float:
+    async def _enter(self, turn: object) -> float:
         """Go in, or wait until the gate opens; returns the seconds that it took."""
-        if self._goes_in() is None:
+        if self._goes_in(turn) is None:
             return 0.0
         began, slot = time.perf_counter(), current_slot.get()
         with nullcontext() if slot is None else slot.paused():
-            while (opened := self._goes_in()) is not None:
+            while (opened := self._goes_in(turn)) is not None:
                 await asyncio.wrap_future(opened)
         return time.perf_counter() - began
 
-    def _goes_in(self) -> Future[None] | None:
-        """Count a turn that goes in; where the gate is shut, what is done once it opens."""
+    def _goes_in(self, turn: object) -> Future[None] | None:
+        """Note a turn that goes in; where the gate is shut, what is done once it opens."""
         with self._changed:
             if self._is_open:
-                self._num_inside += 1
+                self._inside[turn] = asyncio.get_running_loop()
                 return None
             opened = Future[None]()
             self._line.append(opened)
             return opened
 
-    def _leave(self) -> None:
+    def _leave(self, turn: object) -> None:
         with self._changed:
-            self._num_inside -= 1
+            self._inside.pop(turn, None)  # it may be a lost one, whose loop has woken up
             self._changed.notify_all()
+
+    def _is_in_use(self) -> bool:
+        """Whether turns are inside. Those of a loop that was given up never leave: their end is the sampler's."""
+        for turn, loop in [*self._inside.items()]:
+            if is_given_up(loop):
+                del self._inside[turn]
+                self._has_lost_turns = True
+                self.inner.interrupt()
+        self._has_lost_turns = self._has_lost_turns and not self.inner.is_idle
+        return bool(self._inside) or self._has_lost_turns
 
     def shut(self, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Return when no turn is inside, or once the run was told to end; not from the trajectories' own thread."""
         began = time.perf_counter()
         with self._changed:
             was_open, self._is_open = self._is_open, False
-            if self.cuts_turns and self._num_inside and self.inner.interrupt():
-                self._num_cut += self._num_inside
-            while self._num_inside and not is_cancelled():
+            if self.cuts_turns and self._inside and self.inner.interrupt():
+                self._num_cut += len(self._inside)
+            while self._is_in_use() and not is_cancelled():
                 self._changed.wait(LOOK_S)
             if was_open:
                 self._drain_s += time.perf_counter() - began
@@ -140,7 +156,9 @@ class GatedGenerator(Generator):
 
     def sync(self, model: nn.Module) -> bool:
         """See `Generator`; the gate is shut."""
-        return self.inner.sync(model)
+        has_synced = self.inner.sync(model)
+        self.reads_policy = not has_synced
+        return has_synced
 
     def scores(self, token_ids: list[int]) -> dict[str, list[float]] | None:
         """See `Generator`."""
@@ -158,6 +176,11 @@ class GatedGenerator(Generator):
     def metrics(self) -> dict[str, float]:
         """See `Generator`."""
         return self.inner.metrics()
+
+    @property
+    def is_idle(self) -> bool:  # type: ignore[override]
+        """See `Generator`."""
+        return self.inner.is_idle
 
     @property
     def max_model_length(self) -> int | None:  # type: ignore[override]

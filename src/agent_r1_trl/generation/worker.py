@@ -116,6 +116,12 @@ class ThreadedGenerator(Generator):
             self._must_cut = self._worker is not None
         return True
 
+    @property
+    def is_idle(self) -> bool:  # type: ignore[override]
+        """See `Generator`."""
+        with self._changed:
+            return not self._waiting and self._step_began is None
+
     def _is_cut(self) -> bool:
         """Whether the requests in flight are to be cut now; those in line are."""
         with self._changed:

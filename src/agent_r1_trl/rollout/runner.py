@@ -69,6 +69,8 @@ class RolloutFuture(Future[list[Trajectory]]):
         super().__init__()
         self.environments: list[Any] = []
         """In the order of the requests (None where none could be made), once the run has ended."""
+        self.is_lost = False
+        """Whether its event loop was given up, and with it every trajectory."""
 
 
 class RolloutRunner:
@@ -373,6 +375,7 @@ class RolloutRunner:
         Trajectories that have not ended are infrastructure failures; a loop whose thread is gone ends the run.
         """
         give_up_loop(thread, self._forget(thread))  # if it ever wakes up, it ends what ran on it, and then itself
+        answer.is_lost = all(each.trajectory is None for each in slots)
         trajectories = []
         for each in slots:
             if each.trajectory is None:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
@@ -94,6 +95,7 @@ class LoopThread(threading.Thread):
 
 
 _threads: dict[str, LoopThread] = {}
+_given_up = weakref.WeakSet[asyncio.AbstractEventLoop]()
 _lock = threading.Lock()
 
 
@@ -114,6 +116,7 @@ def shared_loop(name: str = ROLLOUT) -> LoopThread:
 def give_up_loop(thread: LoopThread, own: Collection[asyncio.Task[Any]] = ()) -> None:
     """Let others have a fresh loop, since a call holds this one or its thread has ended; `own` tasks are cancelled."""
     with _lock:
+        _given_up.add(thread.loop)
         is_shared = _threads.get(thread.name) is thread
         if is_shared:
             del _threads[thread.name]
@@ -124,6 +127,11 @@ def give_up_loop(thread: LoopThread, own: Collection[asyncio.Task[Any]] = ()) ->
             thread.name,
         )
     thread.retire(own)
+
+
+def is_given_up(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether nobody waits any more for what runs on it."""
+    return loop in _given_up
 
 
 def run_on_loop(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:

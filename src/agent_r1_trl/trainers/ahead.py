@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
@@ -27,10 +28,16 @@ class RolloutsAhead:
     Args:
         args: of the trainer.
         start: begins the rollout of these rows that is trained on from a micro-step on.
+        void: is told of a rollout that is thrown away.
     """
 
-    def __init__(self, args: MultiTurnConfig, start: Callable[[Rows, int, Position], Any]) -> None:
-        self._args, self._start = args, start
+    def __init__(
+        self,
+        args: MultiTurnConfig,
+        start: Callable[[Rows, int, Position], Any],
+        void: Callable[[Position], object] = lambda position: None,
+    ) -> None:
+        self._args, self._start, self._void = args, start, void
         self.window = Lookahead()
         """The rows of later rollouts."""
         self.is_held = False
@@ -52,6 +59,7 @@ class RolloutsAhead:
         `rows` are the Trainer's for this micro-step, on this rank.
         """
         args = self._args
+        self._forget_lost(position)
         num_micro_steps = args.steps_per_generation * args.num_iterations
         first = position.micro_step // num_micro_steps
         if position.micro_step not in self._in_flight:
@@ -64,6 +72,24 @@ class RolloutsAhead:
                 break
             self._in_flight[micro_step] = self._start(later, micro_step, position)
         return self._in_flight.pop(position.micro_step)
+
+    def ended(self, rows: Rows, position: Position) -> Any:
+        """`take`, once its trajectories have ended. One that was lost before it was asked for is sampled anew."""
+        was_begun = position.micro_step in self._in_flight
+        rollout = self.take(rows, position)
+        rollout.wait()
+        if was_begun and rollout.is_lost:
+            self._void(position)
+            rollout = self.take(rows, position)
+            rollout.wait()
+        return rollout
+
+    def _forget_lost(self, position: Position) -> None:
+        """Those that ended with the event loop, because of another rollout's tool as a rule, begin again."""
+        lost = [micro_step for micro_step, rollout in self._in_flight.items() if rollout.is_lost]
+        for micro_step in lost:
+            del self._in_flight[micro_step]
+            self._void(replace(position, micro_step=micro_step))
 
     def cancel(self) -> None:
         """Stop what no update will train on; what begins later may run ahead again."""

@@ -119,8 +119,8 @@ class Rollouts:
         self._policy_config = policy.config
         self._context_length = context_length(policy.config)
         self._warn_of_settings()
-        self._temperature = args.temperature
-        self.ahead = RolloutsAhead(args, self._start)
+        self._temperature, self._num_ahead = args.temperature, args.rollouts_ahead
+        self.ahead = RolloutsAhead(args, self._start, lambda position: self.features.call("void", position))
         """The rollouts of later batches, which are sampled while the update trains on this one."""
         self.is_cancelled = threading.Event()
         """Set while the run is told to end."""
@@ -130,8 +130,6 @@ class Rollouts:
         self._runner: RolloutRunner | None = None
         self._gate: GatedGenerator | None = None
         """Between trajectories and sampler; None where none of them goes on across a sync."""
-        self._reads_policy = False
-        """Whether the sampler computes with the very weights that are trained, as far as a sync has shown."""
         self._is_stuck = False
         self._last: Rollout | None = None
 
@@ -222,7 +220,8 @@ class Rollouts:
         gather = self.args.ds3_gather_for_generation and not self.args.use_vllm
         gather_fsdp2 = contextlib.nullcontext if self.args.use_vllm else gathered_for_sampling
         metrics: dict[str, float] = {}
-        runs_ahead = self.args.rollouts_ahead > 0 and position.is_training and not position.round
+        self._check_ahead()
+        runs_ahead = self._num_ahead > 0 and position.is_training and not position.round
         while True:
             with (
                 self.features.around_rollout(),
@@ -237,10 +236,10 @@ class Rollouts:
                     self.features.call("weights_synced", policy, position)
                 with self._open_gate(position.optimizer_step):
                     if runs_ahead:
-                        rollout = self.ahead.take(rows, position)
+                        rollout = self.ahead.ended(rows, position)
                     else:
                         rollout = self._start(rows, position.micro_step, position)
-                    rollout.wait()
+                        rollout.wait()
                 trajectories = rollout.trajectories
             batch = RolloutBatch(list(rollout.rows), trajectories, rollout.environments, rollout.requests, position)
             if not self.features.voids(batch):
@@ -253,6 +252,15 @@ class Rollouts:
             batch.metrics |= self._gate.take_metrics()
         return batch
 
+    def _check_ahead(self) -> None:
+        if self.args.rollouts_ahead != self._num_ahead:
+            raise ValueError(
+                f"rollouts_ahead={self.args.rollouts_ahead} was set on a trainer that was made with {self._num_ahead}:"
+                " the place in the data, the gate before the sampler and the importance ratio follow from the first "
+                "value. Set it back, or make another trainer with it and go on from a checkpoint "
+                "(resume_from_checkpoint)."
+            )
+
     @contextlib.contextmanager
     def _open_gate(self, version: int) -> Iterator[None]:
         """Inside it turns are sampled; with a sampler that has weights of its own, behind it as well."""
@@ -261,7 +269,8 @@ class Rollouts:
         try:
             yield
         finally:
-            if self._reads_policy:  # which the update is about to change, and it needs the device
+            # The update is about to change the weights that the sampler reads, and needs the device.
+            if self._gate is not None and self._gate.reads_policy:
                 self._shut_gate()
 
     def _shut_gate(self) -> None:
@@ -373,15 +382,13 @@ class Rollouts:
         if not self._has_to_sync(step):
             return {}
         self.synced_step = step
-        metrics = sync_weights(
+        return sync_weights(
             self._runner.generator,
             policy,
             self.tokenizer,
             max_gap=plain_value(self.args, "servers.max_logprob_gap"),
             is_autocast=self._accelerator.mixed_precision != "no",
         )
-        self._reads_policy = not metrics
-        return metrics
 
     def _has_to_sync(self, step: int) -> bool:
         """Whether the generator has other weights than those of optimizer step `step`; the same on all ranks."""
@@ -463,6 +470,11 @@ class Rollout:
             CancelledError: the rollout was cancelled.
         """
         return self._future.result()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has ended without any trajectory, because a call held the event loop."""
+        return self._future.is_lost and self._has_ended.is_set()
 
     def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
         """Stop the trajectories; returns when their environments are closed, or False when time is up."""

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -294,6 +294,8 @@ class ReplayedRollout:
     seconds: float = 0.0
     error: ReplayError | None = None
     """Why there is none."""
+    is_lost: ClassVar[bool] = False
+    """It runs on no event loop."""
 
     def wait(self) -> None:
         """Nothing to wait for.
