@@ -24,6 +24,7 @@ TINY = {
     name: arguments.split()
     for name, arguments in {
         "agent_door.py": "--agents 2",
+        "ahead.py": "--ahead 0 1 --steps 2 --prompts 1 --group-size 2 --median 0.01 --warm-up 1",
         "dynamic_sampling.py": "--variants both --max-steps 1 --keys 4 --prompts 2 --group-size 2 --in-reach 1 "
         "--start-steps 2",
         "echo_trap.py": "--recipes inaction --max-steps 1 --cold-steps 1",
@@ -64,6 +65,7 @@ def test_a_benchmark_prints_a_table_and_its_figures_as_one_line_of_json(name):
     several = {
         "gpu.py": 8,
         "agent_door.py": 2,
+        "ahead.py": 3,
         "rollout_throughput.py": 2,
     }
     assert len(rows) == several.get(name, 1)
@@ -110,6 +112,17 @@ def test_latencies_are_the_same_for_the_same_seed_and_have_the_median_asked_for(
     drawn = [seconds for row in latencies for seconds in row]
     assert statistics.median(drawn) == pytest.approx(0.2, rel=0.1)
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_call_takes_as_long_in_every_run_and_no_two_calls_take_the_same_time():
+    benchmark = load_benchmark("ahead.py")
+    calls = [(0, task, member, turn) for task in range(20) for member in range(4) for turn in range(3)]
+    drawn = [benchmark.latency(*call, median=0.5, sigma=1.2) for call in calls]
+    assert drawn == [benchmark.latency(*call, median=0.5, sigma=1.2) for call in calls]
+    assert len(set(drawn)) == len(calls)
+    assert statistics.median(drawn) == pytest.approx(0.5, rel=0.2)
+    assert statistics.stdev(map(math.log, drawn)) == pytest.approx(1.2, rel=0.1)
+    assert benchmark.latency(*calls[0], median=0.5, sigma=0.0) == 0.5
 
 
 def test_intervals_of_the_corridor_are_those_of_wilson():
