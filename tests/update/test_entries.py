@@ -330,12 +330,14 @@ HELD = {
 }  # fmt: skip
 EARLIER = {"is_kept"}
 """In the batch, and used up when it is dealt out."""
+READ_AT_ONCE = {"effective_share"}
+"""Taken out of the batch by the first who reads it (tests/features/reliability/test_age.py)."""
 ELSEWHERE = {"token_advantages"}
 """In what a loss of the user's own is given (tests/trainers/test_own_loss.py)."""
 
 
 def test_every_entry_is_held_by_one_of_the_batches_below():
-    assert set().union(*HELD.values(), EARLIER, ELSEWHERE, {MICRO_BATCHES}) == NAMES
+    assert set().union(*HELD.values(), EARLIER, READ_AT_ONCE, ELSEWHERE, {MICRO_BATCHES}) == NAMES
 
 
 def check_shape(name: str, value: object, sizes: dict[str, int]) -> None:

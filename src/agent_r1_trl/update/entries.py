@@ -73,7 +73,7 @@ class Entries(TypedDict, total=False):
     `set_valid_scales`."""
     is_kept: torch.Tensor
     """(R,) bool, whether it is trained on; only where a callback's `keep` has said so. Written by
-    `MultiTurnTrainer._tensors`. Read by `deal`."""
+    `MultiTurnTrainer._tensors`, `AgeGuard.rollout_end`. Read by `deal`."""
     trajectory_rewards: torch.Tensor
     """(R,) float32, what its trajectory has earned in all; 0 outside the baseline. Written by
     `MultiTurnTrainer._tensors`. Read by losses of the user's own."""
@@ -155,7 +155,7 @@ class Entries(TypedDict, total=False):
     """How many of the Trainer's micro-steps it stands for. Written by `repack`. Read by `KeptRows.weigh`."""
     effective_share: torch.Tensor
     """() float32, how far the policy is from the one that sampled the batch, 1: not at all; with `rollouts_ahead`.
-    Written by `weigh_mismatch`. Read by `AgeGuard.check_loss`."""
+    Written by `weigh_mismatch`. Read by `AgeGuard.rollout_end`."""
 
 
 EXTRA_TOKENS: Final = "extra_tokens/"

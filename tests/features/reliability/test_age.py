@@ -1,12 +1,14 @@
 """Batches whose policy has moved too far since they were sampled: nothing begins ahead, and fresh ones end the run."""
 
+import itertools
 import logging
 import math
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-from agent_r1_trl.features.reliability.age import AgeGuard, OffPolicyError
+from agent_r1_trl.features.reliability.age import OffPolicyError
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
 from agent_r1_trl.update.importance import effective_share
 from tests.trainers.helpers import make_trainer
@@ -50,7 +52,7 @@ def test_nothing_begins_ahead_while_a_batch_is_too_far_off_and_it_is_said_once(t
     with caplog.at_level(logging.WARNING):
         trainer, in_flight = ahead(tmp_path, [1.0, 0.5, 0.4, 0.99, 1.0, 0.89, 0.95, 1.0])
     assert in_flight == [2, 2, 1, 0, 2, 2, 1, 0], "the last two are the end of the run"
-    said = [record.getMessage() for record in caplog.records if "min_effective_share" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "below failures.min" in record.getMessage()]
     assert len(said) == 1
     for text in ("Step 2", "=0.5 ", "failures.min_effective_share=0.9", "learning_rate=0.001", "rollouts_ahead=2"):
         assert text in said[0], text
@@ -65,12 +67,29 @@ def test_three_fresh_batches_in_a_row_that_are_off_policy_end_the_run(tmp_path):
     assert trainer.state.global_step == 8, "those that were sampled ahead do not count"
 
 
-def test_such_a_batch_counts_for_the_root_of_its_share():
-    guard, loss = AgeGuard(0.9), torch.tensor(2.0)
-    assert guard.check_loss(loss, {EFFECTIVE_SHARE: torch.tensor(0.25)}).item() == 1.0
-    assert guard.check_loss(loss, {EFFECTIVE_SHARE: torch.tensor(0.9)}).item() == 2.0
-    assert guard.check_loss(loss, {}).item() == 2.0
-    assert guard.check_loss(loss, {EFFECTIVE_SHARE: torch.tensor(math.nan)}).item() == 2.0
+class WeightsOfSteps(TrainerCallback):
+    """What each optimizer step has left."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.found.append(torch.cat([value.detach().flatten() for value in model.parameters()]))
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_such_a_batch_is_not_trained_on(tmp_path, caplog, updates):
+    weights = WeightsOfSteps()
+    options = {"max_steps": 4 * updates, "per_device_train_batch_size": 8 // updates, "updates_per_rollout": updates}
+    with caplog.at_level(logging.WARNING):
+        trainer, _ = ahead(tmp_path, [1.0, 0.5, 0.91, 1.0], callbacks=[weights], **options)
+    moved = [not torch.equal(before, after) for before, after in itertools.pairwise(weights.found)]
+    steps_of_second = range(updates, 2 * updates)
+    assert [step for step, is_moved in enumerate(moved, 1) if not is_moved] == list(steps_of_second)
+    skipped = [entry["filter/skipped_steps"] for entry in trainer.state.log_history if "filter/skipped_steps" in entry]
+    assert skipped[-1] == updates
+    said = [record.getMessage() for record in caplog.records if "was skipped" in record.getMessage()]
+    assert len(said) == 1 and "because failures.min_effective_share left no trajectory" in said[0]
 
 
 def test_a_run_without_rollouts_ahead_has_no_guard_and_one_whose_minimum_is_0_never_holds(tmp_path):

@@ -6,7 +6,7 @@ weight repairs a policy that has moved too far, but the share falls in time to a
 `failures.min_effective_share`:
 
 - no further rollout begins ahead, so the next ones are younger, down to the synchronous run's,
-- the loss of such a batch counts for the root of its share (VCPO, arXiv 2602.17616),
+- such a batch is not trained on, as if a filter had left nothing of it,
 - the run ends after `MAX_FRESH` such batches in a row whose weights were those of the update: age is not the cause.
 """
 
@@ -20,7 +20,7 @@ import torch
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollout_batch import UpdateBatch
-from agent_r1_trl.update.entries import EFFECTIVE_SHARE, Inputs
+from agent_r1_trl.update.entries import EFFECTIVE_SHARE, IS_KEPT, Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +55,20 @@ class AgeGuard(RolloutCallback):
         self._num_fresh = 0
 
     def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
-        """Look at the share of a batch, the same number on all ranks.
+        """Look at the share of a batch, the same number on all ranks, and leave the batch out if it is too small.
 
         Raises:
             OffPolicyError: three batches in a row of the update's own weights are below the minimum.
         """
-        share = float(output.get(EFFECTIVE_SHARE, math.nan))
+        share = float(output.pop(EFFECTIVE_SHARE, math.nan))
         if math.isnan(share):  # no token in it says by which probability it was drawn
             return
         ahead, age = self.trainer.rollouts.ahead, batch.metrics.get("sampling/staleness_max", 0.0)
         ahead.is_held = share < self._min_share
         self.trainer.add_metrics({"sampling/is_held": float(ahead.is_held)})
+        if ahead.is_held:
+            output[IS_KEPT] = torch.zeros_like(output["in_baseline"])
+            self.trainer.features.leave_out = ["failures.min_effective_share"]
         self._num_fresh = self._num_fresh + 1 if ahead.is_held and age == 0 else 0
         if ahead.is_held and not self._has_said:
             self._has_said = True
@@ -84,20 +87,12 @@ class AgeGuard(RolloutCallback):
             logger.warning(
                 "Step %d: sampling/effective_share=%.3g is below failures.min_effective_share=%g: at learning_rate=%g "
                 "the policy has moved too far in the %g optimizer steps since the oldest tokens of this batch were "
-                "sampled. Nothing begins ahead until it is above again, and this batch counts for %.2g of a step. "
-                "Lower rollouts_ahead=%d or learning_rate. Reported once; sampling/is_held counts on.",
+                "sampled. It is not trained on, and nothing begins ahead until the share is above again. Lower "
+                "rollouts_ahead=%d or learning_rate. Reported once; sampling/is_held counts on.",
                 self.trainer.state.global_step + 1,
                 share,
                 self._min_share,
                 args.learning_rate,
                 age,
-                math.sqrt(share),
                 args.rollouts_ahead,
             )
-
-    def check_loss(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """The loss of a micro-batch, which counts for the root of the share where that is too small."""
-        share = inputs.get(EFFECTIVE_SHARE)
-        if share is None:
-            return loss
-        return loss * torch.where(share < self._min_share, share.sqrt(), 1.0).to(loss.dtype)

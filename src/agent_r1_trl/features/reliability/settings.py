@@ -26,7 +26,7 @@ class FailureSettings(SettingsGroup):
     min_effective_share: Share = setting(
         0.9,
         "With rollouts_ahead, begin nothing ahead while the effective share of a batch's tokens (1: the policy is the "
-        "one that sampled them) is smaller, and let such a batch count for less. 0: off.",
+        "one that sampled them) is smaller, and do not train on such a batch. 0: off.",
     )
     save_on_signal: Flag = setting(
         True,
