@@ -143,6 +143,6 @@ def test_a_failure_to_close_hides_neither_the_exit_code_nor_the_cause(capsys):
     rollouts = types.SimpleNamespace(close=fail("engine is gone"))
     trainer = types.SimpleNamespace(train=fail("the loop ended"), env_factory=object, rollouts=rollouts)
     with pytest.raises(LoopLostError, match="the loop ended") as ended:
-        train._train(trainer, None, types.SimpleNamespace(stop=lambda: None))
+        train._train(trainer, None)
     assert ended.value.exit_code == errors.EXIT_INFRASTRUCTURE
     assert "could not be closed: OSError: engine is gone" in capsys.readouterr().err

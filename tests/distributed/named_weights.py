@@ -20,12 +20,8 @@ NUM_STEPS = 5
 class WholeWeights(Weights):
     """Weights that are gathered from all ranks."""
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.of_step[state.global_step] = trained_weights(self.trainer)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.of_step[state.global_step] = trained_weights(self.trainer)
-        self.batches.append(self.trainer.last_trajectories)
+    def weights(self):
+        return trained_weights(self.trainer)
 
 
 def main(output_dir):

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import itertools
+import math
 import random
 
 import torch
@@ -14,16 +15,19 @@ from tests.trainers.helpers import make_trainer
 
 
 class Chat:
-    """Three turns; one answer in seven takes long, which ones the seed says."""
+    """Three turns. Some first answers come when the update waits for this rollout: their next turn has later weights."""
 
-    longest_s = 0.6
+    awaited = math.inf
+    """The micro-step whose rollout the update waits for."""
 
     def reset(self, example):
         self.rng, self.num_turns = random.Random(str(example["prompt"]) + str(current_slot.get().seed)), 0
         return example["prompt"]
 
     async def step(self, message):
-        await asyncio.sleep(self.longest_s if self.rng.random() < 0.15 else 0.01)
+        waits = self.num_turns == 0 and self.rng.random() < 0.3
+        while waits and current_slot.get().order > Chat.awaited:
+            await asyncio.sleep(0.01)
         self.num_turns += 1
         return [{"role": "user", "content": "and?"}], 0.0, self.num_turns == 3, {}
 
@@ -39,13 +43,24 @@ class Weights(TrainerCallback):
 
     def __init__(self):
         self.trainer, self.of_step, self.batches = None, {}, []
+        Chat.awaited = math.inf
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.of_step[state.global_step] = copy.deepcopy(self.trainer.model.state_dict())
+        take = self.trainer.rollouts.ahead.take
+
+        def take_noted(rows, position):
+            Chat.awaited = position.micro_step
+            return take(rows, position)
+
+        self.trainer.rollouts.ahead.take = take_noted
+        self.of_step[state.global_step] = self.weights()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.of_step[state.global_step] = copy.deepcopy(self.trainer.model.state_dict())
+        self.of_step[state.global_step] = self.weights()
         self.batches.append(self.trainer.last_trajectories)
+
+    def weights(self):
+        return copy.deepcopy(self.trainer.model.state_dict())
 
 
 SAMPLED = {"script": None, "env": Chat, "max_steps": 6, "max_tokens_per_turn": 8, "num_generations": 4}

@@ -39,11 +39,12 @@ from agent_r1_trl.evaluation.table import RESULT_FILE, STEP, short_names, split_
 from agent_r1_trl.features import feature, has_feature
 from agent_r1_trl.generation import SamplingParams
 from agent_r1_trl.generation.endpoint import Endpoint
+from agent_r1_trl.recording.lines import EVALUATION
 from agent_r1_trl.rollout import NothingRolledOutError, RolloutLimits, check_some_rolled_out
 from agent_r1_trl.rollout.failures import may_pass
 from agent_r1_trl.safe_text import rules, set_rules
 from agent_r1_trl.settings import refuse
-from agent_r1_trl.trainers.checkpoints import EVALUATION, EVALUATION_LOCK_FILE, find_run, output_lock
+from agent_r1_trl.trainers.checkpoints import EVALUATION_LOCK_FILE, find_run, output_lock
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,7 +18,7 @@ from agent_r1_trl.display.console import table_console
 from agent_r1_trl.evaluation.comparison import EXAMPLES_FILE, MetricChange, changed_rows, compare, read_examples
 from agent_r1_trl.evaluation.result import number_text
 from agent_r1_trl.evaluation.table import RESULT_FILE
-from agent_r1_trl.trainers.checkpoints import EVALUATION
+from agent_r1_trl.recording.lines import EVALUATION
 
 COMMAND = "agent-r1-trl eval compare"
 ABOUT = """\

@@ -60,9 +60,10 @@ from agent_r1_trl.errors import RunError
 from agent_r1_trl.evaluation.agent import check_model_folder
 from agent_r1_trl.generation.adapter_folders import check_whole_model
 from agent_r1_trl.objects import did_you_mean
+from agent_r1_trl.recording.lines import EVALUATION
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
-from agent_r1_trl.trainers.checkpoints import EVALUATION, choose_checkpoint, find_run, saving, set_aside
+from agent_r1_trl.trainers.checkpoints import choose_checkpoint, find_run, saving, set_aside
 from agent_r1_trl.trainers.config import RATIO_SETTINGS, ModelConfig, get_peft_config, get_quantization_config
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from agent_r1_trl.safe_text import dump_json, shown_all
 
 logger = logging.getLogger(__name__)
 
+EVALUATION = "evaluation"
+"""The folder in a run's `output_dir` into which its evaluation goes."""
 FOLDER = "trajectories"
 FIX = " Pass the output directory of a run."
 """The end of a message about a file that holds something else."""

@@ -329,10 +329,6 @@ RUN_FILES = ("trainer_state.json", "checkpoint-*", "trajectories/step_*", "*.saf
 """Files that a run leaves in its `output_dir`, and an evaluation does not."""
 
 
-EVALUATION = "evaluation"
-"""The folder in a run's `output_dir` into which its evaluation goes."""
-
-
 def find_run(output_dir: Path) -> str | None:
     """The sign that the folder holds a run, such as "trainer_state.json"; None if nothing does."""
     found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))

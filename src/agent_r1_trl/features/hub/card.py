@@ -23,9 +23,9 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from agent_r1_trl.advantages.estimators import ESTIMATORS
+from agent_r1_trl.recording.lines import EVALUATION
 from agent_r1_trl.rollout.limits import RolloutSettings
 from agent_r1_trl.safe_text import markdown, markdown_code, shown, shown_all
-from agent_r1_trl.trainers.checkpoints import EVALUATION
 from agent_r1_trl.trainers.config import AGENT_R1
 
 if TYPE_CHECKING:
