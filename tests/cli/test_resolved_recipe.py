@@ -125,4 +125,12 @@ def test_the_commands_that_a_run_names_are_those_of_a_folder_with_blanks(tmp_pat
     again, view, evaluate = (shlex.split(line.strip("# ")) for line in lines if line.strip("# ").startswith("agent-"))
     assert again[1:4] == ["train", "--config", f"{folder}/recipe.yaml"]
     assert view[1:] == ["view", folder, "--terminal"]
-    assert evaluate[1:] == ["eval", "--config", f"{folder}/recipe.yaml", "--model", folder, "--output_dir", folder]
+    assert evaluate[1:] == [
+        "eval",
+        "--config",
+        f"{folder}/recipe.yaml",
+        "--model",
+        folder,
+        "--output_dir",
+        f"{folder}/evaluation",
+    ]

@@ -146,7 +146,7 @@ def test_turns_limits_and_the_environment_do_not_count_summaries():
     request = RolloutRequest(example={"prompt": PROMPT})
     (recorded,) = recorded_calls([trajectory], [request], that_failed=False, limit=9)["echo"][2:]
     assert [message["content"] for message in recorded.messages] == [""] * 3
-    assert "summary 1" in render_trajectory(trajectory, chat_of().tokenizer)
+    assert "summary 2" in render_trajectory(trajectory, chat_of().tokenizer)
     assert "summaries: 2" in render_trajectory(trajectory, None)
 
 

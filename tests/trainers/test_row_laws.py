@@ -216,7 +216,7 @@ def train_on(trainer, trajectories):
         credit.extend(row[: len(item.completion_ids)] for item, row in pairs)
 
     weights = copy.deepcopy(trainer.model.state_dict())
-    trainer.rollouts.generate, trainer.rollouts.finish = roll_out, lambda position: None
+    trainer.rollouts.generate, trainer.rollouts.finish = roll_out, lambda: None
     trainer._record, trainer._buffered_inputs = note, None
     trainer.model.zero_grad()
     rows = [{"id": item.example_id, "prompt": item.prompt_messages} for item in trajectories]

@@ -15,7 +15,7 @@ from tests.trainers.helpers import make_trainer
 
 
 class Chat:
-    """Three turns. Some first answers come when the update waits for this rollout: their next turn has later weights."""
+    """Three turns. Some first answers wait until the update does: the turn after them has later weights."""
 
     awaited = math.inf
     """The micro-step whose rollout the update waits for."""

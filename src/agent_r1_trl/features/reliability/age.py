@@ -1,8 +1,8 @@
 """Old weights (`rollouts_ahead`): how far the policy has moved from those that sampled a batch, and what follows.
 
 The share is Kish's effective sample size of the tokens' importance weights, (sum w)^2 / (n sum w^2), before any bound:
-1 where the policy is the one that sampled them. What lowers it is the learning rate times the age, and no importance
-weight repairs a policy that has moved too far, but the share falls in time to act. While it is below
+1 where the policy is the one that sampled them. What lowers it is the learning rate times the age. No importance
+weight repairs a policy that has moved too far, and the share says so one update late. While it is below
 `failures.min_effective_share`:
 
 - no further rollout begins ahead, so the next ones are younger, down to the synchronous run's,
@@ -87,8 +87,9 @@ class AgeGuard(RolloutCallback):
             logger.warning(
                 "Step %d: sampling/effective_share=%.3g is below failures.min_effective_share=%g: at learning_rate=%g "
                 "the policy has moved too far in the %g optimizer steps since the oldest tokens of this batch were "
-                "sampled. It is not trained on, and nothing begins ahead until the share is above again. Lower "
-                "rollouts_ahead=%d or learning_rate. Reported once; sampling/is_held counts on.",
+                "sampled. It is not trained on, and nothing begins ahead until the share is above again. What the "
+                "updates before it have done stays: begin again from a checkpoint before it, with a lower "
+                "learning_rate or a smaller rollouts_ahead=%d. Reported once; sampling/is_held counts on.",
                 self.trainer.state.global_step + 1,
                 share,
                 self._min_share,
