@@ -201,7 +201,7 @@ def _engine_options(tree: ast.Module) -> Iterator[Use]:
             continue
         keys = {keyword.arg for call in makes for keyword in call.keywords if keyword.arg is not None}
         keys |= {key for key in _dict_keys(function) if key.islower()}
-        own = {"stop_token_ids", "step_timeout_s"}  # of VLLMGenerator itself
+        own = {"stop_token_ids", "step_timeout_s", "keeps_parts"}  # of VLLMGenerator itself
         for key in sorted(keys - own):
             yield Use("call", "vllm:EngineArgs", "", (key,))
 
