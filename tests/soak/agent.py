@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from agent_r1_trl import InfrastructureError
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.generation.base import Generator
+from agent_r1_trl.generation.base import Generator, current_slot
 from agent_r1_trl.testing import call, make_policy, make_tokenizer, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
@@ -115,6 +115,7 @@ def make_env(plan: Plan, folder: Path):
 
         def reset(self, example):
             self.example_id, self.num_turns = example["id"], 0
+            self.is_first_rollout = current_slot.get().order <= 0  # a later one may have ended before the first step
             opened[self] = self.example_id
             if faults.strikes("environment crashes in reset", self.example_id):
                 raise RuntimeError("no world today")
@@ -141,7 +142,7 @@ def make_env(plan: Plan, folder: Path):
                 raise InfrastructureError("the judge is out")
             if faults.strikes("scoring hangs", self.example_id):
                 time.sleep(60)
-            if faults.happens_later("reward is not finite"):
+            if "reward is not finite" in plan.faults and not self.is_first_rollout:
                 return math.inf
             return float(len(trajectory.final_text) % 3)
 

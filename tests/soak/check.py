@@ -27,7 +27,7 @@ def problems_of(plan: Plan, folder: Path) -> list[str]:
     """Everything that is wrong with a run that has ended; empty if nothing is."""
     batches = wrong_batches(folder, _log(folder), has_critic=plan.trainer == "ppo")
     found = [
-        *_corrupted(folder),
+        *_corrupted(plan, folder),
         *batches,
         *_lost(plan, folder),
         *_weights(folder),
@@ -42,7 +42,7 @@ def problems_of(plan: Plan, folder: Path) -> list[str]:
 # -------------------------------------------------------------------- nothing wrong enters the batch
 
 
-def _corrupted(folder: Path) -> Iterator[str]:
+def _corrupted(plan: Plan, folder: Path) -> Iterator[str]:
     """Turns that were trained on and that the sampler did not answer after exactly these ids."""
     answers: dict[int, list[Any]] = defaultdict(list)
     for path in folder.glob("samples_rank*.jsonl"):
@@ -67,7 +67,8 @@ def _corrupted(folder: Path) -> Iterator[str]:
                 if not _is_known(sampled, answers[turn.sampled["context"]]):
                     where = f"{path.relative_to(folder)}, trajectory {number}, turn {index}"
                     yield f"{where}: the sampler never said this"
-    for entry in _steps(folder):
+    is_made_up = plan.sampler == "scripted" and plan.rollouts_ahead > 0  # only then a script's log-probs are compared
+    for entry in () if is_made_up else _steps(folder):
         gap = entry.get("sampling/sampling_logp_difference/max") or 0.0  # null where no token was trained on
         if gap > MAX_GAP and not entry.get("sampling/staleness"):  # ahead of the update the sampler is behind it
             yield f"step {entry['step']}: sampler and trainer differ by {gap:g}"
