@@ -9,6 +9,7 @@ import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.features.reliability.age import OffPolicyError
+from agent_r1_trl.recording import read_records
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
 from agent_r1_trl.update.importance import effective_share
 from tests.trainers.helpers import make_trainer
@@ -90,6 +91,16 @@ def test_such_a_batch_is_not_trained_on(tmp_path, caplog, updates):
     assert skipped[-1] == updates
     said = [record.getMessage() for record in caplog.records if "was skipped" in record.getMessage()]
     assert len(said) == 1 and "because failures.min_effective_share left no trajectory" in said[0]
+
+
+def test_record_metrics_and_report_say_that_such_a_batch_was_not_trained_on(tmp_path):
+    trainer, _ = ahead(tmp_path, [1.0, 0.5, 1.0], record_trajectories="jsonl")
+    records = [*read_records(tmp_path)]
+    assert {(item.step, item.is_kept) for item in records} == {(1, True), (2, False), (3, True)}
+    assert {item.in_loss for item in records if item.step == 2} == {False}
+    logged = [entry["group/taught_share"] for entry in trainer.state.log_history if "group/taught_share" in entry]
+    assert [share > 0 for share in logged] == [True, False, True]
+    assert [rollout.teaches for rollout in trainer.features["learning"].rollouts] == [True, False, True]
 
 
 def test_a_run_without_rollouts_ahead_has_no_guard_and_one_whose_minimum_is_0_never_holds(tmp_path):

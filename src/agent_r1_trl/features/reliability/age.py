@@ -67,6 +67,9 @@ class AgeGuard(RolloutCallback):
         ahead.is_held = share < self._min_share
         self.trainer.add_metrics({"sampling/is_held": float(ahead.is_held)})
         if ahead.is_held:
+            batch.is_kept = torch.zeros_like(batch.in_loss)  # for the record, which is yet to be written
+            taught = self.trainer._metrics["train"]["group/taught_share"]
+            taught[-1:] = [0.0] * len(taught[-1:])  # it is logged already
             output[IS_KEPT] = torch.zeros_like(output["in_baseline"])
             self.trainer.features.leave_out = ["failures.min_effective_share"]
         self._num_fresh = self._num_fresh + 1 if ahead.is_held and age == 0 else 0
