@@ -239,6 +239,12 @@ def test_parallel_calls_are_sampled_side_by_side_and_each_has_its_row():
     assert trajectory.duration_s < 1.1
 
 
+def test_the_time_of_an_agents_own_work_ends_when_it_asks_for_the_next_turn():
+    trajectory, _ = checked(loop_agent, [call(), say("ok")], delay_s=0.4)
+    assert [turn.generate_s >= 0.4 for turn in trajectory.turns] == [True, True]
+    assert trajectory.turns[0].env_s < 0.4, "it does not hold the sampling of the next turn"
+
+
 def test_the_same_request_heard_twice_is_two_actions():
     async def agent(door, example):
         votes = [await ask(door, example["prompt"]) for _ in range(2)]

@@ -16,7 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from agent_r1_trl.chat.encoding import LONG_TEXT
@@ -65,6 +65,7 @@ class _SampledCall:
     """Once a client has heard it."""
     failure: GenerationFailure | None = None
     """Why the turn could not be cut."""
+    asked_at: float = field(default_factory=time.perf_counter)
 
     @property
     def is_waited_for(self) -> bool:
@@ -241,7 +242,7 @@ class AgentSession:
         budget = limits.turn_budget(num_before, num_spent)
         if len(draft.turns) + self._num_in_flight >= limits.max_turns:
             if self.limit is None and budget > 0:
-                self._go_on(context)  # what was observed last is part of the trajectory
+                self._go_on(context, asked_at=time.perf_counter())  # what was observed last is part of the trajectory
             self._refuse(StopReason.MAX_TURNS, f"max_turns={limits.max_turns} calls are made")
             return None
         if budget < 1:
@@ -391,7 +392,7 @@ class AgentSession:
         num_turns = len(draft.turns)
         identity = f"chatcmpl-{self.key[-8:]}-{num_turns if call.is_trained else 'untrained'}"
         if call.is_trained:
-            self._go_on(context)
+            self._go_on(context, asked_at=call.asked_at)
             room = limits.turn_budget(*draft.lengths)  # others may have spent some of it meanwhile
             if len(generation.token_ids) > max(room, 1):
                 self._cut(call, max(room, 1), "length")
@@ -422,7 +423,7 @@ class AgentSession:
             answer["choices"][0]["token_ids"] = list(generation.token_ids)
         return answer
 
-    def _go_on(self, context: HeldContext) -> None:
+    def _go_on(self, context: HeldContext, *, asked_at: float) -> None:
         """Let the next turn stand after a context: in the row that it extends, or in one of its own."""
         draft = self._draft
         if not draft.turns:
@@ -434,7 +435,7 @@ class AgentSession:
         else:
             turn, heard_at, _ = self._heard[context.before]
             if not turn.observations:
-                turn.observations, turn.env_s = context.news, time.perf_counter() - heard_at
+                turn.observations, turn.env_s = context.news, asked_at - heard_at
         self._note_results(context)
 
     def _note_results(self, context: HeldContext) -> None:
