@@ -281,6 +281,7 @@ class Trajectory:
     info: dict[str, Any] = field(default_factory=dict)
     """JSON-serialisable extras from the environment (gold answer, prediction, scores, ...)."""
     duration_s: float = 0.0
+    """Seconds from its reset to its last turn, without those that it waited for weights (`rollouts_ahead`)."""
     rendered: dict[str, str] = field(default_factory=dict)
     """The state after `reset`, like `Turn.rendered`."""
     segments: list[Segment] = field(default_factory=list)

@@ -18,6 +18,7 @@ from agent_r1_trl.generation.gate import GatedGenerator, joined
 from agent_r1_trl.kept_ids import KeptIds
 from agent_r1_trl.rollout.draft import Draft
 from agent_r1_trl.rollout.requests import RolloutRequest
+from agent_r1_trl.testing import AddEnv, ScriptedPolicy, call, roll_out, say
 from agent_r1_trl.tools.event_loop import LoopThread, give_up_loop, shared_loop
 
 
@@ -73,6 +74,7 @@ def wait_until(has_happened):
 def test_a_turn_begins_when_the_gate_opens_and_says_its_weights():
     gate = GatedGenerator(Slow())
     answer = turn(gate)
+    wait_until(lambda: gate._line)
     time.sleep(0.05)
     assert not answer.done() and gate.inner.seeds == []
     gate.open(7)
@@ -235,6 +237,32 @@ def test_the_clock_of_a_trajectory_stands_still_at_the_gate():
     with pytest.raises(TimeoutError):
         answer.result(20)
     assert draft.phase == "turn 0: generation"
+
+
+def test_what_a_trajectory_has_waited_for_weights_is_part_of_none_of_its_times():
+    """Neither of a turn nor of the whole: a record does not say how long an update was."""
+    gate = GatedGenerator(ScriptedPolicy([call(), say("3")]))
+    threading.Timer(0.8, gate.open, [0]).start()
+    trajectory = roll_out(AddEnv, gate, chat=gate.inner.chat)[0]
+    assert len(trajectory.turns) == 2
+    assert sum(turn.generate_s + turn.env_s for turn in trajectory.turns) <= trajectory.duration_s < 0.6
+
+
+def test_pauses_of_several_turns_of_one_trajectory_are_counted_once_and_each_has_the_phase():
+    draft = Draft(request=RolloutRequest(example={}))
+
+    async def waits():
+        draft.enter("turn 0: generation")
+        with draft.paused():
+            draft.enter("turn 1: generation")  # an agent asks for another turn meanwhile
+            with draft.paused():
+                await asyncio.sleep(0.1)
+                phase, so_far = draft.phase, draft.waited_s
+        return phase, so_far
+
+    phase, so_far = start(waits()).result(20)
+    assert phase == "turn 1: waiting for weights" and draft.phase == "turn 1: generation"
+    assert 0.09 < so_far <= draft.waited_s < 0.19
 
 
 def test_a_turn_that_an_agent_asks_for_behind_its_time_limit_waits_like_another():

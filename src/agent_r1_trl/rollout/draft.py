@@ -73,6 +73,10 @@ class Draft:
     _phase_before: str = NOT_STARTED
     _left_s: float | None = None
     """Seconds that the clock has left, while it stands still."""
+    _paused_at: float | None = None
+    """When it was stopped, in seconds of `time.perf_counter`; None while it runs."""
+    _waited_s: float = 0.0
+    """Seconds of the pauses that are over."""
 
     def enter(self, phase: str) -> None:
         """From now on the trajectory waits for something else."""
@@ -84,6 +88,9 @@ class Draft:
         if self._num_paused == 0:
             self._stop_clock()
         self._num_paused += 1
+        if not self.phase.endswith(WAITING_FOR_WEIGHTS):  # an agent's other calls have phases, too
+            self._phase_before = self.phase
+            self.enter(f"{self.phase.partition(':')[0]}: {WAITING_FOR_WEIGHTS}")
         try:
             yield
         finally:
@@ -92,8 +99,7 @@ class Draft:
                 self._start_clock()
 
     def _stop_clock(self) -> None:
-        self._phase_before, self._left_s = self.phase, None
-        self.enter(f"{self.phase.partition(':')[0]}: {WAITING_FOR_WEIGHTS}")
+        self._paused_at, self._left_s = time.perf_counter(), None
         limit = self.time_limit
         # One that has passed cannot be moved: an agent may ask for a last turn while it is being ended.
         if limit is not None and not limit.expired() and (deadline := limit.when()) is not None:
@@ -101,10 +107,17 @@ class Draft:
             limit.reschedule(None)
 
     def _start_clock(self) -> None:
+        self._waited_s, self._paused_at = self.waited_s, None
         if self.phase.endswith(WAITING_FOR_WEIGHTS):
             self.enter(self._phase_before)
         if self.time_limit is not None and self._left_s is not None:
             self.time_limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the trajectory has waited for weights: they count for none of its times."""
+        now = time.perf_counter()
+        return self._waited_s + (0.0 if self._paused_at is None else now - self._paused_at)
 
     @property
     def name(self) -> str:

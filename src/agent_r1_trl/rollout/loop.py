@@ -100,7 +100,7 @@ async def conclude(
                 draft.error = None if has_begun else draft.error
         finally:
             draft.time_limit = None
-        trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start)
+        trajectory = draft.finish(stop_reason, duration_s=time.perf_counter() - start - draft.waited_s)
         if not stop_reason.is_infrastructure_failure and session.env is not None:
             draft.enter("outcome_reward")
             await _score(trajectory, session, limits)
@@ -110,7 +110,7 @@ async def conclude(
     except Exception as error:
         if keep_going:
             draft.error = _located(error, session, draft.phase)
-            return draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=time.perf_counter() - start)
+            return draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=time.perf_counter() - start - draft.waited_s)
         fix = "" if isinstance(error, RewardError) else ". Correct the method."
         if fix and draft.phase != "outcome_reward":
             raise
