@@ -7,6 +7,7 @@ number: an answer says which weights it came from.
 import asyncio
 import contextlib
 import hashlib
+import json
 import threading
 import uuid
 from pathlib import Path
@@ -36,6 +37,12 @@ class FakeServer:
         self.adapters = adapters
         self.answer_s = 0.0
         """Seconds before each completion."""
+        self.token_s = 0.0
+        """Seconds before each token of a stream."""
+        self.num_streams = 0
+        """Streams that are being written now."""
+        self.error_after = None
+        """After so many tokens a stream has an error in place of the next one."""
         self.break_transfer = False
         """Die in the middle of the next weight transfer."""
         self.may_receive = threading.Event()
@@ -51,6 +58,8 @@ class FakeServer:
         """Say so in the list of models, as vLLM does."""
         self.refusal = None
         """Answer completions with status 400 and this message."""
+        self.is_busy = False
+        """Answer completions with status 503."""
         self.cache_is_held = False
         self.keeps_cache = False  # whatever is asked of it
         """Whether a request uses the prefix cache, which then is emptied only together with it."""
@@ -151,15 +160,39 @@ class FakeServer:
             self.num_refused += 1
             error = {"message": refusal, "type": "BadRequestError", "param": None, "code": 400}
             return web.json_response({"error": error}, status=400)
-        value = self.loaded.get(body["model"], self.value)
+        if self.is_busy:
+            self.num_refused += 1
+            return web.json_response({"error": {"message": "Too many requests."}}, status=503)
+        name = body["model"] if is_known else "policy"
+        value = self.loaded.get(name, self.value)
         await asyncio.sleep(self.answer_s)
         self.num_answers += 1
+        if body.get("stream"):
+            return await self._stream(request, name, num_output)
         logprobs = {"tokens": [f"token_id:{value}"] * num_output, "token_logprobs": [-1.0] * num_output}
         choice = {"finish_reason": "length", "logprobs": logprobs}
         if "prompt_logprobs" in body:
             score = {"logprob": -float(value)}
             choice["prompt_logprobs"] = [None, *({str(token): score} for token in body["prompt"][1:])]
-        return web.json_response({"model": body["model"] if is_known else "policy", "choices": [choice]})
+        return web.json_response({"model": name, "choices": [choice]})
+
+    async def _stream(self, request, name, num_output):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.num_streams += 1
+        try:
+            for number in range(1, num_output + 1):
+                await asyncio.sleep(self.token_s)
+                if self.error_after == number - 1:
+                    await _send(response, {"error": {"message": "The engine is dead.", "code": 500}})
+                    return response
+                logprobs = {"tokens": [f"token_id:{self.loaded.get(name, self.value)}"], "token_logprobs": [-1.0]}
+                choice = {"finish_reason": "length" if number == num_output else None, "logprobs": logprobs}
+                await _send(response, {"model": name, "choices": [choice]})
+            await response.write(b"data: [DONE]\n\n")
+        finally:
+            self.num_streams -= 1
+        return response
 
     async def _rpc(self, request):
         body = await request.json()
@@ -208,3 +241,7 @@ class FakeServer:
     async def _unload_adapter(self, request):
         self.loaded.pop((await request.json())["lora_name"], None)
         return web.Response(text="Success")
+
+
+async def _send(response, event):
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")

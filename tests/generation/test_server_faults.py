@@ -37,7 +37,8 @@ def policy(value):
 @contextlib.contextmanager
 def generator_on(*servers, **options):
     """Options are of the generator, or keys of `servers`."""
-    own = {name: options.pop(name) for name in ("adapter_dir", "weights_dir", "may_restore") if name in options}
+    ours = ("adapter_dir", "weights_dir", "may_restore", "keeps_parts")
+    own = {name: options.pop(name) for name in ours if name in options}
     settings = ServerSettings(**(QUICK | options))
     urls = [server.url for server in servers]
     generator = VLLMServerGenerator(urls, stop_token_ids=[1], settings=settings, **own)

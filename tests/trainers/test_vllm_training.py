@@ -230,13 +230,16 @@ def test_a_rollout_ahead_is_one_step_old_and_its_ratio_says_so(tmp_path):
     assert second["sampling/sync_logprob_gap"] < 1e-4, "the third rollout would have had the second step's weights"
 
 
+KINDS = ["in process", "in process, cut", "server", "server, cut", "server of adapters", "server of adapters, cut"]
+
+
 @RELEASE
-@pytest.mark.parametrize("kind", ["in process", "in process, cut", "server", "server of adapters"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_turn_ahead_comes_from_the_weights_that_it_names(tmp_path, kind, request):
     options = {"rollouts_ahead": 2, "cut_turns": kind.endswith("cut"), "max_tokens_per_turn": 24}
     if kind.startswith("server"):
-        options |= on(request.getfixturevalue("server" if kind == "server" else "lora_server"))
-    options |= {"peft_config": LORA} if kind.endswith("adapters") else {}
+        options |= on(request.getfixturevalue("lora_server" if "adapters" in kind else "server"))
+    options |= {"peft_config": LORA} if "adapters" in kind else {}
     kept = Weights()
     options = {**SAMPLED, "max_steps": 4, "max_completion_length": 240, **options}
     del options["script"]

@@ -154,10 +154,6 @@ CLASHES = (
         "both name the servers. Remove one of them: the file is read again at each weight sync.",
     ),
     Clash.of(
-        {"cut_turns": (True,), "use_vllm": (True,), "vllm_mode": ("server",)},
-        "a server cannot be asked for the part of a turn. Remove cut_turns: turns then end first.",
-    ),
-    Clash.of(
         {"importance_sampling_unit": ("turn", "sequence"), "loss_type": ("vespo",)},
         f"{_MULTIPLIES} another loss_type, or remove importance_sampling_unit.",
     ),

@@ -38,6 +38,7 @@ def build_vllm(model: PreTrainedModel, args: Any, *, stop_token_ids: Collection[
             settings=args.servers,
             may_restore=not args.rollouts_ahead,  # else the update changes the weights during the rollout
             max_connections=args.max_concurrency,
+            keeps_parts=args.cut_turns,
         )
     from agent_r1_trl.generation.vllm.generator import VLLMGenerator
     from agent_r1_trl.generation.vllm.kept import num_logprobs

@@ -17,7 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from agent_r1_trl.generation.vllm.server_routes import (
     UnfitServerError,
     hello,
     identity_of,
+    joined_events,
     refusal_of,
 )
 from agent_r1_trl.generation.vllm.settings import ServerSettings
@@ -87,8 +89,10 @@ class Fleet:
 
     # ---------------------------------------------------------------- requests
 
-    async def complete(self, body: dict[str, Any], slot: TrajectorySlot) -> Any:
+    async def complete(self, body: dict[str, Any], slot: TrajectorySlot, cut: asyncio.Event) -> Any:
         """The answer of a server that provably held the weights; first asked is that of the trajectory's last turn.
+
+        Once `cut` is set it is what has come until then, if `body` asks for events.
 
         Raises:
             GenerationError: no server could serve the request within the retry window.
@@ -98,10 +102,12 @@ class Fleet:
         deadline, wait_s = None, 0.25
         try:
             while True:
-                server = await self._choose(slot)
+                server = await self._choose(slot, cut)
+                if server is None:
+                    return joined_events(b"", "no server", is_cut=True)
                 identity = server.identity
                 try:
-                    return await self._ask(server, body)
+                    return await self._ask(server, body, cut)
                 except _UnprovenError as error:
                     self._num_discarded += 1
                     failure: Exception = error
@@ -113,7 +119,8 @@ class Fleet:
                 if time.monotonic() > deadline:
                     raise GenerationError(f"{server.url}: {failure}") from failure
                 if isinstance(failure, HTTPError) and failure.status not in (None, 404):
-                    await asyncio.sleep(wait_s)  # it is busy
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(cut.wait(), wait_s)  # it is busy
                     wait_s = min(2 * wait_s, 10.0)
                 else:
                     self.leave_out(server, identity, str(failure))
@@ -122,10 +129,10 @@ class Fleet:
         finally:
             self._num_pending -= 1
 
-    async def _choose(self, slot: TrajectorySlot) -> Server:
-        """The trajectory's server, or the next one that is not excluded."""
+    async def _choose(self, slot: TrajectorySlot, cut: asyncio.Event) -> Server | None:
+        """The trajectory's server, or the next one that is not excluded; None once the request is cut."""
         assert slot.place is not None
-        while True:
+        while not cut.is_set():
             servers = list(self.servers.values())
             for place in range(slot.place, slot.place + len(servers)):
                 if servers[place % len(servers)].identity is not None:
@@ -139,6 +146,7 @@ class Fleet:
                 await asyncio.wait_for(self._has_servers.wait(), min(left_s, _POLL_S))
             except TimeoutError:
                 continue
+        return None
 
     def explain(self, reasons_of: dict[str, str] | None = None) -> str:
         """Why no server can be sampled from (URL -> reason; None: the servers' own reasons), and what to do."""
@@ -151,12 +159,13 @@ class Fleet:
             "for a server to come back."
         )
 
-    async def _ask(self, server: Server, body: dict[str, Any]) -> Any:
+    async def _ask(self, server: Server, body: dict[str, Any], cut: asyncio.Event | None = None) -> Any:
         """One attempt at one server."""
         identity = server.identity
         name = self.weights if self.is_adapter and self.weights is not None else server.model
-        answer = await self._answer_of_the_living(server, body | {"model": name})
-        if self.weights is None:
+        answer = await self._answer_of_the_living(server, body | {"model": name}, cut)
+        is_empty = answer.get("model") is None  # cut before its first token: there is nothing to prove
+        if self.weights is None or is_empty:
             return answer
         if self.is_adapter:
             if answer.get("model") != name:
@@ -170,11 +179,27 @@ class Fleet:
             raise _UnprovenError("it was restarted and no longer has the weights of the last sync")
         return answer
 
-    async def _answer_of_the_living(self, server: Server, body: dict[str, Any]) -> Any:
-        """The answer, however long it takes while the server answers health checks."""
-        request = asyncio.create_task(self._http.request("POST", f"{server.url}/v1/completions", body))
+    async def _answer_of_the_living(self, server: Server, body: dict[str, Any], cut: asyncio.Event | None) -> Any:
+        """The answer, or what there is of it once `cut` is set."""
+        url = f"{server.url}/v1/completions"
+        if cut is None or not body.get("stream"):
+            return await self._while_it_lives(server, self._http.request("POST", url, body))
+        pieces: list[bytes] = []
+        await self._while_it_lives(server, self._http.read_events(url, body, pieces), cut)
+        return joined_events(b"".join(pieces), server.url, is_cut=cut.is_set())
+
+    async def _while_it_lives(
+        self, server: Server, action: Coroutine[Any, Any, Any], cut: asyncio.Event | None = None
+    ) -> Any:
+        """The result of a request, however long it takes while the server answers health checks.
+
+        Once `cut` is set the request is cancelled, upon which the server drops it, and the result is None.
+        """
+        request = asyncio.create_task(action)
+        awaited = {request} if cut is None else {request, asyncio.create_task(cut.wait())}
+        wait_s = self._health_timeout_s / 2
         try:
-            while not (await asyncio.wait({request}, timeout=self._health_timeout_s / 2))[0]:
+            while not (await asyncio.wait(awaited, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if server.health is None or server.health.done():  # requests that wait together share a check
                     check = self._http.request("GET", f"{server.url}/health", timeout_s=self._health_timeout_s)
                     server.health = asyncio.create_task(check)
@@ -184,9 +209,10 @@ class Fleet:
                     # Any other status comes from something that lives.
                     if error.status in (None, 503) and not request.done():
                         raise HTTPError(f"the server does not answer its health check ({error})") from error
-            return request.result()
+            return request.result() if request.done() else None
         finally:
-            request.cancel()
+            for task in awaited:
+                task.cancel()
 
     async def _confirmed(self, server: Server) -> str | None:
         """`find_identity`, by a check that begins from now on; answers that came together share one."""

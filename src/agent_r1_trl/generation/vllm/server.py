@@ -103,6 +103,8 @@ class VLLMServerGenerator(Generator):
         max_connections: maximum number of connections to each server.
         may_restore: whether the model that was synced stays as it is until the next sync, so that a server that was
             restarted in a rollout can get its weights again.
+        keeps_parts: whether requests can be cut (`interrupt`). Answers then come as a stream of tokens, which costs
+            processor time here and in the server.
 
     Raises:
         ValueError: a URL is not one, or comes twice; or the file cannot be read.
@@ -120,6 +122,7 @@ class VLLMServerGenerator(Generator):
         startup_timeout_s: float = 240.0,
         max_connections: int = 256,
         may_restore: bool = False,
+        keeps_parts: bool = False,
     ) -> None:
         self._rank = own_rank()
         self._file = ServerFile(urls) if isinstance(urls, Path) else None
@@ -140,6 +143,7 @@ class VLLMServerGenerator(Generator):
         self._fleet = Fleet(self._http, names, settings)
         self._adapter_dir = Path(adapter_dir).resolve() if adapter_dir is not None else None
         self._way, self._may_restore = settings.weight_transfer, may_restore
+        self._keeps_parts, self._cut = keeps_parts, asyncio.Event()  # set once: requests that come later have another
         self._run_name = agreed(f"agent-r1-{uuid.uuid4().hex[:8]}")
         self._weights_folder = Path(weights_dir or tempfile.gettempdir()).resolve() / self._run_name
         self._gpu: dict[str, str] | None = None  # as other members of an NCCL group know it
@@ -169,18 +173,26 @@ class VLLMServerGenerator(Generator):
             "ignore_eos": True,  # the stop ids alone end a turn
             "logprobs": num_logprobs(params),
             "return_tokens_as_token_ids": True,  # in place of text; `return_token_ids` would send the prompt back, too
+            "stream": self._keeps_parts,
         }
         slot = current_slot.get() or TrajectorySlot()
         if slot.place is None:
             slot.place = next(self._next_place)
         try:
-            answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot)))
+            answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot, self._cut)))
         except RefusedRequestError as error:
             if (num := num_logprobs(params)) and "logprobs" in str(error):
                 fix = f"Start the server with --max-logprobs {num} (top_k={params.top_k} and {MORE}), or lower top_k."
                 raise RefusedRequestError(f"{error} {fix}") from error
             raise
         return _as_generation(answer["choices"][0], params)
+
+    def interrupt(self) -> bool:
+        """See `Generator`. Our connections are closed, so that nobody else's requests on the servers are touched."""
+        if self._keeps_parts:
+            cut, self._cut = self._cut, asyncio.Event()
+            self._http.start(_set(cut))
+        return self._keeps_parts
 
     def scores(self, token_ids: list[int]) -> dict[str, list[float]]:
         """See `Generator`; the engines' names are the URLs of the servers that take part."""
@@ -427,8 +439,12 @@ class VLLMServerGenerator(Generator):
             raise GenerationError(reason)
 
 
+async def _set(event: asyncio.Event) -> None:
+    event.set()
+
+
 def _as_generation(choice: dict[str, Any], params: SamplingParams) -> Generation:
-    if choice["finish_reason"] not in ("stop", "length"):
+    if choice["finish_reason"] not in ("stop", "length", "interrupted"):
         raise GenerationError(f"The server ended the request with {choice['finish_reason']!r}.")
     found, written = choice["logprobs"], "token_id:"
     if not all(token.startswith(written) for token in found["tokens"]):

@@ -12,8 +12,9 @@ import asyncio
 import json
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -69,6 +70,21 @@ class HTTPClient:
         Raises:
             HTTPError: no answer in time, none at all, or one that is not 2xx.
         """
+        async with self._answered(method, url, body, timeout_s) as answer:
+            return await answer.json() if answer.content_type == "application/json" else None
+
+    async def read_events(self, url: str, body: object, pieces: list[bytes]) -> None:
+        """Append an answer of server-sent events to `pieces` as it comes; to cancel this closes the connection.
+
+        Raises:
+            HTTPError: as of `request`; or the connection broke off.
+        """
+        async with self._answered("POST", url, body, None) as answer:
+            async for piece in answer.content.iter_any():
+                pieces.append(piece)
+
+    @asynccontextmanager
+    async def _answered(self, method: str, url: str, body: object, timeout_s: float | None) -> AsyncIterator[Any]:
         import aiohttp
 
         if self._session is None:
@@ -82,7 +98,7 @@ class HTTPClient:
                 if answer.status >= 300:
                     text = (await answer.text())[:500]
                     raise HTTPError(f"{method} {url} was answered with {answer.status}: {text}", answer.status)
-                return await answer.json() if answer.content_type == "application/json" else None
+                yield answer
         except TimeoutError as error:
             is_deaf = isinstance(error, aiohttp.ConnectionTimeoutError)
             missing = f"no connection within {connect_s:g} s" if is_deaf else f"no answer within {seconds:g} s"
@@ -226,6 +242,39 @@ async def ask_each(
         else:
             found[url] = answer
     return found, failures
+
+
+def joined_events(content: bytes, url: str, *, is_cut: bool) -> dict[str, Any]:
+    """A completion out of its events, in the form in which it comes without `stream`.
+
+    Args:
+        content: what has come of the answer; an event that has not come whole is left out.
+        url: of the server, for messages.
+        is_cut: whether the rest is not waited for. `finish_reason` is "interrupted" where there is one.
+
+    Returns:
+        A completion. Its `model` is None if no event has come.
+
+    Raises:
+        HTTPError: an event is an error, or the answer ended before the turn did.
+    """
+    whole_lines = content[: content.rfind(b"\n") + 1]
+    events = [json.loads(line[6:]) for line in whole_lines.splitlines() if line.startswith(b"data: {")]
+    joined: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    model, reason = None, None
+    for event in events:
+        if "choices" not in event:
+            error = event.get("error")
+            status = error.get("code") if isinstance(error, dict) else None
+            raise HTTPError(f"{url} broke off an answer: {json.dumps(event)[:500]}", status)
+        model = event["model"]
+        for choice in event["choices"]:  # none in an event about usage
+            reason = choice["finish_reason"]
+            for name, values in joined.items():
+                values += choice["logprobs"].get(name) or ()
+    if reason is None and not is_cut:
+        raise HTTPError(f"{url} ended an answer before the turn had ended")
+    return {"model": model, "choices": [{"finish_reason": reason or "interrupted", "logprobs": joined}]}
 
 
 def refusal_of(error: HTTPError) -> GenerationError:
