@@ -66,6 +66,12 @@ def turns(generator, count, slots=None):
     return [str(item) if isinstance(item, Exception) else item for item in asyncio.run(gather())]
 
 
+def test_a_request_says_which_rollout_it_is_of():
+    with FakeServer() as server, generator_on(server) as generator:
+        assert turns(generator, 2, [TrajectorySlot(order=12), TrajectorySlot(order=-1)]) == [BASE, BASE]
+        assert sorted(body["priority"] for body in server.bodies) == [-1, 12]
+
+
 # -------------------------------------------------------------------- every answer proves its weights
 
 

@@ -165,6 +165,9 @@ class VLLMServerGenerator(Generator):
         """
         check_request(request)
         params = request.params
+        slot = current_slot.get() or TrajectorySlot()
+        if slot.place is None:
+            slot.place = next(self._next_place)
         body = vars(params) | {
             "prompt": request.prompt_ids,
             "max_tokens": request.max_tokens,
@@ -174,10 +177,8 @@ class VLLMServerGenerator(Generator):
             "logprobs": num_logprobs(params),
             "return_tokens_as_token_ids": True,  # in place of text; `return_token_ids` would send the prompt back, too
             "stream": self._keeps_parts,
+            "priority": slot.order,  # a server whose policy is first come, first served does not read it
         }
-        slot = current_slot.get() or TrajectorySlot()
-        if slot.place is None:
-            slot.place = next(self._next_place)
         try:
             answer = await asyncio.wrap_future(self._http.start(self._fleet.complete(body, slot, self._cut)))
         except RefusedRequestError as error:
