@@ -1,6 +1,7 @@
 """The gallery of recipes/gallery: an estimator, and callbacks with a loss term and with columns."""
 
 import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
@@ -141,3 +142,9 @@ def test_echo_learns_what_tools_answer(tmp_path):
     trainer.train()
     losses = [entry["echo_loss"] for entry in trainer.state.log_history if "echo_loss" in entry]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_the_parts_alone_train_without_a_trainer():
+    namespace = runpy.run_path(str(GALLERY.parent / "parts_alone.py"))
+    norms = namespace["main"](num_steps=1)
+    assert len(norms) == 1 and 0 < norms[0] < 1000
