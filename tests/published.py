@@ -22,6 +22,51 @@ from agent_r1_trl.chat.checks import control_tokens
 from agent_r1_trl.testing.tokenizers import read_template
 from tests.families import FAMILIES
 
+FAMILY_OF = {
+    "trl: qwen2_5.jinja": "qwen2_5",
+    "xinference: qwen2.5-coder-instruct": "qwen2_5",
+    "trl: qwen3.jinja": "qwen3",
+    "trl: qwen3_instruct_2507.jinja": "qwen3_instruct_2507",
+    "trl: qwen3_vl.jinja": "qwen3_instruct_2507",
+    "xinference: Qwen3-Thinking": "qwen3_thinking_2507",
+    "trl: qwen3_5_think.jinja": "qwen3_5",
+    "trl: qwen3_5_nothink.jinja": "qwen3_5",
+    "trl: qwen3_6.jinja": "qwen3_5",
+    "trl: qwen3_8.jinja": "qwen3_5",
+    "llama.cpp: Qwen3-Coder.jinja": "qwen3_5",
+    "xinference: QwQ-32B": "qwq",
+    "llama.cpp: NousResearch-Hermes-3-Llama-3.1-8B-tool_use.jinja": "hermes_3",
+    "trl: llama3_1.jinja": "llama3_1",
+    "trl: llama3_2.jinja": "llama3_2",
+    "llama.cpp: meta-llama-Llama-3.3-70B-Instruct.jinja": "llama3_1",
+    "llama.cpp: mistralai-Mistral-Nemo-Instruct-2407.jinja": "mistral_nemo",
+    "xinference: mistral-instruct-v0.3": "mistral_nemo",
+    "llama.cpp: Mistral-Small-3.2-24B-Instruct-2506.jinja": "mistral_small_3_2",
+    "llama.cpp: mistralai-Ministral-3-14B-Reasoning-2512.jinja": "ministral_3",
+    "llama.cpp: deepseek-ai-DeepSeek-V3.1.jinja": "deepseek_v3_1",
+    "trl: glm4moe.jinja": "glm_4_5",
+    "llama.cpp: GLM-4.6.jinja": "glm_4_5",
+    "xinference: GLM-4.7": "glm_4_7",
+    "llama.cpp: GLM-4.7-Flash.jinja": "glm_4_7",
+    "xinference: glm-5": "glm_4_7",
+    "xinference: glm-5.3": "glm_4_7",
+    "llama.cpp: ByteDance-Seed-OSS.jinja": "seed_oss",
+    "llama.cpp: NVIDIA-Nemotron-Nano-v2.jinja": "nemotron_nano_2",
+    "trl: nemotron_3_nano.jinja": "nemotron_3",
+    "trl: nemotron_3_super.jinja": "nemotron_3",
+    "trl: nemotron_3_ultra.jinja": "nemotron_3",
+    "trl: lfm2.jinja": "lfm2",
+    "trl: lfm2_v2.jinja": "lfm2",
+    "trl: lfm2_2_5.jinja": "lfm2_5",
+    "trl: lfm2_2_5_v2.jinja": "lfm2_5",
+    "llama.cpp: LFM2.5-Instruct.jinja": "lfm2_5",
+    "trl: gemma4.jinja": "gemma4",
+    "trl: gemma4_v5.jinja": "gemma4",
+    "llama.cpp: google-gemma-4-31B-it.jinja": "gemma4",
+    "trl: gptoss.jinja": "gpt_oss",
+}
+"""File of the table -> the family of `tests/families` whose tokenizer and wire format it takes."""
+
 
 @functools.lru_cache
 def _archived() -> dict[str, str]:
