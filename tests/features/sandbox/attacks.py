@@ -1,4 +1,4 @@
-"""What a model's code could try, and which sandbox stops it; the table of docs/sandbox.md says the same.
+"""What a model's code could try, and which sandbox stops it; the table of docs/sandbox.md counts them.
 
     python -m tests.features.sandbox.attacks sandlock          # {"makes a device node": "yes", ...}
 
