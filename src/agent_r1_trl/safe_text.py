@@ -129,8 +129,7 @@ class SecretSettings(SettingsGroup):
 
     names: Annotated[str, Expression()] = setting(
         SECRET_NAMES,
-        "Regular expression: environment variables, columns of the data and arguments of tools with such a name hold "
-        "secrets.",
+        "Regular expression for names of environment variables, columns and arguments that hold secrets.",
     )
     patterns: Annotated[list[str], Texts(Expression())] | None = setting(
         None, "Regular expressions of further secrets, masked wherever they match."

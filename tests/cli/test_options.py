@@ -41,7 +41,7 @@ def test_the_page_shows_no_backslashes_between_backticks():
 def test_the_page_has_all_that_we_say_of_a_setting_and_the_first_sentence_of_what_libraries_say():
     """`train --help` prints all of it."""
     ours, theirs = page_text().partition("## Model and adapter (TRL)")[::2]
-    assert "| Maximum number of assistant turns per trajectory. Tool calls of the last turn are still executed" in ours
+    assert "| Maximum number of assistant turns per trajectory. Tool calls of the last turn still run" in ours
     assert "| Mode to use for vLLM integration when `use_vllm` is set to `True`. |" in theirs
     assert "(e.g., 'http://localhost:8000'). |" in theirs, "an abbreviation ends no sentence"
 

@@ -47,8 +47,8 @@ KEY = "OPENAI_API_KEY"
 MAPPINGS = ("env_kwargs", "reward_options", "chat_template_kwargs", "endpoint_options", "row")
 """Settings that the command line gives as text."""
 ENV_HELP = (
-    "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', or the import path of an "
-    "Environment class or of a function that returns one (my_module.MyEnv or envs/my_env.py:MyEnv)."
+    "Environment: 'search_qa', 'bandit', 'frozen_lake', 'sokoban', 'countdown', or the import path of a class or "
+    "function, my_module.MyEnv or envs/my_env.py:MyEnv."
 )
 ENV_KWARGS_HELP = (
     "Arguments of the environment, on the command line as '{top_k: 3}'; those of the recipe that are not named there "
@@ -113,32 +113,28 @@ class TrainArguments(TaskArguments):
         "Algorithm: 'grpo' or 'ppo', or the path of a subclass of their trainers, my_module.MyTrainer.",
         aliases=["--algo"],
     )
-    generator: str | None = setting(
-        None, "Import path of a generator of your own to sample with, an object or a class without arguments."
-    )
+    generator: str | None = setting(None, "Import path of your own generator, an object or a class without arguments.")
     tools: list[str] | None = setting(None, "Instead of env: import paths of functions. Requires reward_funcs.")
     reward_funcs: list[str] | None = setting(
         None, "Import paths of reward functions, beside the environment's own reward."
     )
     turn_reward_funcs: list[str] | None = setting(None, "Import paths of functions that reward each turn.")
     callbacks: list[str] | None = setting(
-        None, "Import paths of callbacks, classes or objects, that take part in the run (docs/extending.md)."
+        None, "Import paths of callbacks that take part in the run (docs/extending.md)."
     )
     reward_options: dict[str, Any] | str | None = setting(
         None,
-        "Options of reward functions by the name of the function, on the command line as "
-        "'{overlong_penalty: {max_tokens: 900}}'; the recipe's for other functions stay.",
+        "Options of reward functions by name, on the command line as '{overlong_penalty: {max_tokens: 900}}'; the "
+        "recipe's for others stay.",
     )
     num_processes_expected: Count | None = setting(
-        None, "Number of processes that this recipe was written for; any other is refused. None: any number."
+        None, "Number of processes that this recipe was written for; any other is refused. None: any."
     )
-    verbose: bool = setting(
-        False, "Print every logged metric. Off: those that are shown; all go to the tracker and trainer_state.json."
-    )
+    verbose: bool = setting(False, "Print every logged metric.")
     overwrite: bool = setting(
         False,
-        "Start a new run in an output_dir that holds one: the old folder is moved to output_dir.1 (.2, ...), nothing "
-        "is deleted. Off: refused.",
+        "Start a new run in an output_dir that holds one: the old folder is moved to output_dir.1 (.2, ...). Off: "
+        "refused.",
     )
 
 

@@ -29,29 +29,24 @@ class ContextSettings(SettingsGroup):
 
     policy: str = setting(
         "keep",
-        "What each turn is sampled after. 'keep': everything so far. 'window': the prompt and the last `turns` "
-        "turns. 'drop_observations': a note in place of answers to earlier turns. 'step': what the environment gives "
-        "(info['next_context']), else as 'window'; every turn is a row. 'summarise': the prompt and the model's "
-        "summary. 'strip_thinking': without the earlier reasoning that the published chat template drops. 'agent': "
-        "what your own agent asks with. Or your own: a function, or its path, my_module.my_policy.",
+        "What each turn reads: 'keep', 'window', 'drop_observations', 'step', 'summarise', 'strip_thinking' or "
+        "'agent' (docs/long-agents.md). Or your own: a function, or its path, my_module.my_policy.",
     )
     turns: Count | None = setting(
         None,
-        "How many of the last turns `policy` leaves as they are (None for 'step': 1); with 'summarise', after how "
-        "many turns a summary is written.",
+        "Number of last turns that `policy` leaves as they are (None for 'step': 1); with 'summarise', number of "
+        "turns before a summary.",
     )
     tokens: Count | None = setting(
         None,
         "Rewrite a context only where it would have more tokens than this. None: rewrite it before every turn "
         "('summarise': as `turns` says).",
     )
-    summary_tokens: Count | None = setting(
-        None, "Maximum number of tokens that the model may sample for a summary, reasoning included ('summarise')."
-    )
+    summary_tokens: Count | None = setting(None, "Maximum number of tokens of a summary, reasoning included.")
     summary_prompt: Words | None = setting(
         None,
-        "The user message that asks for a summary ('summarise'); {summary_tokens} in it stands for the number. None: "
-        "one in plain English.",
+        "User message that asks for a summary; {summary_tokens} in it stands for the number. None: one in plain "
+        "English.",
     )
 
     def __post_init__(self) -> None:

@@ -85,29 +85,24 @@ class RolloutSettings:
 
     max_turns: Count = setting(
         8,
-        "Maximum number of assistant turns per trajectory. Tool calls of the last turn are still executed and "
-        "rewarded.",
+        "Maximum number of assistant turns per trajectory. Tool calls of the last turn still run.",
     )
     max_completion_length: Annotated[int | None, Whole(1)] = setting(
         2048,
-        "Maximum number of tokens per trajectory after the prompt: everything that the model samples and everything "
-        "that tools and the template add.",
+        "Maximum number of tokens per trajectory after the prompt, tool results included.",
     )
     max_tokens_per_turn: Count | None = setting(
         None,
-        "Maximum number of tokens that the model may sample in one turn. None: what is left of "
-        "`max_completion_length`.",
+        "Maximum number of tokens sampled in one turn. None: what is left of `max_completion_length`.",
     )
     max_observation_tokens: Count = setting(
         1024,
-        "Maximum number of tokens of observation text after one turn, whatever the number of its calls. Longer text "
-        "is cut, with one note.",
+        "Maximum number of tokens of observation text after one turn. Longer text is cut, with a note.",
     )
     context: ContextMapping = setting(
         None,
-        "What each turn is sampled after: a policy (keep, window, drop_observations, step, summarise, "
-        "strip_thinking, or your own), or a mapping, for example {policy: window, turns: 4}. None: 'keep', "
-        "everything so far.",
+        "Policy for the messages that each turn reads, such as 'window', or a mapping, such as {policy: window, "
+        "turns: 4}. None: 'keep', everything so far.",
     )
     max_invalid_calls: CountOrZero = setting(
         2,
@@ -117,22 +112,19 @@ class RolloutSettings:
     max_concurrency: Count = setting(256, "Maximum number of trajectories in flight at once, per process.")
     rollout_timeout: Seconds | None = setting(
         3600,
-        "Seconds after which a trajectory is stopped, not counting its wait for a free place and its scoring. None: "
-        "no limit.",
+        "Seconds after which a trajectory is stopped, without its wait for a place and its scoring. None: no limit.",
     )
     reset_timeout: Seconds | None = setting(
-        600, "Seconds that making and resetting an environment may take. None: no limit of its own."
+        600, "Seconds that making and resetting an environment may take. None: no limit."
     )
     scoring_timeout: Seconds | None = setting(600, "Seconds that `outcome_reward` may take. None: no limit.")
     watchdog_interval: Seconds | None = setting(
         10,
-        "Seconds without any progress after which a warning names the trajectories, turns and tools that the rollout "
-        "waits for; repeated as often. None: no warnings.",
+        "Seconds without progress after which a warning says what the rollout waits for. None: no warnings.",
     )
     stall_timeout: Seconds | None = setting(
         600,
-        "Seconds for which one call may hold up all trajectories, by blocking their event loop (then given up) or by "
-        "keeping the interpreter's lock (the process ends with exit code 1). None: no limit.",
+        "Seconds for which one call may hold up all trajectories (docs/rollout-settings.md). None: no limit.",
     )
 
     def check_limits(self) -> None:

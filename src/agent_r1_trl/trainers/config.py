@@ -146,8 +146,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     chat_template: str | None = setting(
         None,
-        "Chat template in place of the tokenizer's, saved with the model: its source, a .jinja file, or the name of "
-        "one that TRL ships (qwen3_training).",
+        "Chat template in place of the tokenizer's: its source, a .jinja file, or the name of one that TRL ships "
+        "(qwen3_training).",
     )
     response_template: dict[str, Any] | str | None = setting(
         None,
@@ -162,12 +162,11 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     vllm_dtype: Annotated[str, OneOf("auto", "bfloat16", "float16", "float32")] = setting(
         "auto",
-        "Numbers of the vLLM engine in this process. 'auto': those that the trainer computes with (of 16 bits with "
-        "bf16 or fp16), else those of its weights.",
+        "Dtype of the vLLM engine in this process. 'auto': the one that the trainer computes with.",
     )
     servers: Annotated[AsMapping, ServerSettings] = setting(
         None,
-        "The vLLM servers to sample from (vllm_mode='server') and how long they may take, such as {urls: "
+        "vLLM servers to sample from (vllm_mode='server') and their time limits, such as {urls: "
         "[http://127.0.0.1:8000]}.",
     )
     rollouts_ahead: CountOrZero = setting(
@@ -184,28 +183,25 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
 
     retry_failed: CountOrZero = setting(
         0,
-        "How often a lost trajectory (environment_error, generation_error, tool_failure) is sampled again in its "
-        "rollout, with the same seeds.",
+        "Number of times that a lost trajectory is sampled again in its rollout, with the same seeds.",
     )
     min_group_size: Count | None = setting(
         None,
-        "A prompt's trajectories count only if at least this many of them were sampled and scored. None: 2 where the "
-        "estimator compares them, else 1.",
+        "Smallest group, of trajectories that were sampled and scored, that counts. None: 2 where the estimator "
+        "compares them, else 1.",
     )
 
     # ---- rewards on tokens
     truncated_trajectories: Annotated[str, OneOf("keep", "mask", "penalise")] = setting(
         "keep",
-        "Trajectories that a limit ended: 'keep' scores them as they are, 'mask' takes them out of the loss, "
-        "'penalise' adds `truncation_penalty` to their outcome.",
+        "Trajectories that a limit ended: 'keep' trains on them, 'mask' takes them out of the loss, 'penalise' adds "
+        "`truncation_penalty` to their outcome.",
     )
     truncation_penalty: Annotated[float, Number(maximum=0)] = setting(
         -0.5, "What truncated_trajectories='penalise' adds to the outcome; <= 0."
     )
 
-    process_reward_weight: NotNegative = setting(
-        1.0, "Weight of the turn rewards in the advantages; not in the records."
-    )
+    process_reward_weight: NotNegative = setting(1.0, "Weight of the turn rewards in the advantages.")
     outcome_reward_weight: NotNegative = setting(1.0, "Weight of the outcome reward in the advantages.")
     process_reward_schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = setting(
         "constant", "Schedule of `process_reward_weight`: 'constant', or falling to 0 ('linear', 'cosine')."
@@ -226,8 +222,7 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     separate_process_advantages: Flag = setting(
         False,
-        "Estimate the advantages of the turn rewards and of the outcome separately, each normalised by itself, and "
-        "add them with their weights.",
+        "Estimate the advantages of turn rewards and outcome separately, and add them with their weights.",
     )
     gamma: Share = setting(1.0, f"Discount per action token ({_readers('gamma')}).")
     gamma_turn: Share | None = setting(
@@ -236,21 +231,19 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     step_weight: NotNegative = setting(1.0, "Weight of GiGPO's step advantages.")
     loss_term: str | None = setting(
         None,
-        "Your own loss term, or its path, my_module.my_term: a function of micro-batch, log-probs and mask that "
-        "returns a sum over tokens (docs/extending.md).",
+        "Your own loss term, or its path, my_module.my_term (docs/extending.md).",
     )
     loss_unit: Annotated[str, OneOf("token", "turn", "trajectory")] | None = setting(
         None,
-        "What has the same weight in the policy loss: each 'token', or each 'turn' or 'trajectory', spread over its "
-        "action tokens. None: as `loss_type` has it, a trajectory counting as one row.",
+        "Unit of equal weight in the policy loss: 'token', 'turn' or 'trajectory'. None: as `loss_type` has it, a "
+        "trajectory counting as one row.",
     )
     kl_placement: Annotated[str, OneOf("loss", "reward")] = setting(
         "loss", "Where the KL term of weight `beta` is added: to the 'loss' (k3) or to each token's 'reward' (k1)."
     )
     loss_mask: Flag = setting(
         True,
-        "Keep observation tokens out of the policy loss. Off: the ablation of the Agent-R1 paper; they get the "
-        "advantage of the action token before them.",
+        "Keep observation tokens out of the policy loss. Off: only for the ablation of the Agent-R1 paper.",
     )
     advantage_mask: Flag = setting(
         True, "Keep observation tokens out of the advantages. Off: the ablation of the Agent-R1 paper."
@@ -270,33 +263,30 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     importance_sampling_unit: Annotated[str, OneOf(*UNITS)] | None = setting(
         None,
-        "The unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. None: as in "
-        "`vllm_importance_sampling_mode`, which in any case decides between truncating and masking.",
+        "Unit that shares one importance ratio of trainer to sampler: 'token', 'turn' or 'sequence'. None: that of "
+        "`vllm_importance_sampling_mode`.",
     )
 
     # ---- update
     update_layout: Annotated[str, OneOf(AUTO, *UPDATE_LAYOUTS)] = setting(
         AUTO,
-        "Layout of rows in the update's forward passes: 'padded' as in TRL; 'grouped' by length, common padding cut "
-        "off; 'packed' without padding; 'shared': packed, common beginnings (a group's prompt) computed once; "
-        "'auto': on a CUDA GPU the last of these that model and settings allow, elsewhere 'padded', or 'shared' with "
-        "a number in max_tokens_per_micro_batch.",
+        "Layout of rows in the update's forward passes: 'padded' as in TRL; 'grouped' by length; 'packed' without "
+        "padding; 'shared': packed, common beginnings (a group's prompt) computed once; 'auto': on a CUDA GPU the "
+        "last of these that model and settings allow (docs/performance.md).",
     )
     max_tokens_per_micro_batch: Annotated[int | str, CountOr(AUTO)] | None = setting(
         AUTO,
-        "Deal the rows of an optimizer step out to micro-batches of at most so many tokens, evenly over all ranks. "
-        "For update_layout 'packed' and 'shared'. 'auto': with these layouts on a CUDA GPU as many as fit by the "
-        "formulas of agent-r1-trl memory, elsewhere as None. None: `per_device_train_batch_size` rows each.",
+        "Maximum number of tokens of a micro-batch, for update_layout 'packed' and 'shared'. 'auto': with these "
+        "layouts on a CUDA GPU as many as fit by formula. None: `per_device_train_batch_size` rows.",
     )
     disable_dropout: Flag = setting(
         True,
-        "Switch off dropout of every kind and router jitter in the update. A sampler has none, so with them another "
-        "policy is scored than the one that sampled.",
+        "Switch off dropout and router jitter in the update, as the sampler has none.",
     )
     score_check: Annotated[str, OneOf("error", "warn", "off")] = setting(
         "error",
-        "What happens if rows of the first rollout have other log-probs in the update than in the model's own "
-        "forward pass: 'error' ends the run before its first update, 'warn' goes on, 'off' does not look.",
+        "Response to log-probs of the first rollout that differ between the update and the model's own forward pass: "
+        "'error' ends the run, 'warn' goes on, 'off' does not look.",
     )
 
     # ---- features (one mapping each; `features/NAME/settings.py` declares the keys; None: the defaults of the keys)
@@ -305,49 +295,43 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     failures: AsMapping = setting(
         None,
-        "When failing trajectories and steps that are not finite end the run, and what a signal does, "
-        "such as {max_share: 0.8}.",
+        "Limits for lost trajectories and for steps that are not finite, such as {max_share: 0.8}.",
     )
-    outages: AsMapping = setting(
-        None, "When a tool counts as down and how long the run waits for it, such as {max_wait: 600}."
-    )
+    outages: AsMapping = setting(None, "Limits for tools that are down, such as {max_wait: 600}.")
     journal: AsMapping = setting(
         True,
-        "Write every turn of a rollout to output_dir/journal as it happens, so that a killed and resumed run repeats "
-        "only the turn in flight: true, false, or a mapping, such as {keep: 9}.",
+        "Write every turn to output_dir/journal, so that a killed and resumed run repeats only the turn in flight: "
+        "true, false, or a mapping, such as {keep: 9}.",
     )
     push: AsMapping = setting(
         None, "What `push_to_hub` uploads besides the model, such as {trajectories: true}. None: no records."
     )
     echo: AsMapping = setting(
         None,
-        "The watch for collapsing runs: true, or a mapping, such as {actions: [all]}, with which something is done "
-        "about them. None or false: off.",
+        "Watch for collapsing runs: true, or a mapping, such as {actions: [all]}, to act on them. None or false: off.",
     )
 
     progress: Annotated[str, OneOf("auto", "lines", "transformers", "none")] = setting(
         "auto",
-        "How a training is shown: 'auto': a block in a terminal, a line a step elsewhere and with disable_tqdm; "
-        "'lines'; 'transformers': its bar and a dict of all metrics a step; 'none'. Trackers and trainer_state.json "
-        "always get all metrics.",
+        "Display of a training: 'auto': a block in a terminal, else a line a step; 'lines'; 'transformers': its bar "
+        "and a dict of all metrics a step; 'none'.",
     )
 
     watch_by: Annotated[str, Text()] | None = setting(
         None,
-        "Column of the rows, such as `kind`, whose values are watched one by one (`meta.level`: key of a mapping). "
-        "Each has metrics (`by/*`); a warning names one that falls while the mean rises.",
+        "Column of the rows, such as `kind`, whose values have their own metrics (`by/*`). A warning names a value "
+        "that falls while the mean rises.",
     )
 
     # ---- rollout shaping
     prompts_per_rollout: Count | None = setting(
         None,
-        "Prompts (initial states) of one rollout, over all processes; `steps_per_generation` follows from it. None: "
-        "as TRL's settings say.",
+        "Prompts of one rollout, over all processes; `steps_per_generation` follows from it. None: as TRL's settings "
+        "say.",
     )
     updates_per_rollout: Count | None = setting(
         None,
-        "Optimizer steps on one rollout, all `num_iterations` together; `gradient_accumulation_steps` follows "
-        "from it. None: as TRL's settings say.",
+        "Optimizer steps on one rollout; `gradient_accumulation_steps` follows from it. None: as TRL's settings say.",
     )
 
     # ---- recording and resuming
@@ -535,8 +519,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     )
     bootstrap_truncated: Flag = setting(
         False,
-        "Use the critic's value of what it would have gone on from, instead of 0, at the end of a trajectory that a "
-        "limit ended.",
+        "Use the critic's value, instead of 0, at the end of a trajectory that a limit ended.",
     )
 
     # ---- critic
@@ -548,17 +531,15 @@ class MultiTurnPPOConfig(MultiTurnConfig):
     critic_learning_rate: NotNegative | None = setting(
         None, "Peak learning rate of the critic. None: that of the policy."
     )
-    critic_warmup_steps: CountOrZero = setting(
-        0, "Optimizer steps at the start in which only the critic learns and the policy stays as it is."
-    )
+    critic_warmup_steps: CountOrZero = setting(0, "Optimizer steps at the start in which only the critic learns.")
     critic_max_grad_norm: NotNegative | None = setting(
         None,
-        "Limit of the critic's gradient norm, which is clipped apart from the policy's. 0: not clipped. None: "
-        "max_grad_norm. DeepSpeed clips one norm over both, and refuses a number here.",
+        "Limit of the critic's gradient norm, apart from the policy's. 0: not clipped. None: max_grad_norm. Refused "
+        "with DeepSpeed, which clips one norm over both.",
     )
     value_loss_coef: NotNegative = setting(0.5, "Weight of the value loss.")
     cliprange_value: Annotated[float, Number(above=0, may_be_infinite=True)] = setting(
-        0.2, "Clip range of the value loss: a value that moves further from the old one gains nothing more."
+        0.2, "Clip range of the value loss."
     )
 
 

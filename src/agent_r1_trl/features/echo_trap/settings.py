@@ -24,25 +24,24 @@ class EchoSettings(SettingsGroup):
 
     thresholds: dict[str, Any] | None = setting(
         None,
-        "Fields of agent_r1_trl.features.echo_trap.Thresholds that differ from their defaults, for example "
-        "{solved_reward: 0.95} or {repetition: [0.6, 0.95]}.",
+        "Fields of agent_r1_trl.features.echo_trap.Thresholds, for example {solved_reward: 0.95}.",
     )
     actions: Annotated[list[str], SomeOf(*ACTIONS, ALL)] | None = setting(
         None,
-        "What the guard does, and in which order, when the run collapses: 'filter', 'clip', "
-        "'learning_rate', 'rollback', 'stop'; 'all' for those that this run can take. None: there is no guard.",
+        "Actions of the guard, in their order: 'filter', 'clip', 'learning_rate', 'rollback', 'stop'; 'all' for "
+        "those that this run can take. None: there is no guard.",
     )
-    dry_run: Flag = setting(False, "The guard only says what it would do. Nothing about the training changes.")
+    dry_run: Flag = setting(False, "Only report what the guard would do.")
     patience: Count = setting(
         10,
-        "Number of optimizer steps that an action of the guard gets to work before the next one. 'filter' and "
-        "'clip' are undone after as many healthy steps.",
+        "Optimizer steps that an action gets to work before the next one. 'filter' and 'clip' are undone after as "
+        "many healthy steps.",
     )
-    max_rollbacks: Count = setting(2, "How often the guard's 'rollback' goes back to a healthy checkpoint at most.")
+    max_rollbacks: Count = setting(2, "Maximum number of rollbacks.")
     rate_factor: Annotated[float, Number(above=0, below=1)] = setting(
-        0.5, "What the guard's 'learning_rate' multiplies all learning rates by, the critic's included."
+        0.5, "Factor of all learning rates, the critic's included, under 'learning_rate'."
     )
-    rate_steps: Count = setting(20, "Number of optimizer steps for which the guard's 'learning_rate' holds.")
+    rate_steps: Count = setting(20, "Optimizer steps for which 'learning_rate' holds.")
 
 
 GROUPS = {"echo": EchoSettings}

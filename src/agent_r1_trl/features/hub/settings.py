@@ -18,8 +18,7 @@ class PushSettings(SettingsGroup):
     critic: Flag = setting(False, "Upload PPO's critic, in `critic/`.")
     allow_secrets: Annotated[list[str], Texts()] | None = setting(
         None,
-        "Names of files, or patterns of them, that are uploaded although something in them looks like a secret. Any "
-        "other such file stops the upload.",
+        "Names of files, or patterns of them, that are uploaded although something in them looks like a secret.",
     )
 
 

@@ -16,13 +16,13 @@ class JournalSettings(SettingsGroup):
 
     keep: CountOrZero = setting(
         4,
-        "Number of rollouts of a training whose journal is kept, per process, although a checkpoint has made it "
-        "unnecessary. What lies behind the last checkpoint is always kept (nothing, with save_strategy='no').",
+        "Number of rollouts whose journal is kept although a checkpoint has made it unnecessary. Those since the "
+        "last checkpoint always are.",
     )
     replay: Words | None = setting(
         None,
-        "Take the rollouts from the journal of another run or evaluation (its output_dir, or the folder `journal`): "
-        "no sampler, no tools, no environment. For debugging reward functions and losses.",
+        "Take the rollouts from another run's or evaluation's journal (its output_dir, or the folder `journal`), "
+        "without sampler, tools and environment.",
     )
 
 

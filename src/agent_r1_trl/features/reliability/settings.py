@@ -13,15 +13,14 @@ class FailureSettings(SettingsGroup):
 
     max_share: Share = setting(
         0.5,
-        "End the run when a larger share of the last trajectories were lost for no fault of the policy "
-        "(environment_error, generation_error, tool_failure, prompt_too_long), or a required reward function did not "
-        "score them. 1.0: only if nothing can be sampled.",
+        "Share of lost or unscored trajectories, among the last prompts, above which the run ends. 1.0: only if "
+        "nothing can be sampled.",
     )
     window: Count = setting(32, "Number of prompts over which `max_share` is judged; fewer are not judged.")
     max_nonfinite_steps: Count = setting(
         3,
-        "End the run after this many optimizer steps in a row whose loss or gradients are not finite. Such steps are "
-        "skipped: they change neither weights nor optimizer.",
+        "Optimizer steps in a row with a loss or gradients that are not finite, after which the run ends. Such steps "
+        "are skipped.",
     )
     min_effective_share: Share = setting(
         0.9,
@@ -30,8 +29,7 @@ class FailureSettings(SettingsGroup):
     )
     save_on_signal: Flag = setting(
         True,
-        "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run. Environments and engines "
-        "are closed either way.",
+        "Write a checkpoint when SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 ends the run.",
     )
 
 
@@ -41,14 +39,12 @@ class OutageSettings(SettingsGroup):
 
     max_failure_rise: Share = setting(
         0.3,
-        "A tool is asked whether it is down when its share of failed calls has risen by more than this above its "
-        "past. The model's own mistakes do not count. 1.0 disables the check.",
+        "Rise of a tool's share of failed calls from which it is asked whether it is down. 1.0 disables the check.",
     )
-    min_calls: Count = setting(8, "Number of calls, on all processes, over which a tool is judged at least.")
+    min_calls: Count = setting(8, "Minimum number of calls, on all processes, over which a tool is judged.")
     max_wait: NotNegative = setting(
         1800.0,
-        "Seconds to wait for a tool that is down, before the run ends. What was sampled in the meantime is not "
-        "trained on. 0: it ends at once.",
+        "Seconds to wait for a tool that is down, before the run ends. 0: it ends at once.",
     )
 
 

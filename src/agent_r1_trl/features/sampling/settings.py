@@ -30,10 +30,8 @@ class SamplingSettings(SettingsGroup):
 
     filter_groups: str | None = setting(
         None,
-        "Train only on the groups whose returns differ most: 'top_fraction' (the best `filter_value` of the groups), "
-        "'top_p' (as many as hold `filter_value` of the spread) or 'min_p' (at least `filter_value` of the largest "
-        "spread). Or your own: a function, or its path, my_module.my_rule. A step without kept groups is skipped. "
-        "None: all.",
+        "Train only on the groups whose returns differ most: 'top_fraction', 'top_p' or 'min_p' (docs/filtering.md). "
+        "Or your own: a function, or its path, my_module.my_rule. None: all groups.",
     )
     filter_value: PositiveShare | None = setting(
         None,
@@ -41,25 +39,23 @@ class SamplingSettings(SettingsGroup):
     )
     filter_when: NotNegative | None = setting(
         None,
-        "Filter only rollouts with Std(RV)/Mean(RV) above this, RV the variances of the groups. RAGEN-2 found that "
-        "filtering helped at about 1.2 and hurt at 0.33. None: filter every rollout.",
+        "Filter only rollouts with Std(RV)/Mean(RV) above this, RV the variances of the groups. None: every rollout.",
     )
     filter_loss_scaling: Flag = setting(False, "Multiply the loss by the share of the rows that the filter keeps.")
 
     resample_rounds: CountOrZero = setting(
         0,
-        "Rounds after a rollout in which groups with equal returns are replaced by groups of fresh prompts, at most. "
-        "0: train on what the first rollout gave.",
+        "Maximum number of rounds in which groups with equal returns are replaced by groups of fresh prompts.",
     )
     pass_reward: Annotated[float, Number()] = setting(
         0.5,
-        "A trajectory passes if the environment's success is at least 1/2 or, where it reports none, the outcome "
-        "(without turn rewards) is at least this (sampling/pass_rate, curriculum).",
+        "Outcome from which a trajectory passes, where the environment reports no success (sampling/pass_rate, "
+        "curriculum).",
     )
     curriculum: Flag = setting(
         False,
-        "Draw prompts by their recent pass rate p, with weights max(curriculum_floor, 4 p (1 - p)); p begins at 1/2. "
-        "Off: every prompt once per epoch.",
+        "Draw prompts by their recent pass rate p, with weights max(curriculum_floor, 4 p (1 - p)). Off: every "
+        "prompt once per epoch.",
     )
     curriculum_floor: PositiveShare = setting(
         0.1, "Smallest weight of a prompt, above 0 and at most 1 (1: all are drawn alike)."
