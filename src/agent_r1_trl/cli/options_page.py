@@ -23,11 +23,10 @@ Every setting of `agent-r1-trl train`, ours first. Of TRL's and transformers' ow
 `agent-r1-trl train --help` prints the rest.
 
 - A recipe writes `name: value`, the command line `--name value`; a list is `name: [one, two]` and `--name one two`;
-  None is `null`, also to take back what a recipe sets. Each option stands on the command line once.
+  None is `null`, also to take back what a recipe sets.
 - `echo.patience` is the key `patience` of the mapping `echo`: `echo: {patience: 5}` in a recipe, `--echo.patience 5`
   on the command line, `echo={"patience": 5}` in a script.
 - In a script, all but those of task, data and model are arguments of `MultiTurnGRPOConfig` or `MultiTurnPPOConfig`.
-  Where PPO's default differs, both are given.
 - Adapters (`lora_...`, `use_dora`, `use_rslora`) need `use_peft: true`.
 
 Made by `make options`.
@@ -53,9 +52,9 @@ def page_text() -> str:
             meaning = help_of(item)
             if title.endswith(_OF_LIBRARIES):
                 meaning = _SENTENCE.split(meaning, maxsplit=1)[0]
-            choices = ", ".join(map(repr, item.metadata.get("choices") or ()))
-            if choices:
-                meaning = f"{meaning} Choices: {choices}."
+            choices = [repr(choice) for choice in item.metadata.get("choices") or ()]
+            if any(choice not in meaning for choice in choices):
+                meaning = f"{meaning} Choices: {', '.join(choices)}."
             rows.append(f"| `{item.name}` | {_cell(own if own == ppo else f'{own}; PPO: {ppo}')} | {_cell(meaning)} |")
         parts.append("\n".join(rows))
     return "\n\n".join(part.strip() for part in parts) + "\n"

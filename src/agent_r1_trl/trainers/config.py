@@ -171,9 +171,8 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     )
     rollouts_ahead: CountOrZero = setting(
         0,
-        "How many rollouts may be in flight besides the one that is trained on next. They are trained on whole and in "
-        "the order of the data, and go on across weight syncs, so their oldest tokens are that many rollouts old, "
-        "which the importance ratio corrects. 0: a rollout begins when the update before it is done.",
+        "Number of rollouts that may be in flight besides the one that is trained on next. They go on across weight "
+        "syncs, and the importance ratio corrects for their age. 0: a rollout begins when the update before it ends.",
     )
     cut_turns: Flag = setting(
         False,
@@ -252,9 +251,9 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
     # ---- sampler and trainer (with vLLM)
     vllm_importance_sampling_mode: str = setting(
         _UnsetText(TRL_RATIO_MODE),
-        "How the importance ratio of trainer to sampler is taken: of each 'token' or of the whole 'sequence', and "
-        "ratios out of bounds are truncated or, as 'mask', set to 0: 'token_truncate', 'token_mask', "
-        "'sequence_truncate' or 'sequence_mask'. The default with rollouts_ahead is 'token_truncate'.",
+        "Importance ratio of trainer to sampler, of each token or of the whole sequence, truncated or (mask) set to 0 "
+        "where it is out of bounds: 'token_truncate' (the default with rollouts_ahead), 'token_mask', "
+        "'sequence_truncate' or 'sequence_mask'.",
     )
     vllm_importance_sampling_clip_max: float | None = setting(
         _UnsetNumber(TRL_RATIO_LIMIT),
