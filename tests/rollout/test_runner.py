@@ -249,6 +249,42 @@ def test_it_runs_inside_a_running_event_loop(runner_of):
     assert [comparable(item) for item in inside] == [comparable(item) for item in outside]
 
 
+def test_a_run_that_the_loop_has_not_come_to_is_stopped_as_well(runner_of):
+    runner, is_held = runner_of([chat_of().encode_reply(say())]), threading.Event()
+    shared_loop().loop.call_soon_threadsafe(lambda: (is_held.set(), time.sleep(0.3)))
+    assert is_held.wait(20)
+    running = runner.start(requests_for(2))
+    assert runner.stop()
+    with pytest.raises(CancelledError):
+        running.result(10)
+    assert runner.generator.requests == []
+
+
+def test_one_of_several_runs_is_stopped_and_the_others_go_on(runner_of):
+    closed, may_go_on, has_begun = [], threading.Event(), threading.Semaphore(0)
+
+    class Held(AddEchoEnv):
+        async def step(self, message):
+            has_begun.release()
+            while not may_go_on.is_set():
+                await asyncio.sleep(0.005)
+            return await super().step(message)
+
+        def close(self):
+            closed.append(self.example["id"])
+
+    runner = runner_of([chat_of().encode_reply(say())], env=Held)
+    asked = {name: [RolloutRequest(example={"prompt": PROMPT, "id": name})] * 2 for name in ("first", "second")}
+    first, second = (runner.start(requests) for requests in asked.values())
+    for _ in range(4):
+        assert has_begun.acquire(timeout=30)
+    assert runner.stop(only=first) and closed == ["first"] * 2
+    with pytest.raises(CancelledError):
+        first.result(10)
+    may_go_on.set()
+    assert [item.stop_reason for item in second.result(10)] == [StopReason.DONE] * 2
+
+
 def test_an_interruption_stops_what_is_running_and_closes_it(runner_of):
     closed = []
 

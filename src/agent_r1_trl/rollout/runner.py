@@ -71,6 +71,8 @@ class RolloutFuture(Future[list[Trajectory]]):
         """In the order of the requests (None where none could be made), once the run has ended."""
         self.is_lost = False
         """Whether its event loop was given up, and with it every trajectory."""
+        self.task: asyncio.Task[Any] | None = None
+        """The run, once its loop has come to it."""
 
 
 class RolloutRunner:
@@ -108,6 +110,8 @@ class RolloutRunner:
         """The environments of the run that ended last. Each run in flight has its own in its `RolloutFuture`."""
         self._warned_of: set[str] = set()
         self._in_flight: dict[asyncio.Task[Any], LoopThread] = {}
+        self._submitted: dict[Future[Any], LoopThread] = {}
+        """What was given to a loop, which may not have come to it yet."""
         self._places: tuple[asyncio.AbstractEventLoop, Places] | None = None
 
     @property
@@ -213,7 +217,7 @@ class RolloutRunner:
         answer: RolloutFuture,
         order: int,
     ) -> list[Trajectory]:
-        places = self._places_on_this_loop()
+        places, answer.task = self._places_on_this_loop(), asyncio.current_task()
 
         async def run(each: _Slot) -> Trajectory:
             failed: list[str] = []
@@ -298,17 +302,23 @@ class RolloutRunner:
 
     # ---------------------------------------------------------------- the event loop, and the end
 
-    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S, *, only: RolloutFuture | None = None) -> bool:
         """Cancel the trajectories in flight and wait, at most so long, until their environments are closed.
 
-        May be called from any thread, and more than once at a time.
+        May be called from any thread, and more than once at a time. With `only` the other runs go on.
 
         Returns:
             Whether all environments are closed, or were given up by their own time limit.
         """
-        in_flight, deadline = dict(self._in_flight), time.monotonic() + timeout_s
-        for thread in {thread for thread in in_flight.values() if thread.is_alive()}:
-            stopping = asyncio.run_coroutine_threadsafe(_cancel(_tasks_on(thread, in_flight)), thread.loop)
+        deadline = time.monotonic() + timeout_s
+
+        async def cancel_on(thread: LoopThread) -> None:
+            tasks = _tasks_on(thread, dict(self._in_flight))  # also of a run that had not begun when this was called
+            await _cancel(task for task in tasks if only is None or task is only.task)
+
+        threads = {*dict(self._in_flight).values(), *dict(self._submitted).values()}
+        for thread in [thread for thread in threads if thread.is_alive()]:
+            stopping = asyncio.run_coroutine_threadsafe(cancel_on(thread), thread.loop)
             try:
                 stopping.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -353,13 +363,18 @@ class RolloutRunner:
                 self._in_flight.pop(task, None)
                 thread.runs.discard(task)
 
-        return asyncio.run_coroutine_threadsafe(tracked(), thread.loop)
+        future = asyncio.run_coroutine_threadsafe(tracked(), thread.loop)
+        self._submitted[future] = thread
+        future.add_done_callback(lambda _: self._submitted.pop(future, None))
+        return future
 
     def _forget(self, thread: LoopThread) -> list[asyncio.Task[Any]]:
         """Tasks on a loop that nobody waits for any more."""
         tasks = _tasks_on(thread, dict(self._in_flight))
         for task in tasks:
             self._in_flight.pop(task, None)
+        for future in [future for future, on in dict(self._submitted).items() if on is thread]:
+            self._submitted.pop(future, None)
         return tasks
 
     def _give_up(
