@@ -14,6 +14,7 @@ from agent_r1_trl.update.layout import UPDATE_LAYOUTS
 from tests.effort import nightly
 from tests.learning.tasks import LockedKeyDoorEnv, Progress, _config, tiny_tokenizer
 from tests.trainers.helpers import loss_and_gradients, make_trainer, questions, scored_batch, step_gradients
+from tests.trainers.versions import SAMPLED, Weights
 
 
 class PaidEnv(AddEnv):
@@ -216,6 +217,40 @@ def test_the_weight_of_what_has_become_likely_is_capped(tmp_path):
     loss_and_gradients(trainer, batch)
     mask = batch["extra_tokens/distillation"]
     assert torch.equal(seen["old"][mask], old[mask]) and (old[mask] < 0).all()
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_rollout_that_ran_ahead_is_weighed_by_how_likely_its_tokens_have_become_since(tmp_path, cut):
+    """The policy that sampled them is not the one of the update, and the row keeps its hint."""
+    batches = []
+
+    class Spy(SelfDistillation):
+        def extra_loss(self, inputs, log_probs, mask):
+            term = super().extra_loss(inputs, log_probs, mask)
+            batches.append((dict(inputs), log_probs.detach(), mask, term.detach()))
+            return term
+
+    hints = questions().map(lambda row, index: {"hint": f"say {index}"}, with_indices=True)
+    options = {"rollouts_ahead": 2, "cut_turns": cut, "num_generations": 8, "learning_rate": 3e-3, "max_steps": 4}
+    options["failures.min_effective_share"] = 0.0
+    kept = Weights()
+    callbacks = [kept, Spy("hint", weight=1.0)]
+    kept.trainer = make_trainer(tmp_path, callbacks=callbacks, train_dataset=hints, **{**SAMPLED, **options})
+    kept.trainer.train()
+    assert max(kept.trainer.state.log_history[2]["sampling/versions"], 1) > 1
+    ages = []
+    for (inputs, student, mask, term), batch in zip(batches, kept.batches, strict=True):
+        pairs = [pair for item in batch for pair in zip(item.logprobs, item.action_mask, strict=True)]
+        told = torch.tensor(sorted(log_prob for log_prob, is_action in pairs if is_action))
+        then = inputs["sampling_per_token_logps"]
+        torch.testing.assert_close(then[mask].sort().values, told, rtol=0, atol=1e-6)
+        gap = (inputs["distillation/teacher"] - student).clamp(-2, 2)
+        weight = gap * torch.sigmoid(5 * gap) * (student - then).exp().clamp(max=2.0)
+        expected = -(weight * student)[mask].sum()
+        torch.testing.assert_close(term, expected, rtol=1e-4, atol=1e-6)
+        ages.append((student - then)[mask].abs().max().item())
+    assert ages[0] < 1e-4 and max(ages) > 1e-2, "the weights have moved"
+    assert all(entry["distillation/hinted_share"] == 1 for entry in kept.trainer.state.log_history[:4])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from agent_r1_trl.features.distillation import SelfDistillation
 from agent_r1_trl.features.reliability.age import OffPolicyError
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
@@ -101,6 +102,15 @@ def test_record_metrics_and_report_say_that_such_a_batch_was_not_trained_on(tmp_
     logged = [entry["group/taught_share"] for entry in trainer.state.log_history if "group/taught_share" in entry]
     assert [share > 0 for share in logged] == [True, False, True]
     assert [rollout.teaches for rollout in trainer.features["learning"].rollouts] == [True, False, True]
+
+
+def test_such_a_batch_is_not_trained_on_by_a_loss_term_either(tmp_path):
+    """Whose tokens a filter would leave to it."""
+    weights, terms = WeightsOfSteps(), [SelfDistillation(weight=1.0)]
+    trainer, _ = ahead(tmp_path, [1.0, 0.5, 1.0], callbacks=[weights, *terms])
+    moved = [not torch.equal(before, after) for before, after in itertools.pairwise(weights.found)]
+    assert moved == [False, True]
+    assert [entry["distillation"] is not None for entry in trainer.state.log_history[:3]] == [True, False, True]
 
 
 def test_a_run_without_rollouts_ahead_has_no_guard_and_one_whose_minimum_is_0_never_holds(tmp_path):

@@ -61,7 +61,8 @@ class SelfDistillation(RolloutCallback):
         gate: `sigmoid`, `signed` or `raise`.
         text: how the hint is put behind the prompt's last user message.
         clip: largest |T - S|.
-        ratio_cap: largest weight of a token that has become more likely since it was sampled (`num_iterations`).
+        ratio_cap: largest weight of a token that has become more likely since it was sampled (`num_iterations`,
+            `rollouts_ahead`).
 
     Raises:
         ValueError: for an unknown gate, a `text` without {hint}, or a number out of range.
@@ -208,10 +209,16 @@ class SelfDistillation(RolloutCallback):
         total, count = self.trainer.accelerator.reduce(sums, reduction="sum").tolist()
         self.trainer.add_metrics({f"{self.name}/gap": TokenMean(total / max(1.0, count), count)})
         weights = GATES[self.gate](gap.clamp(-self.clip, self.clip))
-        old = inputs.get("old_per_token_logps")
-        if old is not None:
-            weights = weights * (student - old).exp().clamp(max=self.ratio_cap)
+        if (sampled := self._log_probs_then(inputs)) is not None:
+            weights = weights * (student - sampled).exp().clamp(max=self.ratio_cap)
         return -self.weight * (weights * log_probs * mask).sum()
+
+    def _log_probs_then(self, inputs: Inputs) -> torch.Tensor | None:
+        """(B, T) the log-probs of the tokens when they were sampled; None where the policy is still that one."""
+        old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        if old is None or sampled is None or not self.trainer.args.rollouts_ahead:
+            return old
+        return torch.where(sampled.isnan(), old, sampled)
 
 
 def _said(item: Trajectory) -> str:

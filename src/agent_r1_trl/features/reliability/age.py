@@ -20,7 +20,7 @@ import torch
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.rollout_batch import UpdateBatch
-from agent_r1_trl.update.entries import EFFECTIVE_SHARE, IS_KEPT, Inputs
+from agent_r1_trl.update.entries import COUNT_OF, EFFECTIVE_SHARE, EXTRA_TOKENS, IS_KEPT, Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,9 @@ class AgeGuard(RolloutCallback):
             taught = self.trainer._metrics["train"]["group/taught_share"]
             taught[-1:] = [0.0] * len(taught[-1:])  # it is logged already
             output[IS_KEPT] = torch.zeros_like(output["in_baseline"])
+            terms = [name for name in output if name.startswith(EXTRA_TOKENS)]  # which a filter would leave alone
+            for name in [*terms, *(COUNT_OF + term for term in terms)]:
+                output[name] = torch.zeros_like(output[name])
             self.trainer.features.leave_out = ["failures.min_effective_share"]
         self._num_fresh = self._num_fresh + 1 if ahead.is_held and age == 0 else 0
         if ahead.is_held and not self._has_said:
