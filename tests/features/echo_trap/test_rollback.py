@@ -9,12 +9,14 @@ from transformers import TrainerCallback
 from agent_r1_trl.features.echo_trap import Verdict, guard
 from agent_r1_trl.features.echo_trap.guard import GUARD, ROLLED_BACK, CollapsedError, RestartError, healthy_checkpoints
 from agent_r1_trl.features.journal import ReplayError
+from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.generation.base import Generator
 from agent_r1_trl.recording import read_records
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers.callbacks import RolloutCallback
 from tests.features.echo_trap.echo_helpers import Watch, guard_of, guarded, is_equal, judged_by, weights_of
 from tests.trainers.helpers import make_trainer, moving_reference, questions
+from tests.trainers.versions import SAMPLED, Weights, gaps_to_named_weights
 
 TRAINERS = {"grpo": MultiTurnGRPOTrainer, "ppo": MultiTurnPPOTrainer}
 
@@ -138,9 +140,44 @@ def test_what_is_logged_and_recorded_says_that_the_run_went_back(tmp_path, caplo
     assert event["signals"] == {"entropy": "entropy fell to 0.05"}
 
 
+class AfterRollback(Weights):
+    """Keeps weights and batches since the run went back."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            super().on_train_begin(args, state, control, **kwargs)
+        self.before, self.batches = self.batches, []
+        self.of_step = {step: self.weights() for step in range(state.global_step + 1)}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_nothing_that_ran_ahead_is_trained_on_after_a_rollback(tmp_path, cut):
+    """It goes back N rollouts further, since so old are the weights of what it was noticed in."""
+    kept = AfterRollback()
+    options = {"rollouts_ahead": 2, "cut_turns": cut, "max_steps": 8, "save_steps": 1, "callbacks": [kept]}
+    kept.trainer = guarded(tmp_path, {6: "collapsed"}, "rollback", **{**SAMPLED, **options, "journal.keep": 9})
+    kept.trainer.train()
+    (event,) = guard_of(kept.trainer).state.events
+    assert (event["step"], "checkpoint-2," in event["text"]) == (6, True)
+    assert (len(kept.before), len(kept.batches)) == (6, 6)
+    stamps = [{v for item in batch for turn in item.turns for v, _ in turn.versions} for batch in kept.batches]
+    assert stamps[0] == {2}, "the weights of the checkpoint alone"
+    assert all(min(versions) >= 2 and max(versions) <= 2 + place for place, versions in enumerate(stamps))
+    assert max(gap for _, gap, _ in gaps_to_named_weights(kept)) < 1e-5
+    before, after = ({item.seed for batch in batches for item in batch} for batches in (kept.before, kept.batches))
+    assert not before & after and len(after) == 6 * 4
+    ages = [entry["sampling/staleness_max"] for entry in kept.trainer.state.log_history[2:8]]
+    assert ages[0] == 0 and max(ages) <= 2
+    for step, batch in enumerate(kept.batches, start=2):
+        recorded = read_rollout(tmp_path / "journal" / "rank0" / f"rollout_{step:09d}.journal")
+        assert [item.request["seed"] for item in recorded.trajectories] == [item.seed for item in batch]
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_path, monkeypatch):
-    straight = guarded(tmp_path / "straight", {5: "collapsed"}, "rollback")
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_path, monkeypatch, ahead):
+    options = {"rollouts_ahead": ahead, "max_steps": 6 + ahead}
+    straight = guarded(tmp_path / "straight", {5 + ahead: "collapsed"}, "rollback", **options)
     straight.train()
 
     def die(*args):
@@ -148,12 +185,12 @@ def test_a_run_that_is_killed_while_it_rolls_back_goes_on_as_if_it_were_not(tmp_
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="killed"):
         patch.setattr(guard, "forget_after", die)
-        guarded(tmp_path / "killed", {5: "collapsed"}, "rollback").train()
-    resumed = guarded(tmp_path / "killed", {}, "rollback")
+        guarded(tmp_path / "killed", {5 + ahead: "collapsed"}, "rollback", **options).train()
+    resumed = guarded(tmp_path / "killed", {}, "rollback", **options)
     resumed.train(resume_from_checkpoint=True)
-    assert guard_of(resumed).state.num_rollbacks == 1 and guard_of(resumed).state.num_steps == 9
+    assert guard_of(resumed).state.num_rollbacks == 1 and guard_of(resumed).state.num_steps == 9 + 2 * ahead
     assert is_equal(weights_of(straight.model), weights_of(resumed.model))
-    plain = make_trainer(tmp_path / "plain", max_steps=6, per_device_train_batch_size=4)
+    plain = make_trainer(tmp_path / "plain", per_device_train_batch_size=4, **options)
     plain.train()
     assert not is_equal(weights_of(plain.model), weights_of(resumed.model)), "the draws are others"
 

@@ -178,12 +178,13 @@ class EchoGuard(RolloutCallback):
     def _healthy(self) -> tuple[list[Path], list[Path]]:
         """The healthy checkpoints to go back to, and those that may hold the collapse, the newest first.
 
-        A collapse shows in the rollouts behind it, of which a verdict needs two at least: what was saved later than
-        two rollouts before it was noticed may hold it.
+        A collapse shows in the rollouts behind it, of which a verdict needs two at least, and N rollouts later where
+        they run ahead: what was saved later than so many rollouts before it was noticed may hold it.
         """
         noticed_at, args = self.state.noticed_at, self.trainer.args
         noticed_at = self.trainer.state.global_step + 1 if noticed_at is None else noticed_at
-        until = noticed_at - math.ceil(2 * RolloutShape.of(args).updates_per_rollout)
+        num_rollouts = 2 + args.rollouts_ahead
+        until = noticed_at - math.ceil(num_rollouts * RolloutShape.of(args).updates_per_rollout)
         found = healthy_checkpoints(Path(args.output_dir), self.state.run)
         trusted, others = ([path for path in found if (_step(path) <= until) is old] for old in (True, False))
         return trusted, others
