@@ -2,11 +2,14 @@
 
 import asyncio
 import itertools
+import multiprocessing
 import os
 import time
 
 import pytest
 import torch
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from agent_r1_trl.environments import ToolEnv
@@ -14,6 +17,7 @@ from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.generation import TransformersGenerator
 from agent_r1_trl.generation.base import current_slot
 from agent_r1_trl.testing import AddEnv
+from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.ahead import Lookahead
 from agent_r1_trl.trainers.rollouts import training_order
 from tests.trainers.helpers import make_trainer, questions
@@ -32,6 +36,94 @@ def test_batches_that_were_passed_on_are_there_until_they_are_done():
     window = lookahead.over(source, 3)
     assert list(lookahead._batches) == [] and (next(window), window.at(5), window.at(6)) == ("d", "f", None)
     assert list(window) == ["e", "f"]
+
+
+def test_the_windows_worker_processes_end_with_the_run(tmp_path):
+    trainer, _ = watched(tmp_path, rollouts_ahead=2, dataloader_num_workers=1, max_steps=4)
+    before = multiprocessing.active_children()
+    trainer.train()
+    assert multiprocessing.active_children() == before, "those of the next epoch's batches as well"
+
+
+# -------------------------------------------------------------------- where rows come from
+
+
+def backwards(batches):
+    """Another order of generation batches of eight rows."""
+    rows = list(batches)
+    return [row for start in range(len(rows) - 8, -1, -8) for row in rows[start : start + 8]]
+
+
+class OwnSampler(MultiTurnGRPOTrainer):
+    def _get_train_sampler(self, dataset=None):
+        return backwards(super()._get_train_sampler(dataset))
+
+
+class OtherEpochs(MultiTurnGRPOTrainer):
+    """A sampler with an order of its own in each epoch, which nobody can know before it begins."""
+
+    def _get_train_sampler(self, dataset=None):
+        num_epochs = itertools.count()
+
+        class Epochs(list):
+            def __iter__(self):
+                first = next(num_epochs)
+                return iter([row for place in range(3) for row in [(first + place) % 6] * 4 + [(first + 2) % 6] * 4])
+
+        return Epochs(range(24))
+
+
+class OwnLoader(MultiTurnGRPOTrainer):
+    def get_train_dataloader(self):
+        rows = [row for row in self.train_dataset for _ in range(4)]
+        loader = DataLoader(backwards(rows), batch_size=8, collate_fn=list)
+        return self.accelerator.prepare(loader)
+
+
+def streamed():
+    return IterableDataset.from_generator(lambda: iter(questions(6)))
+
+
+SOURCES = {
+    "own sampler": {"trainer": OwnSampler},
+    "own epochs": {"trainer": OtherEpochs},
+    "own loader": {"trainer": OwnLoader},
+    "streamed": {"train_dataset": streamed},
+    "streamed by a worker": {"train_dataset": streamed, "dataloader_num_workers": 1},
+    "workers that stay": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+    "not shuffled": {"shuffle_dataset": False},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2.34},
+    "one rollout an epoch": {"train_dataset": lambda: questions(2), "max_steps": -1, "num_train_epochs": 7},
+    "a last step of fewer batches": {
+        "train_dataset": lambda: questions(7), "max_steps": 5, "steps_per_generation": 3,
+        "gradient_accumulation_steps": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SOURCES.values(), ids=SOURCES)
+def test_rows_are_the_synchronous_runs_wherever_they_come_from_and_none_is_begun_behind_the_end(tmp_path, options):
+    runs = []
+    for rollouts_ahead in (0, 2):
+        watch, begun = Watch(), []
+        options = {"train_dataset": lambda: questions(6), "max_steps": 5, "learning_rate": 0.0, **options}
+        rows = options["train_dataset"]()
+        watch.trainer = trainer = make_trainer(
+            tmp_path / str(rollouts_ahead),
+            callbacks=[watch],
+            **options | {"rollouts_ahead": rollouts_ahead, "train_dataset": rows},
+        )
+        start = trainer.rollouts._start
+
+        def note(rows, micro_step, position, start=start, begun=begun):
+            begun.append(micro_step)
+            return start(rows, micro_step, position)
+
+        trainer.rollouts._start = trainer.rollouts.ahead._start = note
+        trainer.train()
+        runs.append((watch.trained_on, begun))
+    assert runs[1] == runs[0]
+    assert any(watch.has_next)
 
 
 # -------------------------------------------------------------------- training

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
+from transformers.trainer_utils import has_length
 
 from agent_r1_trl.trainers.rollout_batch import Position
 from agent_r1_trl.trajectory import Trajectory
@@ -91,11 +92,19 @@ class RolloutsAhead:
             del self._in_flight[micro_step]
             self._void(replace(position, micro_step=micro_step))
 
+    def begin_again(self, position: Position) -> None:
+        """Throw away what is in flight, such as what was sampled while a tool was down. It begins again."""
+        for micro_step, rollout in self._in_flight.items():
+            rollout.cancel_alone()
+            self._void(replace(position, micro_step=micro_step, round=0, places=None))
+        self._in_flight.clear()
+
     def cancel(self) -> None:
         """Stop what no update will train on; what begins later may run ahead again."""
         for rollout in self._in_flight.values():
             rollout.cancel()
         self._in_flight.clear()
+        self.window = Lookahead()  # with the worker processes of what it has opened
         self.is_held = False
 
 
@@ -158,6 +167,19 @@ class Lookahead:
         while step not in self._batches:
             self._batches[self._end] = next(self._source)
         return self._batches[step]
+
+
+def num_micro_steps(dataloader: object, max_steps: int, per_update: int) -> int:
+    """Micro-batches of a run of so many optimizer steps, the last of which has fewer in each epoch if they do not fit.
+
+    >>> num_micro_steps(["a", "b", "c"], max_steps=5, per_update=2)
+    8
+    """
+    if not has_length(dataloader):  # streamed
+        return max_steps * per_update
+    num = len(dataloader)  # type: ignore[arg-type]
+    num_epochs, rest = divmod(max_steps, -(-num // per_update))
+    return num_epochs * num + rest * per_update
 
 
 def age_metrics(trajectories: Sequence[Trajectory], step: int) -> dict[str, float]:

@@ -28,6 +28,7 @@ from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.adapter_folders import check_whole_model
 from agent_r1_trl.generation.weights import check_adapters
 from agent_r1_trl.rollout.watchdog import reported
+from agent_r1_trl.trainers.ahead import num_micro_steps
 from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.config_checks import layout_problem
@@ -670,10 +671,11 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         return self.credit.compared_returns(trajectories, self._progress, with_penalty=with_penalty)
 
     def _position(self) -> Position:
+        dataloader, per_update = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
         return Position(
             micro_step=self._step,
             optimizer_step=self.state.global_step,
-            num_micro_steps=self.state.max_steps * self.args.gradient_accumulation_steps,
+            num_micro_steps=num_micro_steps(dataloader, self.state.max_steps, per_update),
             group_size=self._group_size,
             is_training=self.model.training,
             first_row=0 if self.model.training else self.evaluation.first_row,

@@ -477,8 +477,12 @@ class Rollout:
         return self._future.is_lost and self._has_ended.is_set()
 
     def cancel(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Stop the trajectories; returns when their environments are closed, or False when time is up."""
+        """Stop all trajectories in flight; returns when their environments are closed, or False when time is up."""
         return self._runner.stop(timeout_s) or not self._future.cancel()  # whoever waits goes on
+
+    def cancel_alone(self) -> None:
+        """Stop the trajectories of this rollout, and leave others in flight alone."""
+        self._runner.stop(only=self._future)
 
 
 def training_order(num_rows: int, *, seed: int, step: int, is_seeded: bool) -> torch.Tensor:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from agent_r1_trl import InfrastructureError, tool
+from agent_r1_trl.features.journal.reader import read_rollout
 from agent_r1_trl.features.reliability.tool_watch import ToolOutageError, ToolWatch, count_calls
+from agent_r1_trl.generation.base import current_slot
 from agent_r1_trl.rollout import RolloutRequest
 from agent_r1_trl.rollout.probe import RecordedCall
 from agent_r1_trl.testing import AddEnv, calls, say
@@ -227,6 +229,90 @@ def test_a_tool_that_does_not_come_back_ends_the_run_with_a_checkpoint(tmp_path,
     healthy.train()
     for ours, theirs in zip(resumed.model.parameters(), healthy.model.parameters(), strict=True):
         assert torch.equal(ours, theirs), "the journal brings nothing back that was sampled during the outage"
+
+
+class DownForLater:
+    """A tool that is down for the rollouts behind the first one, and for whoever asks it, until it is mended."""
+
+    def __init__(self):
+        self.is_down, self.num_failed = True, 0
+
+    def environment(self):
+        @tool(attempts=1)
+        async def look() -> str:
+            """Look."""
+            slot = current_slot.get()
+            if self.is_down and (slot is None or slot.order > 0):
+                self.num_failed += 1
+                raise RuntimeError("?")
+            return "found"
+
+        return type("Looking", (AddEnv,), {"tools": (look,)})
+
+    def mend(self, seconds):
+        self.is_down = False
+
+
+AHEAD = {"rollouts_ahead": 2, "max_steps": 5, "journal.keep": 99}
+
+
+@pytest.fixture(scope="module")
+def healthy_ahead(tmp_path_factory):
+    backend = DownForLater()
+    backend.mend(0)
+    trainer = trainer_on(backend, tmp_path_factory.mktemp("healthy"), **AHEAD)
+    trainer.train()
+    return list(trainer.model.parameters())
+
+
+def begun_rollouts(trainer):
+    """The micro-steps of the rollouts in the order in which they begin, each once the one before it has ended."""
+    begun, start = [], trainer.rollouts.ahead._start
+
+    def note(rows, micro_step, position):
+        begun.append(micro_step)
+        rollout = start(rows, micro_step, position)
+        rollout.wait()
+        return rollout
+
+    trainer.rollouts.ahead._start = note
+    return begun
+
+
+def failed_calls(folder):
+    recorded = [read_rollout(path) for path in sorted((folder / "journal" / "rank0").iterdir())]
+    steps = [turn.step for rollout in recorded for item in rollout.trajectories for turn in item.turns if turn.step]
+    results = [result for step in steps for result in step["info"]["tool_results"]]
+    assert len(results) == 5 * 8
+    return sum(result["error"] is not None for result in results)
+
+
+def test_what_ran_ahead_while_a_tool_was_down_is_sampled_anew_in_its_order(tmp_path, healthy_ahead):
+    """Though the tool works again when its turn comes, so that its failures would be taken for the model's."""
+    backend = DownForLater()
+    trainer = trainer_on(backend, tmp_path, **AHEAD)
+    trainer.features["tools"].sleep, begun = backend.mend, begun_rollouts(trainer)
+    trainer.train()
+    assert backend.num_failed >= 2 * 8
+    assert begun == [0, 1, 2, 3, 1, 2, 3, 4]
+    assert all(map(torch.equal, trainer.model.parameters(), healthy_ahead)), "the outage leaves no trace"
+    assert failed_calls(tmp_path) == 0
+    replayed = [entry.get("tools/replayed_rollouts") for entry in trainer.state.log_history[:5]]
+    assert replayed == [0, 1, 0, 0, 0]
+
+
+def test_a_run_that_an_outage_has_ended_takes_nothing_from_the_journal_that_ran_ahead(tmp_path, healthy_ahead):
+    backend = DownForLater()
+    trainer = trainer_on(backend, tmp_path, outages={"max_wait": 0.0}, **AHEAD)
+    begun_rollouts(trainer)
+    with pytest.raises(ToolOutageError, match="'look' is down: 8 of its last 8 calls failed"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    backend.mend(0)
+    resumed = trainer_on(backend, tmp_path, **AHEAD)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(map(torch.equal, resumed.model.parameters(), healthy_ahead))
+    assert failed_calls(tmp_path) == 0
 
 
 def test_a_resumed_run_knows_what_the_interrupted_one_knew_of_its_tools(tmp_path):

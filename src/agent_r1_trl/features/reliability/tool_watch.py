@@ -7,7 +7,7 @@
 3. A suspected tool is asked: calls that had succeeded are made again, in fresh environments. If most fail, the tool is
    down. If none ever succeeded, the run ends at once if all failed for reasons that wrong arguments do not explain.
 4. While a tool is down the run waits and asks again, for at most `max_wait` seconds. When the tool answers, the
-   rollout is sampled anew; if it does not, the run ends with `ToolOutageError`.
+   rollout is sampled anew, and so is what was in flight; if it does not, the run ends with `ToolOutageError`.
 
 Not covered: environments that fail without a tool (`failures.py`).
 """
@@ -124,6 +124,8 @@ class ToolWatch(RolloutCallback):
         self._succeeded: dict[str, list[RecordedCall]] = {}
         self._on_void: Callable[[], Any] = lambda: None
         """Called before a wait, which a run may not survive, when the rollout must not be used."""
+        self._on_outage: Callable[[], Any] = lambda: None
+        """Called before a wait, too: the rollouts in flight hold calls of the tool that is down."""
         self._warned_of: set[str] = set()
         self.begin_run()
 
@@ -138,6 +140,7 @@ class ToolWatch(RolloutCallback):
         if self.trainer.features.replaces_sampling or not batch.position.is_training:
             return False
         self._on_void = partial(self.trainer.features.call, "void", batch.position)
+        self._on_outage = partial(self.trainer.rollouts.ahead.begin_again, batch.position)
         if self.has_outage(batch.trajectories, batch.requests):
             return True
         batch.metrics |= self.metrics
@@ -234,6 +237,7 @@ class ToolWatch(RolloutCallback):
             return True
         if answer is None and is_suspect:
             self._on_void()
+            self._on_outage()
             raise ToolOutageError(
                 f"The tool {name!r} has never worked: {window}. Nothing was trained on. Try the tool by hand, start "
                 f"what it needs, or raise its timeout (@tool(timeout_s=...)) if it is only slow. {_NOT_DOWN}"
@@ -269,6 +273,7 @@ class ToolWatch(RolloutCallback):
         """
         self._has_recovered = False
         self._on_void()
+        self._on_outage()
         for attempt in itertools.count(self._num_replays):
             wait_s = min(MAX_WAIT_S, 2.0**attempt, self.max_wait_s - self._waited_s)
             if wait_s <= 0:
