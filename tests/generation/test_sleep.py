@@ -5,18 +5,24 @@ stands for one that holds less than its model.
 Not covered: how much memory that frees.
 """
 
+import asyncio
+import copy
 import inspect
+import time
 import types
 
 import pytest
 import torch
 
 from agent_r1_trl.generation import GenerationError
+from agent_r1_trl.generation.base import current_slot
 from agent_r1_trl.generation.vllm.generator import VLLMGenerator
 from agent_r1_trl.rollout import RolloutRunner
-from agent_r1_trl.testing import AddEchoEnv, chat_of
+from agent_r1_trl.testing import AddEchoEnv, chat_of, make_policy, make_tokenizer
 from tests.generation.helpers import GREEDY, run, tiny_model
 from tests.toys import limits_of
+from tests.trainers.helpers import make_trainer, questions
+from tests.trainers.versions import SAMPLED, Chat, Weights
 
 
 class Engine:
@@ -66,6 +72,9 @@ class Engine:
 
     def add_request(self, name, prompt, params):
         self.requests.append(name)
+
+    def abort_request(self, names, **options):
+        self.requests = [name for name in self.requests if name not in names]
 
     def has_unfinished_requests(self):
         return bool(self.requests)
@@ -132,3 +141,72 @@ def test_vllms_engine_has_these_methods():
         ours, theirs = (inspect.signature(getattr(kind, name)).parameters for kind in (Engine, LLMEngine))
         assert [*ours] == [*theirs], name
     assert "enable_sleep_mode" in inspect.signature(EngineArgs).parameters
+
+
+class Unprobed(VLLMGenerator):
+    """The imitation has no log-probs of prompts."""
+
+    can_score = False
+
+
+class LateTools(Chat):
+    """Some first answers of a rollout that is ahead come in the middle of an update."""
+
+    is_update = False
+
+    async def step(self, message):
+        waits = self.num_turns == 0 and self.rng.random() < 0.3
+        while waits and current_slot.get().order > Chat.awaited and not LateTools.is_update:
+            await asyncio.sleep(0.01)
+        self.num_turns += 1
+        return [{"role": "user", "content": "and?"}], 0.0, self.num_turns == 3, {}
+
+
+class AsleepInUpdates(Weights):
+    """Looks at engine and gate in every update."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.seen = engine, []
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        gate, num_steps = self.trainer.rollouts.generator, self.engine.log.count("step")
+        LateTools.is_update = True
+        deadline = time.monotonic() + 20
+        while len(self.trainer.rollouts.ahead) == 2 and not gate._line:
+            assert time.monotonic() < deadline, "turns wait at the gate for the end of the update"
+            time.sleep(0.01)
+        self.seen.append((self.engine.is_sleeping(), gate._is_open, len(gate._inside)))
+        assert self.engine.log.count("step") == num_steps
+        LateTools.is_update = False
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_nothing_begins_in_an_engine_that_sleeps_while_rollouts_are_ahead_of_the_update(engine, tmp_path, cut):
+    """A step of the engine while it sleeps would fail, and so would weights that are loaded beside a turn."""
+    policy, is_open = make_policy(make_tokenizer("qwen3")), []
+    engine.model = copy.deepcopy(policy)
+    generator, kept = Unprobed(engine, stop_token_ids=[5], keeps_parts=cut), AsleepInUpdates(engine)
+    sleep, load = engine.sleep, engine.load
+    engine.sleep = lambda **options: (is_open.append(kept.trainer.rollouts.generator._is_open), sleep(**options))
+    engine.load = lambda weights: (is_open.append(kept.trainer.rollouts.generator._is_open), load(weights))[1]
+    options = {"use_vllm": True, "vllm_enable_sleep_mode": True, "rollouts_ahead": 2, "cut_turns": cut, "max_steps": 5}
+    options |= {"servers.max_logprob_gap": 1e9, "failures.min_effective_share": 0.0, "model": policy}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": questions(2), "num_generations_eval": 4}
+    kept.trainer = make_trainer(
+        tmp_path, callbacks=[kept], wrap_generator=lambda _: generator, **{**SAMPLED, **options, "env": LateTools}
+    )
+    kept.trainer.train()
+    generator.close()
+    assert kept.seen == [(True, False, 0)] * 5
+    assert is_open and not any(is_open), "the gate is shut before the engine sleeps and while it gets weights"
+    order = [entry for entry in engine.log if entry not in ("step", "wake kv_cache")]
+    wakes = ["wake weights", "load", "sleep"]
+    num_evaluations = sum("eval_reward" in entry for entry in kept.trainer.state.log_history)
+    assert num_evaluations >= 2 and order == ["load", "sleep", *wakes * (4 + num_evaluations)]
+    for batch in kept.batches:
+        assert [item.stop_reason.value for item in batch] == ["done"] * 8
+        assert all(len(item.turns) == 3 for item in batch)
+    assert len({item.seed for batch in kept.batches for item in batch}) == 5 * 8, "none twice"
+    versions = [entry["sampling/versions"] for entry in kept.trainer.state.log_history if "sampling/versions" in entry]
+    assert max(versions) > 1, "they go on behind the sleep"

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from transformers import TrainerCallback
 
 from agent_r1_trl.features.doors import GymnasiumEnv, TextArenaEnv
 from agent_r1_trl.testing import make_policy, make_tokenizer, say
@@ -29,17 +30,20 @@ def move(rng, turn):
 CASES = {"gymnasium": (lake, walk), "two_players": (arena, move), "one_player": (number, move)}
 
 
-def train(folder, env, script, trainer, **options):
+def train(folder, env, script, trainer, callbacks=(), **options):
     tokenizer = make_tokenizer("qwen3")
     sizes = {"max_completion_length": 900, "max_turns": 4, "max_steps": 2}
     run = trainer(
         model=make_policy(tokenizer),
-        args=make_args(folder, trainer.config_class, **sizes, **options),
+        args=make_args(folder, trainer.config_class, **{**sizes, **options}),
+        callbacks=[*callbacks],
         env=env,
         train_dataset=None,
         processing_class=tokenizer,
         generator=scripted(tokenizer, script),
     )
+    for callback in callbacks:
+        callback.trainer = run
     run.train()
     return run
 
@@ -78,3 +82,41 @@ def test_an_episode_goes_on_where_the_journal_ends(tmp_path, case):
         trajectories, talker = roll_out(path, env, lambda rng: script(rng, 0))
         assert list(map(without_times, trajectories)) == list(map(without_times, expected))
         assert sum(talker.sampled.values()) < sum(whole.sampled.values())
+
+
+class Watched(TrainerCallback):
+    def __init__(self):
+        self.trainer, self.batches = None, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.batches.append([[item.seed, item.messages, item.total_reward] for item in self.trainer.last_trajectories])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rollouts_in_flight_share_no_game_and_play_what_the_synchronous_run_plays(tmp_path, case):
+    env, script = CASES[case]
+    runs, in_use, most = [], [], []
+
+    class Apart(env.func):
+        """Knows the games that others are at."""
+
+        def start(self, seed):
+            super().start(seed)
+            self.inner = getattr(self, "game", None) or self.env
+            assert all(inner is not self.inner for inner in in_use), "another trajectory is at this game"
+            in_use.append(self.inner)
+            most.append(len(in_use))
+
+        def close(self):
+            in_use[:] = [inner for inner in in_use if inner is not self.inner]
+            super().close()
+
+    apart = functools.partial(Apart, *env.args, **env.keywords)
+    for rollouts_ahead in (0, 2):
+        watched = Watched()
+        options = {"max_steps": 4, "rollouts_ahead": rollouts_ahead, "learning_rate": 0.0, "num_generations": 4}
+        options |= {"failures.min_effective_share": 0.0} if rollouts_ahead else {}  # a script's log-probs
+        train(tmp_path / str(rollouts_ahead), apart, script, MultiTurnGRPOTrainer, [watched], **options)
+        runs.append(watched.batches)
+        assert in_use == [] and max(most) == (8 if rollouts_ahead == 0 else 3 * 8)
+    assert len(runs[0]) == 4 and runs[0] == runs[1]
