@@ -39,6 +39,22 @@ def test_overwrite_refuses_to_move_what_the_run_needs_and_contradicts_a_resume(r
     assert Path("out/trainer_state.json").exists() and not Path("out.1").exists()
 
 
+def test_a_folder_with_checkpoints_is_refused_with_the_newest_and_the_way_to_go_on(recipe, refusal):
+    path = recipe()
+    assert "To go on with it" not in refusal_of_run("trajectories/step_000001.jsonl", path, refusal)
+    for name in ("checkpoint-8/model.safetensors", "checkpoint-12/model.safetensors"):
+        message = refusal_of_run(name, path, refusal)
+    assert message.startswith("output_dir='out' holds a run already (checkpoint-12); ")
+    assert "To go on with it, pass --resume_from_checkpoint true; for a new run, set another output_dir" in message
+
+
+def refusal_of_run(name, path, refusal):
+    file = Path("out", name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("")
+    return refusal("train", "--config", path)
+
+
 def test_a_resume_without_a_checkpoint_says_so_and_starts(recipe, capsys):
     path = recipe(max_steps=1, eval_dataset_name=None, resume_from_checkpoint=True)
     assert main(["train", "--config", path]) == 0

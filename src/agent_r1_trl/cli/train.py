@@ -342,11 +342,13 @@ def _prepare_folder(
         return
     if not script_args.overwrite:
         again = " and no checkpoint to resume from" if wants_resume(args) else ""
+        way_out = "Set"
+        if not wants_resume(args) and any(folder.glob("checkpoint-*/*")):
+            way_out = "To go on with it, pass --resume_from_checkpoint true; for a new run, set"
         raise UsageError(
             f"{flag} holds a run already ({found}){again}; a second one would replace its model and mix with its "
-            "trajectories. Set another output_dir, or overwrite: true, which moves the old run to "
-            f"{args.output_dir.rstrip('/')}.1 and deletes nothing (resume_from_checkpoint: true goes on with a run "
-            "from its last checkpoint)."
+            f"trajectories. {way_out} another output_dir, or overwrite: true, which moves the old run to "
+            f"{args.output_dir.rstrip('/')}.1 and deletes nothing."
         )
     needed = [path for path in (Path.cwd(), Path(model_args.model_name_or_path)) if path.exists()]
     if inside := [str(path) for path in needed if path.resolve().is_relative_to(folder.resolve())]:

@@ -330,9 +330,12 @@ RUN_FILES = ("trainer_state.json", "checkpoint-*", "trajectories/step_*", "*.saf
 
 
 def find_run(output_dir: Path) -> str | None:
-    """The sign that the folder holds a run, such as "trainer_state.json"; None if nothing does."""
-    found = (path for pattern in RUN_FILES for path in sorted(output_dir.glob(pattern)))
-    return next((str(path.relative_to(output_dir)) for path in found), None)
+    """The sign that the folder holds a run, such as its newest checkpoint; None if nothing does."""
+    for pattern in RUN_FILES:
+        paths = [path.relative_to(output_dir) for path in output_dir.glob(pattern)]
+        if paths:
+            return max(map(str, paths), key=lambda name: (len(name), name))  # checkpoint-10 is newer than checkpoint-8
+    return None
 
 
 def set_aside(output_dir: Path) -> Path | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agent_r1_trl.cli import main
-from agent_r1_trl.features.doctor.command_trial import report_start
+from agent_r1_trl.features.doctor.command_trial import report_start, spaced
 from agent_r1_trl.features.doctor.report import Report
 from agent_r1_trl.testing import AddEnv, call, roll_out, say
 
@@ -54,6 +54,12 @@ def test_answers_without_a_call_are_said():
     assert "No call in 2 trajectories" in start_of([[[say("odd")], [say("even")]]])["calls"][1]
 
 
+def test_as_many_rows_are_taken_as_asked_for():
+    assert spaced(150, 24) == [0, 6, 12, 18, 25, 31, 37, 43, 50, 56, 62, 68, 75, 81, 87, 93, 100, 106, 112, 118, 125,
+                               131, 137, 143]  # fmt: skip
+    assert spaced(3, 3) == spaced(3, 16) == [0, 1, 2]
+
+
 @pytest.mark.slow
 def test_the_command_samples_rows_of_the_recipe_with_its_rewards(recipe, capsys):
     Path("policy.py").write_text(
@@ -61,9 +67,9 @@ def test_the_command_samples_rows_of_the_recipe_with_its_rewards(recipe, capsys)
         "policy = ScriptedPolicy(lambda request: say('a' * (1 + request.index % 2)), chat_of('qwen2_5'))\n"
     )
     path = recipe(generator="policy.py:policy", reward_funcs=["task.py:word_count_reward"])
-    assert main(["doctor", "--config", path, "--num_prompts", "3"]) == 0
+    assert main(["doctor", "--config", path, "--num_prompts", "2"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    # Four rows, of which every second one is taken; one word of text and a bonus of 1 for an odd length.
+    # Two of four rows; one word of text and a bonus of 1 for an odd length.
     assert "of 4 trajectories at temperature 1 are solved; their mean reward is 1.5" in words
     assert "2 of 2 groups have differing rewards" in words, words[-900:]
     assert not Path("out").exists()

@@ -256,7 +256,7 @@ def test_a_checkpoint_of_a_step_that_was_cut_between_two_of_its_rollouts_is_that
     assert torch.equal(weights(resumed), whole_weights(**accumulate))
 
 
-def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path):
+def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path, caplog):
     def interrupt():
         signal_this_process(signal.SIGINT)
         while not trainer.features["signals"]._received:  # a thread of its own takes the signal
@@ -268,6 +268,7 @@ def test_ctrl_c_in_an_update_finishes_and_saves_it(trainer_of, tmp_path):
         trainer.train()
     assert trainer.state.global_step == 2
     assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
+    assert f"after step 2. checkpoint-2 in {tmp_path / 'run'} holds it. To go on, run the same command" in caplog.text
     assert len(Watched.closed) == len(Watched.opened) == 2 * NUM_ROWS
 
 
@@ -279,7 +280,7 @@ def test_without_save_on_signal_everything_is_closed_and_nothing_is_written(trai
     assert ended.value.code == 128 + signal.SIGUSR1
     assert sorted(Watched.closed) == sorted(Watched.opened)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-    assert "failures.save_on_signal=False" in caplog.text and "no checkpoint holds the last one" in caplog.text
+    assert "failures.save_on_signal=False" in caplog.text and "No checkpoint holds it." in caplog.text
 
 
 def test_a_handler_that_a_program_has_set_itself_stays(trainer_of):

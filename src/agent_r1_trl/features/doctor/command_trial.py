@@ -50,7 +50,7 @@ def examine_start(report: Report, flags: Sequence[str], num_prompts: int) -> Non
                 model_args,
                 **make_task(script_args),
                 train_dataset=rows,
-                eval_dataset=rows.select(range(0, len(rows), -(-len(rows) // num_prompts))),
+                eval_dataset=rows.select(spaced(len(rows), num_prompts)),
             )
             trainer.remove_callback(ProgressCallback)
             trainer.remove_callback(PrinterCallback)
@@ -65,6 +65,12 @@ def examine_start(report: Report, flags: Sequence[str], num_prompts: int) -> Non
             report.error("start", describe_error(error, limit=1000), "Follow the message.")
             return
     report_start(report, found, group_size=args.num_generations, temperature=args.temperature)
+
+
+def spaced(num_rows: int, num_prompts: int) -> list[int]:
+    """Places of `num_prompts` rows (all, if there are fewer), evenly spaced over the data."""
+    num = min(num_rows, num_prompts)
+    return [place * num_rows // num for place in range(num)]
 
 
 def report_start(report: Report, trajectories: Sequence[Trajectory], *, group_size: int, temperature: float) -> None:

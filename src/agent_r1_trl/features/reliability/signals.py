@@ -125,12 +125,20 @@ class RunGuard(RolloutCallback):
             raise lost from error
         step, trainer = self.trainer.state.global_step, self.trainer
         if trainer.is_world_process_zero():
-            folder = f"checkpoint-{step} in {trainer.args.output_dir}" if step == self._saved_step else "no checkpoint"
-            logger.warning("Ended by a signal after %d steps; %s holds the last one.", step, folder)
+            logger.warning("Ended by a signal after step %d. %s", step, self._way_on(step))
         trainer.rollouts.close()
         end_marked_processes()
         self._agreement.largest(0, None)  # the first rank to end would have the launcher kill the others
         raise_signal(self._agreed)
+
+    def _way_on(self, step: int) -> str:
+        """The checkpoint of the last step and the way to resume it, as a message's end."""
+        if step != self._saved_step:
+            return "No checkpoint holds it."
+        return (
+            f"checkpoint-{step} in {self.trainer.args.output_dir} holds it. To go on, run the same command with "
+            "--resume_from_checkpoint true (in a script: trainer.train(resume_from_checkpoint=True))."
+        )
 
     @property
     def is_ending(self) -> bool:
