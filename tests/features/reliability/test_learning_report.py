@@ -178,13 +178,28 @@ def test_the_summary_of_one_rollout_names_its_reward_once_and_a_path_with_a_blan
     assert "2 of the last rollout: agent-r1-trl view 'my runs/out' --filter unsolved" in report.summary()
 
 
+def test_a_run_in_which_no_trajectory_was_solved_says_so_although_its_rewards_differ():
+    report = LearningReport("out", records=True)
+    for step in (1, 2):
+        report.take([Scored(-0.1 * (i % 2)) for i in range(8)], step=step, group_size=4)
+    report.take([Scored(0.0, StopReason.ENVIRONMENT_ERROR)] * 4 + [Scored(-0.1)] * 4, step=3, group_size=4)
+    summary = report.summary()
+    assert "solved          0% of the trajectories at step 1, 0% at step 3" in summary
+    assert "No trajectory was solved" in summary and "docs/warm-up.md" in summary
+    report.take([Scored(0.0, StopReason.ENVIRONMENT_ERROR), *[Scored(1.0)] * 3], step=4, group_size=4)
+    summary = report.summary()
+    assert ", 100% at step 4" in summary and "No trajectory was solved" not in summary
+
+
 def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
     report = LearningReport("out", records=True)
     for step, num_right in enumerate([8, 12, 16, 0], 1):
         report.take([Scored(float(i % 32 < num_right)) for i in range(32)], step=step, group_size=8)
     summary = report.summary()
     assert "reward          0.25 at step 1, 0 at step 4, best 0.5 at step 3" in summary
+    assert "solved          25% of the trajectories at step 1, 0% at step 4" in summary
     assert "unsolved        32 of the last rollout: agent-r1-trl view out --filter unsolved" in summary
+    assert "No trajectory was solved" not in summary
     # The first mean has the standard error sqrt(8 * 24 / 32 / 31 / 32) = 0.078, and 0.25 is more than 3 of them.
     assert "The reward fell" in summary and "lower learning_rate" in summary
     report.take([Scored(float(i < 6)) for i in range(32)], step=5, group_size=8)

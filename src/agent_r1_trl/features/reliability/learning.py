@@ -37,6 +37,8 @@ class RolloutResult(NamedTuple):
     """Standard error of the mean."""
     teaches: bool
     """Whether two trajectories that are compared with each other differ."""
+    solved: float
+    """Share of the trajectories whose task was solved, those that infrastructure ended left out."""
 
 
 @dataclass(kw_only=True)
@@ -120,8 +122,9 @@ class LearningReport(RolloutCallback):
         `has_advantage`: whether any of them has an advantage other than 0 in the loss; None where it is unknown.
         """
         self._has_rolled_out = True
-        unsolved = [not (item.is_solved or item.stop_reason.is_infrastructure_failure) for item in trajectories]
-        self.num_unsolved = sum(gather_object(unsolved))
+        finished = [item for item in trajectories if not item.stop_reason.is_infrastructure_failure]
+        solved = gather_object([item.is_solved for item in finished])
+        self.num_unsolved = len(solved) - sum(solved)
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
         groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
         groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
@@ -130,7 +133,8 @@ class LearningReport(RolloutCallback):
         if earned:
             teaches = self._teaches(trajectories, groups if group_size > 1 else [earned], has_advantage)
             error = statistics.stdev(earned) / math.sqrt(len(earned)) if len(earned) > 1 else 0.0
-            self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, teaches))
+            share = sum(solved) / max(1, len(solved))
+            self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, teaches, share))
             if not teaches and len(earned) > 1:
                 is_weighted = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
                 self._warn_of_rewards(step, earned, len(groups), is_weighted=is_weighted)
@@ -199,12 +203,19 @@ class LearningReport(RolloutCallback):
         best = max(self.rollouts, key=lambda item: item.mean)
         num_flat = sum(not item.teaches for item in self.rollouts)
         changes = f", {last.mean:.3g} at step {last.step}, best {best.mean:.3g} at step {best.step}" if num > 1 else ""
+        solved = f", {last.solved:.0%} at step {last.step}" if num > 1 else ""
         lines = [
             f"reward          {first.mean:.3g} at step {first.step}{changes}",
+            f"solved          {first.solved:.0%} of the trajectories at step {first.step}{solved}",
             f"taught nothing  {num_flat} of {num} rollouts ({num_flat / num:.0%})",
             f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
         ]
         lines += [text for name in sorted(self.answers) if (text := self.answers[name].silence(name))]
+        if not any(item.solved for item in self.rollouts):
+            lines.append(
+                "No trajectory was solved: rewards can only have taught something else, such as fewer call errors. "
+                "Warm the model up on demonstrations (docs/warm-up.md), or begin with easier rows."
+            )
         if num_flat == num:
             lines.append("No rollout taught anything: the model has learned nothing from its rewards.")
         elif first.mean - last.mean > NUM_ERRORS * math.hypot(first.error, last.error):
