@@ -7,6 +7,7 @@ that names the setting, its value and the fix.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib
@@ -15,7 +16,7 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,6 +81,17 @@ class OwnObjectError(RunError, ValueError):
     exit_code = 2
 
 
+@contextlib.contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """An exception of the user's code inside is reported with its line; `name`, of setting or method, comes first."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:  # whatever the user's code does
+        raise OwnObjectError(f"{name} raised {locate_error(error)}. Correct it.") from error
+
+
 class OwnObject(str):
     """The value of a setting that stands for an object of the user's own, which it holds and calls.
 
@@ -98,10 +110,8 @@ class OwnObject(str):
 
     def __call__(self, *arguments: object) -> Any:
         """Call the object; what it raises is reported with setting, object and line."""
-        try:
+        with users_code(f"{self.flag}={str(self)!r}"):
             return self.target(*arguments)
-        except Exception as error:  # whatever the user's object does
-            raise OwnObjectError(f"{self.flag}={str(self)!r} raised {locate_error(error)}. Correct it.") from error
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         return str, (str(self),)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from agent_r1_trl.advantages import Credit
+from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer, policy_loss
 from agent_r1_trl.trainers.callbacks import RolloutCallback
@@ -296,3 +297,54 @@ def test_a_term_may_have_rows_scored(tmp_path, layout):
     (found, later), (want, expected) = gradients(Asking()), gradients(WorldModel())
     assert later == expected
     torch.testing.assert_close(found, want)
+
+
+class Faulty(RolloutCallback):
+    """One of its methods has a bug."""
+
+    name = "faulty"
+    fails_in = ""
+
+    def _run(self, event, answer):
+        if event == self.fails_in:
+            raise KeyError("city")
+        return answer
+
+    def attach(self, trainer):
+        super().attach(trainer)
+        self._run("attach", None)
+
+    def after_rollout(self, batch):
+        return self._run("after_rollout", False)
+
+    def after_scores(self, batch):
+        self._run("after_scores", None)
+
+    def keep(self, batch):
+        return self._run("keep", None)
+
+    def choose_rows(self, rows, micro_step):
+        return self._run("choose_rows", rows)
+
+    def extra_columns(self, output, trajectories, rows):
+        return self._run("extra_columns", None)
+
+    def extra_tokens(self, inputs):
+        return self._run("extra_tokens", None)
+
+    def extra_loss(self, inputs, log_probs, mask):
+        return self._run("extra_loss", None)
+
+    def before_step(self, step):
+        self._run("before_step", None)
+
+
+EVENTS = [name for name in vars(Faulty) if name not in ("name", "fails_in", "_run") and not name.startswith("__")]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_bug_in_a_callback_is_named_with_its_event_and_line(event, tmp_path):
+    callback = Faulty()
+    callback.fails_in = event
+    with pytest.raises(OwnObjectError, match=rf"Faulty.{event} raised KeyError: 'city' \(.*test_hooks.py, line \d+\)"):
+        make_trainer(tmp_path, callbacks=[callback]).train()

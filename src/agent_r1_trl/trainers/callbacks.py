@@ -49,6 +49,7 @@ from transformers import TrainerCallback
 
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.features import FEATURES, has_feature
+from agent_r1_trl.objects import users_code
 from agent_r1_trl.tools.faults import InfrastructureError
 
 if TYPE_CHECKING:
@@ -404,7 +405,7 @@ class Callbacks:
         for item in self._trainer.callback_handler.callbacks:
             if isinstance(item, RolloutCallback) and item not in self._own:
                 if item.trainer is not self._trainer:  # it may have been added at any time, or to another one before
-                    item.attach(self._trainer)
+                    self._tell(item, "attach", self._trainer)
                     _warn_of_misspelt_events(type(item))
                 yield item
 
@@ -423,7 +424,14 @@ class Callbacks:
 
     def call(self, event: str, *arguments: object) -> list[Any]:
         """Call an event of all, and return what they returned."""
-        return [getattr(item, event)(*arguments) for item in self]
+        return [self._tell(item, event, *arguments) for item in self]
+
+    def _tell(self, item: RolloutCallback, event: str, *arguments: object) -> Any:
+        """Call an event of one; an exception of a user's callback names the event and the line."""
+        if item in self._own:
+            return getattr(item, event)(*arguments)
+        with users_code(f"callbacks: {type(item).__name__}.{event}"):
+            return getattr(item, event)(*arguments)
 
     def run(self, train: Callable[[], Any]) -> Any:
         """The Trainer's loop inside everybody's `around_run`, the first one's outermost."""
@@ -437,23 +445,23 @@ class Callbacks:
         """Everybody's."""
         with contextlib.ExitStack() as stack:
             for item in self:
-                stack.enter_context(item.around_rollout())
+                stack.enter_context(self._tell(item, "around_rollout"))
             yield
 
     def fold(self, event: str, value: object, *arguments: object) -> Any:
         """Everybody's, one after another: each gets what the one before it returned."""
         for item in self:
-            value = getattr(item, event)(value, *arguments)
+            value = self._tell(item, event, value, *arguments)
         return value
 
     def first(self, event: str, *arguments: object) -> Any:
         """The first result that is not None."""
-        return next((found for item in self if (found := getattr(item, event)(*arguments)) is not None), None)
+        return next((found for item in self if (found := self._tell(item, event, *arguments)) is not None), None)
 
     def voids(self, batch: RolloutBatch) -> bool:
         """Whether anybody says that nothing may be trained on this rollout of a training."""
         for item in self:
-            answer = item.after_rollout(batch)
+            answer = self._tell(item, "after_rollout", batch)
             if not isinstance(answer, bool | None):
                 raise ValueError(
                     f"{type(item).__name__}.after_rollout returned {answer!r:.200}. Return True to throw the rollout "
@@ -477,7 +485,7 @@ class Callbacks:
         kept: torch.Tensor | None = None
         self.leave_out = []
         for item in self:
-            mask = item.keep(batch)
+            mask = self._tell(item, "keep", batch)
             if mask is None:
                 continue
             if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != batch.in_loss.shape:

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, gather_object
 from trl import GRPOTrainer
 
 from agent_r1_trl.errors import RunError
-from agent_r1_trl.objects import OwnObjectError
+from agent_r1_trl.objects import OwnObjectError, users_code
 from agent_r1_trl.trainers.callbacks import OptimizerStep, UpdateHooks, is_main_process, raised_everywhere
 from agent_r1_trl.trainers.log_means import TokenMean
 from agent_r1_trl.update.batches import loss_masks, neutral_outside
@@ -418,7 +418,8 @@ class LossPass:
         log_probs = self.log_probs if self.unmasked is None else self.unmasked
         assert log_probs is not None
         given = torch.where(mask, log_probs, 0.0)
-        value = term.loss(inputs, given, mask)
+        with users_code(term.source(term.loss)):
+            value = term.loss(inputs, given, mask)
         if value is None:
             value = mask.new_zeros((), dtype=torch.float32)  # other ranks may have one: they wait in the reduction
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
@@ -491,18 +492,22 @@ class LossTerm:
             return
         valid = output["completion_mask"].bool()
         with raised_everywhere():
-            mask = self.tokens(output)
+            with users_code(self.source(self.tokens)):
+                mask = self.tokens(output)
             mask = torch.zeros_like(valid) if mask is None else mask
             if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != valid.shape:
                 raise self.refusal(self.tokens, mask, f"a bool tensor of shape {tuple(valid.shape)}, or None for none")
         output[self.entry] = mask & valid
         output[COUNT_OF + self.entry] = accelerator.gather(output[self.entry].sum()).sum()
 
+    def source(self, function: object) -> str:
+        """The name of one of its functions, for messages."""
+        return getattr(function, "__qualname__", f"{self.name}={function!r}")
+
     def refusal(self, function: object, found: object, wanted: str) -> OwnObjectError:
         """The problem of something that one of its functions has returned."""
         text = f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        source = getattr(function, "__qualname__", f"{self.name}={function!r}")
-        return OwnObjectError(f"{source} returned {text}. Return {wanted}.")
+        return OwnObjectError(f"{self.source(function)} returned {text}. Return {wanted}.")
 
 
 def num_loss_tokens(trainer: MultiTurnTrainer, plan: Plan | None, mask: torch.Tensor) -> int:
@@ -582,7 +587,9 @@ def add_columns(output: Inputs, trajectories: Sequence[Any], rows: TrainingRows,
     for owner in owners:
         if getattr(owner.extra_columns, "__func__", None) is UpdateHooks.extra_columns:
             continue
-        columns, hook = owner.extra_columns(output, trajectories, rows), f"{type(owner).__name__}.extra_columns"
+        hook = f"{type(owner).__name__}.extra_columns"
+        with users_code(hook):
+            columns = owner.extra_columns(output, trajectories, rows)
         with raised_everywhere():
             refuse_columns(columns, output, hook)
         shapes = {name: (value.dim(), str(value.dtype)) for name, value in (columns or {}).items()}
