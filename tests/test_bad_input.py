@@ -38,6 +38,8 @@ def assert_refused(make, *names):
 CONFIG = [
     ({"advantage_estimator": "a2c"},),
     ({"advantage_estimator": 3},),
+    ({"temperature": 1e300, "max_turns": 3},),
+    ({"temperature": 1e-320, "max_turns": 3},),
     ({"advantage_estimator": "no_such_module.fn"},),
     ({"servers.urls": ["a:1"], "use_vllm": True, "vllm_mode": "server"}, "http://"),
     ({"servers.urls": ["http://a:1", "http://a:1/"], "use_vllm": True, "vllm_mode": "server"}, "once"),
@@ -50,6 +52,7 @@ INHERITED = [
     ("num_iterations", 0), ("save_steps", 0, -1), ("eval_steps", 0), ("logging_steps", 0), ("save_total_limit", 0),
     ("scale_rewards", "grupo"), ("reward_weights", [math.nan], []), ("dataloader_num_workers", -1),
     ("output_dir", "", " "), ("top_entropy_quantile", 1.5), ("ddp_timeout", 0), ("torch_compile_mode", "fastest"),
+    ("seed", -1, 2**32), ("data_seed", -1), ("warmup_steps", -3),
 ]  # fmt: skip
 """Settings of transformers and TRL with values of which nobody said a word, or only a traceback."""
 LATE = [
@@ -123,11 +126,17 @@ def make_trainer(folder, **arguments):
         report_to="none", gradient_checkpointing=False,
     )  # fmt: skip
     data = Dataset.from_list([{"prompt": "Capital of Norway?"}] * 2)
-    return MultiTurnGRPOTrainer(model="is not loaded", args=args, **{"train_dataset": data, **arguments})
+    return MultiTurnGRPOTrainer(**{"model": "is not loaded", "args": args, "train_dataset": data, **arguments})
 
 
 @pytest.mark.parametrize(
-    ("env", "name"), [(Env(), "an instance"), (NeedsArgument, "env=NeedsArgument"), (5, "env=5 is an instance")]
+    ("env", "name"),
+    [
+        (Env(), "an instance"),
+        (NeedsArgument, "env=NeedsArgument"),
+        (5, "env=5 is an instance"),
+        ("my.Env", "env='my.Env' is a text"),
+    ],
 )
 def test_what_is_no_factory_of_environments_is_refused(env, name, tmp_path):
     assert_refused(lambda: make_trainer(tmp_path, env=env), name)
@@ -142,7 +151,19 @@ def test_what_is_no_factory_of_environments_is_refused(env, name, tmp_path):
         ({"env": Env, "rollout_func": print}, ["rollout_func=", "env="]),
         ({"env": Env, "train_dataset": Dataset.from_list([])}, ["train_dataset", " 0 "]),
         ({"env": Env, "train_dataset": None}, ["max_steps=-1"]),
+        ({"env": Env, "reward_funcs": [1.5]}, ["reward_funcs=1.5", "a function"]),
+        (
+            {"env": Env, "reward_funcs": "exact_match"},
+            ["reward_funcs='exact_match'", "agent_r1_trl.rewards.exact_match"],
+        ),
+        ({"env": Env, "model": None}, ["model=None"]),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(arguments, names, tmp_path):
     assert_refused(lambda: make_trainer(tmp_path, **arguments), *names)
+
+
+def test_an_argument_that_no_trainer_has_is_refused_with_the_one_that_was_meant(tmp_path):
+    expected = "MultiTurnGRPOTrainer has no argument 'turn_reward_func'. Did you mean 'turn_reward_funcs'?"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        make_trainer(tmp_path, env=Env, turn_reward_func=[])

@@ -43,7 +43,8 @@ NO_NUMBERS = ("many", True, math.nan, [3])
 def refused_by(rule):
     """Values that a rule does not take, at its bounds and of other kinds."""
     if isinstance(rule, Whole):
-        return (*NO_NUMBERS, math.inf, rule.minimum - 1, rule.minimum + 0.5)
+        above = () if rule.maximum is None else (rule.maximum + 1,)
+        return (*NO_NUMBERS, math.inf, rule.minimum - 1, rule.minimum + 0.5, *above)
     if isinstance(rule, CountOr):
         return (*NO_NUMBERS, 0, 1.5, f"{rule.word}matic")
     if isinstance(rule, Number):
@@ -158,7 +159,7 @@ def test_a_keyword_that_is_none_is_answered_with_the_setting_that_is_meant():
         (Whole(0), (0, 7)), (Whole(5), (5, 6)), (Number(), (-1, 0.5)), (Number(minimum=0, maximum=1), (0, 0.5, 1)),
         (Number(above=0, below=1), (1e-9, 0.999)), (Number(above=0, may_be_infinite=True), (1, math.inf)),
         (OneOf("a", "b"), ("a", "b")), (SomeOf("a", "b"), (["a"], ["b", "a"])), (Switch(), (True, False)),
-        (Text(), ("a",)), (Texts(), (["a"], ["b", "b"])),
+        (Whole(1, 9), (1, 9)), (Text(), ("a",)), (Texts(), (["a"], ["b", "b"])),
     ],
     ids=str,
 )  # fmt: skip

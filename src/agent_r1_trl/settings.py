@@ -48,14 +48,17 @@ class Rule:
 
 
 class Whole(Rule):
-    """A whole number from `minimum` on."""
+    """A whole number from `minimum` on, to `maximum` if there is one."""
 
-    def __init__(self, minimum: int = 1) -> None:
-        super().__init__(
-            f"a whole number >= {minimum}",
-            lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= minimum,
-        )
-        self.minimum = minimum
+    def __init__(self, minimum: int = 1, maximum: int | None = None) -> None:
+        def takes(value: object) -> bool:
+            if not isinstance(value, int) or isinstance(value, bool):
+                return False
+            return value >= minimum and (maximum is None or value <= maximum)
+
+        bound = "" if maximum is None else f" and <= {maximum}"
+        super().__init__(f"a whole number >= {minimum}{bound}", takes)
+        self.minimum, self.maximum = minimum, maximum
 
 
 class CountOr(Rule):

@@ -420,6 +420,17 @@ def test_a_sampler_that_fails_takes_no_other_trajectory_with_it(error):
     assert reasons == [StopReason.DONE, StopReason.GENERATION_ERROR, StopReason.DONE]
 
 
+def test_a_sampler_that_is_not_async_is_named():
+    class Sampler:
+        def generate(self, request):
+            return None
+
+    runner = RolloutRunner(AddEchoEnv, Sampler(), chat_of(), RolloutLimits())
+    (trajectory,) = runner.run([RolloutRequest(example={"prompt": PROMPT})])
+    runner.close()
+    assert trajectory.error == "TypeError: Sampler.generate is not async. Write async def generate(self, request)"
+
+
 @pytest.mark.parametrize(
     ("num_more", "stop", "named"), [(1, "length", "13 ids .* max_tokens=12"), (0, "eos", "stop='eos'")], ids=str
 )

@@ -54,7 +54,9 @@ def _checked_env_factory(env: Any, others: Sequence[str]) -> EnvFactory:
             f"env={env_name(env)} brings its own tools: remove {' and '.join(others)}, or put them into its `tools`."
         )
     problem: str | None
-    if not callable(env) or (hasattr(env, "step") and not inspect.isclass(env)):
+    if isinstance(env, str):
+        problem = "is a text, which only a recipe takes"
+    elif not callable(env) or (hasattr(env, "step") and not inspect.isclass(env)):
         instead = f": pass env={type(env).__name__}" if hasattr(env, "step") else ""
         problem = f"is an instance, and every trajectory needs its own{instead}"
     else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -240,7 +241,12 @@ async def sample_turn(
     prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
     try:
         request = GenerationRequest(prompt_ids=context, max_tokens=max_tokens, seed=seed, params=params)
-        generation = await generator.generate(request)
+        sampled = generator.generate(request)
+        if not inspect.isawaitable(sampled):
+            raise TypeError(
+                f"{type(generator).__name__}.generate is not async. Write async def generate(self, request)"
+            )
+        generation = await sampled
         check_generation(generation, max_tokens)
     except (Exception, asyncio.CancelledError) as error:
         task = asyncio.current_task()

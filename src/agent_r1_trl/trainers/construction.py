@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
+from agent_r1_trl import rewards
 from agent_r1_trl.critic.attach import base_causal_lm
+from agent_r1_trl.generation.adapter_folders import check_whole_model
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import set_rules
 from agent_r1_trl.tools.pool import prepare_threads_with
 from agent_r1_trl.trainers.callbacks import is_main_process
@@ -80,6 +84,31 @@ def as_trl_sees(config: MultiTurnConfig, num_columns: int) -> Iterator[None]:
         values.update(own)
 
 
+def check_arguments(kind: type, model: object, others: Mapping[str, Any]) -> None:
+    """Refuse arguments of a trainer that TRL would only trip over.
+
+    Args:
+        kind: the trainer's class.
+        model: its first argument.
+        others: those that go on to TRL's constructor, by name.
+
+    Raises:
+        ValueError: a model that is none, or a callback that is none.
+        TypeError: nobody takes an argument of this name.
+    """
+    if model is None:
+        raise ValueError("model=None: there is no model to train. Pass a directory, a Hub id or a loaded model.")
+    check_whole_model(model, flag="model")
+    check_callbacks(others.get("callbacks"))
+    makers = [vars(parent)["__init__"] for parent in kind.__mro__ if "__init__" in vars(parent)]
+    known = [name for maker in makers for name in inspect.signature(maker).parameters if name != "self"]
+    for name in others:
+        if name not in known:
+            raise TypeError(
+                f"{kind.__name__} has no argument {name!r}.{did_you_mean(name, known)} Correct or remove it."
+            )
+
+
 def trl_rewards(
     reward_funcs: list[Any], columns: Sequence[Callable], config: MultiTurnConfig, processing_classes: object
 ) -> dict[str, Any]:
@@ -96,6 +125,8 @@ def trl_rewards(
             "reward_funcs= or turn_reward_funcs=, an environment_factory= with a get_reward, or env= with an "
             "outcome_reward."
         )
+    for item in reward_funcs:
+        _check_reward(item)
     classes = None if processing_classes is None else as_list(processing_classes)
     for name, given in (("reward_weights", config.reward_weights), ("reward_processing_classes", classes)):
         if given is not None and len(given) != len(reward_funcs):
@@ -108,6 +139,17 @@ def trl_rewards(
         "reward_funcs": [*reward_funcs, *columns],
         "reward_processing_classes": None if classes is None else [*classes, *[None] * len(columns)],
     }
+
+
+def _check_reward(item: object) -> None:
+    """Refuse what is neither a function nor a model; a text is the name of a reward model."""
+    if isinstance(item, str) and item in rewards.__all__:
+        raise ValueError(
+            f"reward_funcs={item!r}: a text names a reward model. Pass the function, agent_r1_trl.rewards.{item}, or "
+            "one of yours that calls it."
+        )
+    if not isinstance(item, str) and not callable(item):
+        raise ValueError(f"reward_funcs={item!r:.100}: must be a function, a model or its name. Pass one of these.")
 
 
 def trl_dataset(train_dataset: TrainRows, config: MultiTurnConfig, eval_dataset: EvalRows = None) -> Any:

@@ -50,6 +50,10 @@ _COMPILE_MODE = Rule(
 )
 """It has to be known before TRL reads it: accelerate hands it on in the environment's variables."""
 _MOMENT = Annotated[float, Number(minimum=0, below=1)]
+_SEED = Annotated[int, Whole(0, 2**32 - 1)]
+"""NumPy takes no others."""
+_TEMPERATURE = Annotated[float, Number(minimum=1e-3, maximum=1e3)]
+"""Beyond these, float32 logits divided by it overflow, or all tokens become equally likely."""
 TRL_FIELDS: dict[str, Any] = {
     "output_dir": Annotated[str, Text()] | None,
     "max_steps": Annotated[int, _STEPS],
@@ -64,7 +68,10 @@ TRL_FIELDS: dict[str, Any] = {
     "generation_batch_size": Count | None,
     "num_iterations": Count,
     "num_generations_eval": Count | None,
+    "seed": _SEED,
+    "data_seed": _SEED | None,
     "learning_rate": NotNegative,
+    "warmup_steps": NotNegative,
     "weight_decay": NotNegative,
     "adam_beta1": _MOMENT,
     "adam_beta2": _MOMENT,
@@ -92,7 +99,7 @@ TRL_FIELDS: dict[str, Any] = {
 ROLLOUT_FIELDS: dict[str, Any] = {
     "max_completion_length": Count,
     "max_tool_calling_iterations": CountOrZero | None,
-    "temperature": Positive,
+    "temperature": _TEMPERATURE,
     "top_p": PositiveShare,
     "top_k": Annotated[int, Whole(-1)] | None,
     "min_p": Share | None,

@@ -25,7 +25,6 @@ from agent_r1_trl.advantages.masked import carry_forward
 from agent_r1_trl.chat.plain_text import PlainText
 from agent_r1_trl.environments.factory import EnvFactory, read_form, resolve_env_factory
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
-from agent_r1_trl.generation.adapter_folders import check_whole_model
 from agent_r1_trl.generation.weights import check_adapters
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.ahead import num_micro_steps
@@ -35,8 +34,8 @@ from agent_r1_trl.trainers.config_checks import layout_problem
 from agent_r1_trl.trainers.construction import (
     as_list,
     as_trl_sees,
+    check_arguments,
     check_best_metric,
-    check_callbacks,
     check_overrides,
     check_tokenizer,
     default_output_dir,
@@ -150,10 +149,9 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         turn_reward_funcs: Callable | Sequence[Callable | str | PreTrainedModel] | str | PreTrainedModel | None = None,
         **kwargs: Any,
     ):
+        check_arguments(type(self), model, kwargs)
         args = self.config_class(output_dir=default_output_dir(model, self._name)) if args is None else args
         config = self.config_class.from_grpo_config(args)
-        check_callbacks(kwargs.get("callbacks"))
-        check_whole_model(model, flag="model")
         self.env_factory = resolve_env_factory(env, tools, environment_factory) or SingleTurnEnv
         self.turn_reward_funcs = as_list(turn_reward_funcs)
         self.last_trajectories: list[Trajectory] = []
