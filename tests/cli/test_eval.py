@@ -110,6 +110,16 @@ def test_where_nothing_can_be_rolled_out_every_cause_is_said(recipe, refusal, mo
     assert "example 'test0'" in message
 
 
+def test_a_full_disk_is_not_blamed_on_the_model(recipe, refusal, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("agent_r1_trl.cli.eval._evaluate_row", full)
+    message = refusal("eval", "--config", recipe(), "--output_dir", "scores", code=EXIT_INFRASTRUCTURE)
+    assert "output_dir='scores': the evaluation stopped (OSError: [Errno 28] No space left" in message
+    assert "cannot be loaded" not in message
+
+
 def test_the_results_are_where_they_are_said_to_be_although_the_environment_went_elsewhere(recipe):
     path = Path(recipe())
     Path("elsewhere").mkdir()

@@ -252,7 +252,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                 flag = "base_model" if row.model == arguments.base_model else "model_name_or_path"
                 if not row.is_hosted:
                     check_model_folder(str(row.model), flag=flag)
-            with _unfinished(arguments, results, console) as goes_on:
+            with _unfinished(arguments, results, console) as goes_on, _stopped_by_the_disk(arguments.output_dir):
                 results += _evaluate_all(arguments, plan, console, description, goes_on)
                 check_some_rolled_out([item for result in results for item in result.trajectories])
     table = EvaluationTable()
@@ -274,13 +274,30 @@ def _evaluate_all(
     results: dict[int, EvaluationResult] = {}
     for loaded in dict.fromkeys((row.model, row.is_hosted) for row in plan):
         rows = {index: row for index, row in enumerate(plan) if (row.model, row.is_hosted) == loaded}
-        with loading(loaded[0]), raising(), _opened(arguments, *loaded) as agent:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(raising())
+            with loading(loaded[0]):  # an OSError of what follows says nothing about the model
+                agent = stack.enter_context(_opened(arguments, *loaded))
             for index, row in rows.items():
                 title = f"{row.dataset}, {row.method}" if row.folder else description
                 with contextlib.chdir("."):  # wherever a tool goes, what is read and written next stays here
                     results[index] = _evaluate_row(arguments, row, agent, console, title, goes_on)
         del agent  # before the next one is loaded
     return [results[index] for index in range(len(plan))]
+
+
+@contextlib.contextmanager
+def _stopped_by_the_disk(folder: str | None) -> Iterator[None]:
+    """An OSError of an evaluation that writes, with the folder and the fix; loading models has its own."""
+    try:
+        yield
+    except OSError as error:
+        if folder is None:
+            raise
+        raise DependencyError(
+            f"output_dir={folder!r}: the evaluation stopped ({type(error).__name__}: {error}). Free space there, or "
+            "set another output_dir."
+        ) from error
 
 
 @contextlib.contextmanager
