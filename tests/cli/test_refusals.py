@@ -74,7 +74,8 @@ RECIPES = {
     "a number for a switch": ("env: a.B\nuse_vllm: 1\n", "bad.yaml: use_vllm=1"),
     "a fraction for a count": ("env: a.B\nmax_steps: 1.5\n", "bad.yaml: max_steps=1.5"),
     "a choice that is none": ("env: a.B\nlr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' .*mean 'cosine'"),
-    "a critic for GRPO": ("env: a.B\ncritic: head\n", "bad.yaml: 'critic'"),
+    "a critic for GRPO": ("env: a.B\ncritic: head\n", "bad.yaml: 'critic' .*trainer='ppo' has it: set that"),
+    "a binary file": (b"\x7fELF\x00\x00\xf0\x01\x00", "bad.yaml is a binary file. Pass the path of a YAML"),
     "a module that is not there": (
         f"env: nowhere.MyEnv\n{REST}",
         "env='nowhere.MyEnv'.*'nowhere'",
@@ -243,6 +244,10 @@ TRAIN = {
         "generation_kwargs=",
     ),
     "no data file": ({"dataset_name": "trian.jsonl"}, "dataset_name='trian.jsonl'.*'train.jsonl'"),
+    "a split of a file": (
+        {"dataset_train_split": "test"},
+        "dataset_train_split='test' has no effect: dataset_name='train.jsonl' is a file.*Remove",
+    ),
     "nothing to evaluate on": ({"num_eval_examples": 0}, "num_eval_examples=0"),
     "fewer rows than a rollout takes": ({"dataset_name": "rows.jsonl"}, "train_dataset.* 1 .*num_generations=2"),
     "no gold answer": (
@@ -374,7 +379,11 @@ EVAL = {
         ["--config", "recipe.yaml", "--config", "more.yaml"],
         "--config names recipe.yaml and more.yaml",
     ),
-    "a folder for a recipe": (["--config", "empty"], "--config empty: no such file"),
+    "a setting without dashes": (
+        ["RECIPE", "max_turns=3"],
+        "'max_turns=3' belongs to no option. Write --max_turns 3.",
+    ),
+    "a folder for a recipe": (["--config", "empty"], "--config empty: is a directory. Pass the path of a YAML"),
     "a recipe that is not there": (["--config", "recipes.yaml"], "--config recipes.yaml.* mean 'recipe.yaml'"),
     "a shipped recipe misspelt": (["--config", "quickstart/grpo/cpuu"], "mean 'quickstart/grpo/cpu'.*--list-recipes"),
     "a list for a mapping": (["RECIPE", "--env_kwargs", "[1]"], "env_kwargs=\\[1\\]"),

@@ -192,6 +192,11 @@ def test_a_mistake_is_refused(run_folder, refusal, arguments, names):
     assert re.search(names, message), message
 
 
+def test_a_folder_for_the_page_is_refused(run_folder, refusal):
+    message = refusal("view", run_folder, "--html", run_folder)
+    assert message.startswith(f"--html {run_folder}: is a directory. Pass the name of a file")
+
+
 REMOTE_CODE = """
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast

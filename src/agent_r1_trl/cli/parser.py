@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -40,6 +40,7 @@ class RecipeParser:
         about: what the command does, for the help text.
         elsewhere: dataclasses whose settings a recipe may hold although this command does not use them.
         private: settings that are ignored in a recipe because they mean something else there.
+        others: value of `trainer` -> the settings that it would have.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class RecipeParser:
         about: str = "",
         elsewhere: Sequence[type] = (),
         private: Sequence[str] = (),
+        others: Mapping[str, type] | None = None,
     ) -> None:
         self.kinds, self.command, self._about, self._private = kinds, command, about, private
         self._own, self._known = _fields(kinds), _fields([*elsewhere, *kinds])
@@ -62,6 +64,10 @@ class RecipeParser:
             aliases = [alias.removeprefix("--").replace("-", "_") for alias in item.metadata.get("aliases", ())]
             self.flags |= {flag: (item, False) for flag in (name, *aliases)}
             self.flags |= {f"no_{name}": (item, True)} if item.default is True else {}
+        self._others: dict[str, str] = {}
+        """Setting that this command line cannot have -> the `trainer` that has it."""
+        for trainer, kind in (others or {}).items():
+            self._others |= {name: trainer for name in _fields([kind]) if name not in self._own}
         self.recipe: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         """Every setting by its name once the arguments are parsed, before a dataclass derives others from it."""
@@ -101,13 +107,19 @@ class RecipeParser:
     def _of_recipe(self, path: str) -> dict[str, Any]:
         known = [*self._own, *sorted(self._known)]
         if wrong := [
-            f"{key!r} is not a setting.{meant_setting(key, [*known, *self._keys])}"
+            f"{key!r} is not a setting.{self._meant(key, [*known, *self._keys])}"
             for key in self.recipe
             if key not in known
         ]:
             raise UsageError(f"{path}: {' '.join(wrong)} Correct or remove it; --help lists all settings.")
         checked = {name: self._checked(path, name, value) for name, value in self.recipe.items()}
         return {name: checked[name] for name in checked if name in self._own and name not in self._private}
+
+    def _meant(self, name: str, known: Sequence[str]) -> str:
+        """As `meant_setting`; a setting of another trainer is named with that."""
+        if (trainer := self._others.get(name.partition(".")[0])) is not None:
+            return f" trainer={trainer!r} has it: set that, or remove {name}."
+        return meant_setting(name, known)
 
     def _checked(self, place: str, name: str, value: object) -> Any:
         return read_value(place, name, value, self._hints[name], self._known[name].metadata.get("choices") or ())
@@ -133,7 +145,7 @@ class RecipeParser:
                     raise UsageError(f"--{flag}: takes no value. Pass it alone, or --{item.name} true.")
                 given[item.name] = False if is_off else self._of_texts(flag, item.name, texts)
             elif name != "config":
-                suggestion = meant_setting(name, [*self.flags, *self._keys])
+                suggestion = self._meant(name, [*self.flags, *self._keys])
                 problem = no_such_option(self.command, f"--{flag}", suggestion)
                 if name in self._known or (key and group in self._known):
                     problem = f"--{flag}: {self.command} does not use it, another command has. Remove it."

@@ -130,10 +130,18 @@ def words_of(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 def config_of(argv: Sequence[str]) -> str | None:
     """The recipe that a command line names."""
     given = [texts for flag, texts in words_of(argv) if flag == "config"]
+    if len(given) == 1 and len(given[0]) > 1 and not given[0][1].endswith((".yaml", ".yml")):
+        raise UsageError(f"{given[0][1]!r} belongs to no option. {_as_option(given[0][1])}")
     if len(given) > 1 or (given and len(given[0]) != 1):
         named = " and ".join(" ".join(texts) or "nothing" for texts in given)
         raise UsageError(f"--config names {named}: a run has one recipe. Pass one file.")
     return given[0][0] if given else None
+
+
+def _as_option(word: str) -> str:
+    """The fix for a word that stands alone."""
+    name, has_value, value = word.partition("=")
+    return f"Write --{name} {value}." if has_value else "Options are written --name value."
 
 
 class _Loader(YamlLoader):
@@ -158,6 +166,8 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
     """Read the mapping in a YAML file, or for `--config` also in a recipe of the package by its name."""
     named = shipped_recipes() if flag == "--config" else {}
     file = Path(path) if Path(path).is_file() else named.get(path, Path(path))
+    if file.is_dir():
+        raise UsageError(f"{flag} {path}: is a directory. Pass the path of a YAML file.")
     if not file.is_file():
         near = [str(item) for item in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         raise UsageError(
@@ -171,6 +181,8 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # no UTF-8, or a date that does not exist
         reason = " ".join(str(error).split()).rstrip(".")
         fix = _cause_in(data) or "Correct the file."
+        if b"\0" in data and "UTF-16" not in fix:
+            raise UsageError(f"{path} is a binary file. Pass the path of a YAML file.") from error
         raise UsageError(f"{path} is not valid YAML: {reason}. {fix}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(
@@ -182,13 +194,19 @@ def read_recipe(path: str, *, flag: str = "--config") -> dict[str, Any]:
 
 def _cause_in(data: bytes) -> str:
     """The damage that an editor has done to a YAML file, and the fix; "" if none is seen."""
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or _is_utf16(data):
         return "The file is in UTF-16 (Notepad calls it Unicode, PowerShell's > writes it). Write it in UTF-8."
     for number, line in enumerate(data.splitlines(), 1):
         indent = line[: len(line) - len(line.lstrip())]
         if b"\t" in indent:
             return f"Line {number} is indented with a tab, which YAML does not allow. Put blanks there."
     return ""
+
+
+def _is_utf16(data: bytes) -> bool:
+    """Whether every other byte of the beginning is 0, as of Latin letters; a binary file has them anywhere."""
+    zeros = {index % 2 for index, byte in enumerate(data[:200]) if byte == 0}
+    return len(zeros) == 1 and data[:200].count(0) > len(data[:200]) // 4
 
 
 def _folded(path: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ from agent_r1_trl.cli.resolve import (
     with_reward_options,
 )
 from agent_r1_trl.display.console import PlainConsole
-from agent_r1_trl.environments.data_files import load_rows
+from agent_r1_trl.environments.data_files import FILE_FORMATS, load_rows
 from agent_r1_trl.environments.factory import made_and_closed, resolve_env_factory
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.evaluation.agent import check_model_folder
@@ -156,7 +156,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[Any, Any, Any]:
     """
     config_class = config_class_of(find_trainer(argv))
     about = "Train an agent (--trainer ppo --help lists the settings of PPO)."
-    parser = RecipeParser((TrainArguments, config_class, ModelConfig), command=COMMAND, about=about)
+    kinds = (TrainArguments, config_class, ModelConfig)
+    others = {name: config_class_of(name) for name in ("grpo", "ppo")}
+    parser = RecipeParser(kinds, command=COMMAND, about=about, others=others)
     script_args, args, model_args = parser.parse(argv, defaults=device_defaults())
     with users_mistakes():
         refuse(find_clashes(SimpleNamespace(**parser.settings), CLASHES))
@@ -366,6 +368,8 @@ def load_data(script_args: TrainArguments) -> tuple[Any, Any]:
     """The data sets to train and to evaluate on; None where the environment makes its own rows."""
     train = evaluation = None
     config = script_args.dataset_config
+    _check_split(script_args, "dataset_name", "dataset_train_split")
+    _check_split(script_args, "eval_dataset_name", "dataset_test_split")
     if name := script_args.dataset_name:
         train = load_rows("dataset_name", name, config=config, split=script_args.dataset_train_split)
     if (name := script_args.eval_dataset_name) is not None:
@@ -373,6 +377,16 @@ def load_data(script_args: TrainArguments) -> tuple[Any, Any]:
         split = script_args.dataset_test_split
         evaluation = load_rows("eval_dataset_name", name, config=config, split=split, limit=limit)
     return train, evaluation
+
+
+def _check_split(script_args: TrainArguments, flag: str, split_flag: str) -> None:
+    """Refuse a split of a file, which has none."""
+    name, split = getattr(script_args, flag), getattr(script_args, split_flag)
+    if name and split != getattr(TrainArguments, split_flag) and Path(name).suffix.lower() in FILE_FORMATS:
+        raise UsageError(
+            f"{split_flag}={split!r} has no effect: {flag}={name!r} is a file, which has no splits. Remove "
+            f"{split_flag}, or name the file of the split."
+        )
 
 
 def make_trainer(script_args: TrainArguments, args: MultiTurnConfig, model_args: ModelConfig, **parts: object) -> Any:

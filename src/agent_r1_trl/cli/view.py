@@ -158,6 +158,8 @@ def _write_page(arguments: argparse.Namespace) -> int:
                 raise
             return None  # an evaluated model that is not here any more: the page shows messages, and says so
 
+    if Path(path).is_dir():
+        raise UsageError(f"--html {path}: is a directory. Pass the name of a file, such as {path}/inspector.html.")
     with users_mistakes(OSError):
         _check_panels(run_folder(run), arguments.against)
         inspector = feature("inspector", "agent-r1-trl view without --terminal")
