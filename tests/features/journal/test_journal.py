@@ -18,7 +18,8 @@ from agent_r1_trl.environments.trl_adapters import FunctionToolsEnv, TRLEnvAdapt
 from agent_r1_trl.features.journal import JournalReplay, RolloutLog
 from agent_r1_trl.features.journal.reader import describe_request, read_rollout, read_trajectory, trajectory_record
 from agent_r1_trl.features.journal.recorders import resume_mode
-from agent_r1_trl.features.journal.records import dump, pack, pack_floats, read_file, unpack_floats
+from agent_r1_trl.features.journal.records import VERSION, Appender, dump, pack, pack_floats, read_file, unpack_floats
+from agent_r1_trl.features.journal.training import without_later_weights
 from agent_r1_trl.generation import ScriptedGenerator
 from agent_r1_trl.rollout import RolloutLimits, RolloutRunner
 from agent_r1_trl.testing import AddEchoEnv, AddEnv, add, calls, chat_of
@@ -401,3 +402,20 @@ def test_a_declaration_that_cannot_be_kept_is_refused_by_name(tmp_path, declared
 
     with pytest.raises(ValueError, match="on_resume"):
         roll_out(tmp_path / "file", Odd, shopper)
+
+
+def test_turns_of_weights_that_a_resumed_run_makes_anew_are_gone_for_good(tmp_path):
+    """Also if that run is killed before it has sampled others, and the third one knows weights of their number."""
+    path, header = tmp_path / "rollout.journal", {"kind": "rollout", "version": VERSION, "size": 2}
+    appender = Appender(path)
+    turns = [{"kind": "turn", "turn": index, "versions": [[index, 5]]} for index in range(3)]
+    for record in (header, {"kind": "start", "request": {"seed": 0}}, {"kind": "start", "request": {"seed": 1}}):
+        appender.append(record)
+    for record in (*({"t": 0, **turn} for turn in turns), {"t": 0, "kind": "end", "trajectory": {"a": 1}}):
+        appender.append(record)
+    appender.append({"t": 1, **turns[0]})
+    appender.close()
+    RolloutLog(path, header, recorded=without_later_weights(read_rollout(path), 1)).close()
+    first, second = without_later_weights(read_rollout(path), 9).trajectories
+    assert [turn.versions for turn in first.turns] == [[(0, 5)], [(1, 5)]] and first.end is None
+    assert [turn.versions for turn in second.turns] == [[(0, 5)]]

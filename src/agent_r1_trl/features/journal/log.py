@@ -77,6 +77,8 @@ class RolloutLog:
         for number, item in enumerate(recorded.trajectories if recorded else ()):
             key = dump(item.request)
             self._recorded[key], self._numbers[key] = item, number
+            if item.cut_at is not None:  # else a run that is killed before it samples them would find them again
+                self._append(number, {"kind": "cut", "turn": item.cut_at})
 
     @property
     def has_failed(self) -> bool:

@@ -74,6 +74,8 @@ class RecordedTrajectory:
     turns: list[RecordedTurn] = field(default_factory=list)
     end: Record | None = None
     """The finished trajectory; None if the run ended before."""
+    cut_at: int | None = None
+    """The first turn that must not be used again; None: all may be."""
 
 
 @dataclass(kw_only=True)
@@ -112,6 +114,8 @@ def read_rollout(path: Path) -> RecordedRollout | None:
         trajectory.end = record.get("trajectory")
         if record["kind"] == "turn":
             trajectory.turns[turn:] = [RecordedTurn(sampled=record)]
+        elif record["kind"] == "cut":
+            del trajectory.turns[turn:]
         elif record["kind"] == "step":
             trajectory.turns[turn].step = record
             del trajectory.turns[turn + 1 :]

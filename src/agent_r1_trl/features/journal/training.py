@@ -272,8 +272,8 @@ def without_later_weights(recorded: RecordedRollout, step: int) -> RecordedRollo
     for trajectory in recorded.trajectories:
         is_later = [any(version > step for version, _ in turn.versions) for turn in trajectory.turns]
         if any(is_later):
-            trajectory.end = None
-            del trajectory.turns[is_later.index(True) :]
+            trajectory.end, trajectory.cut_at = None, is_later.index(True)
+            del trajectory.turns[trajectory.cut_at :]
     return recorded
 
 
