@@ -75,11 +75,11 @@ class RolloutsAhead:
         return self._in_flight.pop(position.micro_step)
 
     def ended(self, rows: Rows, position: Position) -> Any:
-        """`take`, once its trajectories have ended. One that was lost before it was asked for is sampled anew."""
+        """`take`, once its trajectories have ended. One that was lost beside others is sampled anew, once."""
         was_begun = position.micro_step in self._in_flight
         rollout = self.take(rows, position)
         rollout.wait()
-        if was_begun and rollout.is_lost:
+        if rollout.is_lost and (was_begun or self._in_flight):
             self._void(position)
             rollout = self.take(rows, position)
             rollout.wait()
