@@ -213,7 +213,8 @@ def test_the_script_of_the_readme_trains(tmp_path, monkeypatch, tiny_model_folde
     exec(compile("\n" * (line - 1) + source, "README.md", "exec"), namespace)
     assert namespace["trainer"].state.global_step == 1
     (recorded,) = (tmp_path / "outputs" / "my-agent" / "trajectories").glob("step_000001.jsonl")
-    assert len(recorded.read_text(encoding="utf-8").splitlines()) == 8
+    assert len(recorded.read_text(encoding="utf-8").splitlines()) == 2 * 8, "as its comment says"
+    assert (tmp_path / "outputs" / "my-agent" / "adapter_config.json").exists(), "for chat and push"
 
 
 @pytest.fixture
