@@ -174,14 +174,18 @@ def check_model_folder(path: str, *, flag: str = "model") -> bool:
     if (folder / "adapter_config.json").exists():
         return True
     if not (folder / "config.json").exists():
-        inside = [item.parent for item in folder.glob("checkpoint-*/*config.json")]
-        inside.sort(key=lambda place: (len(place.name), place.name))  # 10 after 8
-        hint = f" Did you mean {inside[-1]}?" if inside else ""
         raise ValueError(
             f"{flag}={path!r}: the directory holds neither config.json (a model) nor adapter_config.json (a PEFT "
-            f"adapter). Pass the directory that save_model or a checkpoint wrote.{hint}"
+            f"adapter). Pass the directory that save_model or a checkpoint wrote.{newest_checkpoint_hint(folder)}"
         )
     return False
+
+
+def newest_checkpoint_hint(folder: Path) -> str:
+    """A question that names the newest checkpoint in a folder that is no model; "" if it has none."""
+    inside = [item.parent for item in folder.glob("checkpoint-*/*config.json")]
+    inside.sort(key=lambda place: (len(place.name), place.name))  # 10 after 8
+    return f" Did you mean {inside[-1]}?" if inside else ""
 
 
 def is_adapter_of_the_hub(path: str) -> bool:

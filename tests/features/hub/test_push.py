@@ -178,6 +178,10 @@ def test_what_cannot_be_sent_is_refused_with_the_fix(hub, run_folder, capsys, tm
     (run_folder / "global_step1").mkdir()
     (run_folder / "global_step1" / "zero_pp_rank_0_model_states.pt").touch()
     assert "zero_to_fp32.py" in refusal(capsys, *flags)
+    for name in ("checkpoint-8", "checkpoint-12"):  # a script that saved no model
+        (run_folder / name).mkdir()
+        (run_folder / name / "adapter_config.json").touch()
+    assert f"Did you mean {run_folder / 'checkpoint-12'}?" in refusal(capsys, *flags)
     assert hub.requests == []
 
 

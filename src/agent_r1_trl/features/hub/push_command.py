@@ -91,6 +91,7 @@ def run(argv: Sequence[str]) -> int:
 def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path]:
     """Name in the repository -> file of the model, with a card that is made now."""
     from agent_r1_trl.environments.factory import tool_schemas
+    from agent_r1_trl.evaluation.agent import newest_checkpoint_hint
     from agent_r1_trl.features.hub.card import CARD, make_card, read_facts, split_card
 
     folder = Path(arguments.run)
@@ -101,9 +102,10 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
     if missing := [kind for kind in ("weights", "configuration", "critic") if found.get(kind) == {}]:
         is_sharded = any(folder.glob("*/*_states.pt"))
         shards = "DeepSpeed's shards through its zero_to_fp32.py first, or " if is_sharded else ""
+        hint = newest_checkpoint_hint(folder)
         raise UsageError(
             f"{str(folder)!r}: is no directory with weights and what belongs to them ({', '.join(missing)}). Pass "
-            f"{shards}one that save_model or a checkpoint wrote; only PPO writes a critic."
+            f"{shards}one that save_model or a checkpoint wrote; only PPO writes a critic.{hint}"
         )
     facts, path = read_facts(folder, arguments.repo_id), folder / CARD
     facts.own_license = arguments.license or ""
