@@ -9,6 +9,9 @@ three times and answers; the tool sleeps for log-normal seconds (`--median`, `--
 member of its group and the turn. So all runs wait for the same calls. TRL's loop trains on the same rows with the same
 environment class, `--trl-steps` steps of it.
 
+`read` are the tokens of contexts that the sampler has read in a step (again after each weight sync), `scored` those
+of the forward pass that importance ratios need before the update.
+
 Tokens are sampled from forward passes of the quickstart's model. Which token comes out is forced, on all sides alike
 (`rollout_concurrency.py` says how), so that all trajectories are equal. All runs must make the same calls for a step,
 or the program fails.
@@ -29,6 +32,7 @@ from typing import Any, ClassVar
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
 import trl
 from _common import (
     MODEL,
@@ -110,6 +114,26 @@ class Script:
         return self._call if turn < NUM_CALLS else self._answer
 
 
+class TokenCounter:
+    """Counts the tokens that pass through a model, by what for."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.num: Counter[str] = Counter()
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        ids = options.get("input_ids", args[0] if args else None)
+        if ids is None:
+            return
+        if torch.is_grad_enabled():
+            kind = "trained"
+        elif options.get("use_cache") or options.get("past_key_values") is not None:
+            kind = "sampled" if ids.shape[1] == 1 else "read"
+        else:
+            kind = "scored"
+        self.num[kind] += ids.numel()
+
+
 # ---------------------------------------------------------------- the runs
 
 
@@ -172,6 +196,7 @@ def run_ours(args: argparse.Namespace, ahead: int, num_steps: int) -> dict[str, 
         max_batch_size=args.prompts * args.group_size,
     )
     generator.script = Script(chat)
+    counter = TokenCounter(model)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MultiTurnGRPOTrainer(
             model=model,
@@ -191,6 +216,7 @@ def run_ours(args: argparse.Namespace, ahead: int, num_steps: int) -> dict[str, 
         )
         try:
             figures = timed(trainer, args, num_steps)
+            figures |= {f"{kind}_tokens": counter.num[kind] / num_steps for kind in ("read", "scored")}
         finally:
             generator.close()
     return {"ahead": ahead, **figures, **logged(trainer.state.log_history, ahead)}
@@ -247,14 +273,16 @@ def run(args: argparse.Namespace) -> list[dict[str, float]]:
 def show(rows: list[dict[str, float]], args: argparse.Namespace) -> None:
     """Print the rows as a table."""
     names = ("steps_per_hour", "ratio", "step_s", "processor_s", "wait_s", "update_s", "staleness", "staleness_max")
+    whole = ("steps_per_hour", "staleness_max", "read_tokens", "scored_tokens")
+    names += whole[2:]
     print_table(
         f"{args.prompts} x {args.group_size} trajectories a step, {args.steps} steps; a tool of {args.median:g} s "
         f"(sigma {args.sigma:g}), {NUM_CALLS} calls each",
-        ("ahead", "steps/h", "ratio", "s/step", "CPU s", "wait", "update", "age", "largest"),
+        ("ahead", "steps/h", "ratio", "s/step", "CPU s", "wait", "update", "age", "most", "read", "scored"),
         [
             (
                 "TRL" if row["ahead"] < 0 else str(row["ahead"]),
-                *(f"{row[name]:.2f}" if name in row else "" for name in names),
+                *(f"{row[name]:.{0 if name in whole else 2}f}" if name in row else "" for name in names),
             )
             for row in rows
         ],

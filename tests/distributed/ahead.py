@@ -94,7 +94,12 @@ def train(output_dir, url):
         num_generations=2,
         max_completion_length=8,
         max_turns=1,
-        **{"servers.urls": [url], "servers.retry_window": 1, "servers.max_logprob_gap": 1e9},
+        **{
+            "servers.urls": [url],
+            "servers.retry_window": 1,
+            "servers.max_logprob_gap": 1e9,
+            "failures.min_effective_share": 0.0,
+        },
     )
     try:
         trainer.train()

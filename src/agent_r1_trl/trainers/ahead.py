@@ -41,8 +41,8 @@ class RolloutsAhead:
         self._args, self._start, self._void = args, start, void
         self.window = Lookahead()
         """The rows of later rollouts."""
-        self.is_held = False
-        """Whether nothing further begins ahead (`failures.min_effective_share`). The same on all ranks."""
+        self.limit: int | None = None
+        """How many rollouts may run ahead now, where that is fewer than N (`AgeGuard`). The same on all ranks."""
         self._in_flight: dict[int, Any] = {}
         """Micro-step -> the rollout that is trained on from there, in their order."""
 
@@ -65,7 +65,8 @@ class RolloutsAhead:
         first = position.micro_step // num_micro_steps
         if position.micro_step not in self._in_flight:
             self._in_flight[position.micro_step] = self._start(rows, position.micro_step, position)
-        for number in range(first + 1, first + 1 + (0 if self.is_held else args.rollouts_ahead)):
+        num_ahead = args.rollouts_ahead if self.limit is None else self.limit
+        for number in range(first + 1, first + 1 + num_ahead):
             micro_step = number * num_micro_steps
             if micro_step in self._in_flight:
                 continue
@@ -105,7 +106,6 @@ class RolloutsAhead:
             rollout.cancel()
         self._in_flight.clear()
         self.window = Lookahead()  # with the worker processes of what it has opened
-        self.is_held = False
 
 
 class Lookahead:

@@ -11,7 +11,7 @@ from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
 from agent_r1_trl.generation.positions import positions_of, takes_positions
-from agent_r1_trl.update.entries import KEPT_IDS
+from agent_r1_trl.update.entries import KEPT_IDS, Inputs
 from agent_r1_trl.update.rows import row_of, row_tensors
 from agent_r1_trl.update.sampling_masks import SamplingMasks
 
@@ -70,3 +70,10 @@ def score_rows(
         trainer._loss_pass = loss_pass
     is_given = torch.arange(log_probs.shape[1], device=lengths.device) < lengths
     return torch.where(is_given, log_probs, 0.0)[:, : max([1, *map(len, completions)])]
+
+
+def score_again(trainer: MultiTurnTrainer, rows: Inputs) -> torch.Tensor:
+    """(R, T) the policy's present log-probs of rows of an earlier batch. A collective call, outside the loss."""
+    options = trainer.args.gradient_checkpointing_kwargs
+    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, options):
+        return trainer._log_probs(trainer.model, rows)

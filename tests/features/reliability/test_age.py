@@ -1,19 +1,23 @@
-"""Batches whose policy has moved too far since they were sampled: nothing begins ahead, and fresh ones end the run."""
+"""How many rollouts may run ahead at a learning rate, and batches whose policy has moved too far."""
 
 import itertools
 import logging
 import math
+from unittest import mock
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from agent_r1_trl.features.distillation import SelfDistillation
-from agent_r1_trl.features.reliability.age import OffPolicyError
+from agent_r1_trl.features.reliability import age
+from agent_r1_trl.features.reliability.age import Drift, OffPolicyError
 from agent_r1_trl.recording import read_records
+from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
 from agent_r1_trl.update.importance import effective_share
 from tests.trainers.helpers import make_trainer
+from tests.trainers.versions import SAMPLED
 
 
 class OneRank:
@@ -33,8 +37,55 @@ def test_the_share_is_that_of_the_ratios_before_any_bound():
     assert effective_share(far, torch.ones(1, 3, dtype=torch.bool), OneRank()) == pytest.approx(1 / 3)
 
 
-def ahead(tmp_path, shares, **options):
-    """A run whose batches have these shares, and how many rollouts were in flight after each."""
+# -------------------------------------------------------------------- how far an update moves the policy
+
+
+def test_the_variance_grows_with_the_square_of_the_rates_and_the_samplers_noise_is_none_of_it():
+    drift = Drift()
+    assert not drift.is_known and drift.expected_share(9.0) == 1.0
+    drift.add(1 / 1.001, 0.0)
+    assert not drift.is_known, "weights that have not moved say nothing but the sampler's noise"
+    drift.add(1 / (1 + 0.001 + 0.02), 4.0)
+    assert drift.is_known and drift.expected_share(1.0) == pytest.approx(1 / 1.005)
+    assert drift.expected_share(3.0) == pytest.approx(1 / 1.045)
+    assert drift.reach(1 / 1.045) == pytest.approx(3.0)
+    drift.add(1 / 1.02, 4.0, has_noise=False)
+    assert drift.expected_share(1.0) == pytest.approx(1 / 1.005)
+    assert drift.expected_share(0.0) == 1.0
+    again = Drift()
+    again.load_state_dict(drift.state_dict())
+    assert again.expected_share(2.0) == drift.expected_share(2.0) and again.noise == drift.noise
+
+
+def test_later_measurements_count_more_and_large_distances_too():
+    drift = Drift()
+    drift.add(0.5, 1.0)
+    for _ in range(20):
+        drift.add(1.0, 1.0)
+    assert drift.expected_share(1.0) > 0.999
+    drift.add(0.9, 1e-9)
+    assert drift.expected_share(1.0) > 0.9, "a tiny step says little"
+
+
+def test_a_policy_that_does_not_move_may_be_as_old_as_it_likes():
+    drift = Drift()
+    drift.add(1.0, 1e-6)
+    assert drift.is_known and drift.expected_share(1e6) == 1.0 and drift.reach(0.98) == math.inf
+
+
+# -------------------------------------------------------------------- the guard
+
+
+def by_rate(coefficient):
+    """What a probe finds where the variance is this many times the square of the last learning rate."""
+    return lambda guard: 1 / (1 + coefficient * [*guard._rates.values()][-1] ** 2)
+
+
+def ahead(tmp_path, shares, probed=lambda guard: 1.0, **options):
+    """A run whose batches have these shares, and how many rollouts were in flight after each.
+
+    `probed` gives the share that scoring the last batch once more finds.
+    """
     options = {"rollouts_ahead": 2, "max_steps": len(shares), "failures.min_effective_share": 0.9, **options}
     trainer = make_trainer(tmp_path, **options)
     guard, in_flight, left = trainer.features["age"], [], iter(shares)
@@ -46,27 +97,127 @@ def ahead(tmp_path, shares, **options):
         look(batch, output)
 
     guard.rollout_end = look_at
-    trainer.train()
+    with mock.patch.object(age, "effective_share", lambda *_: probed(guard)):
+        trainer.train()
     return trainer, in_flight
 
 
-def test_nothing_begins_ahead_while_a_batch_is_too_far_off_and_it_is_said_once(tmp_path, caplog):
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_nothing_begins_ahead_before_an_update_has_shown_how_far_it_moves_the_policy(tmp_path, caplog):
+    trainer, in_flight = ahead(tmp_path, [1.0] * 7)
+    assert in_flight == [0, 0, 2, 2, 2, 1, 0], "the last two are the end of the run"
+    assert logged(trainer, "sampling/rollouts_ahead") == [0, 2, 2, 2, 2, 2, 2]
+    assert not [record for record in caplog.records if "run ahead" in record.getMessage()]
+
+
+def test_as_many_run_ahead_as_the_rate_allows_and_it_is_said_once(tmp_path, caplog):
+    unknown = [math.nan] * 7  # so that the probe alone says something
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 1e-3}
     with caplog.at_level(logging.WARNING):
-        trainer, in_flight = ahead(tmp_path, [1.0, 0.5, 0.4, 0.99, 1.0, 0.89, 0.95, 1.0])
-    assert in_flight == [2, 2, 1, 0, 2, 2, 1, 0], "the last two are the end of the run"
+        trainer, in_flight = ahead(tmp_path, unknown, by_rate(0.01e6), **constant)
+    assert in_flight == [0, 0, 1, 1, 1, 1, 0]
+    said = [record.getMessage() for record in caplog.records if "run ahead until" in record.getMessage()]
+    assert len(said) == 1
+    for text in (
+        "Step 2",
+        "learning_rate=0.001",
+        "rollouts_ahead=2",
+        "about 0.962",
+        "Below 0.98",
+        "So 1 run",
+        "0.0007",
+    ):
+        assert text in said[0], text
+    assert logged(trainer, "sampling/expected_share")[1:] == pytest.approx([1 / 1.04] * 6)
+
+
+def test_a_rate_that_falls_lets_them_begin(tmp_path):
+    falling = {"lr_scheduler_type": "linear", "learning_rate": 1e-3}
+    trainer, _ = ahead(tmp_path, [math.nan] * 10, by_rate(0.05e6), **falling)
+    allowed = logged(trainer, "sampling/rollouts_ahead")
+    rates = [1e-3 * (1 - step / 10) for step in range(10)]
+    expected = [0] + [max(n for n in (0, 1, 2) if 0.05e6 * (n * rate) ** 2 <= 1 / 0.98 - 1) for rate in rates[1:]]
+    assert allowed == expected and {*allowed} == {0, 1, 2}
+
+
+def test_a_schedule_that_warms_up_is_judged_by_its_top(tmp_path):
+    rising = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "warmup_steps": 5}
+    trainer, in_flight = ahead(tmp_path, [math.nan] * 6, by_rate(0.05e6), **rising)
+    assert in_flight == [0] * 6
+    shares = logged(trainer, "sampling/expected_share")
+    assert shares[2:5] == pytest.approx([1 / 1.2] * 3)
+
+
+def test_a_batch_that_is_too_far_off_is_left_out_and_said_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        _, in_flight = ahead(tmp_path, [1.0, 1.0, 1.0, 0.5, 0.4, 0.99, 1.0, 1.0])
+    assert in_flight == [0, 0, 2, 2, 1, 0, 0, 0]
     said = [record.getMessage() for record in caplog.records if "below failures.min" in record.getMessage()]
     assert len(said) == 1
-    for text in ("Step 2", "=0.5 ", "failures.min_effective_share=0.9", "learning_rate=0.001", "rollouts_ahead=2"):
+    for text in ("Step 4", "=0.5 ", "failures.min_effective_share=0.9", "learning_rate=0.001", "rollouts_ahead=2"):
         assert text in said[0], text
-    held = [entry["sampling/is_held"] for entry in trainer.state.log_history if "sampling/is_held" in entry]
-    assert held == [0, 1, 1, 0, 0, 1, 0, 0]
 
 
 def test_three_fresh_batches_in_a_row_that_are_off_policy_end_the_run(tmp_path):
     with pytest.raises(OffPolicyError, match=r"sampling/effective_share=0.3 .*sync_logprob_gap"):
         ahead(tmp_path, [0.3] * 8)
-    trainer, _ = ahead(tmp_path / "other", [0.3, 0.3, 0.3, 0.3, 0.95, 0.3, 0.3, 0.3])
+    trainer, _ = ahead(tmp_path / "other", [1.0, 1.0, 1.0, 0.3, 0.3, 0.3, 0.3, 1.0])
     assert trainer.state.global_step == 8, "those that were sampled ahead do not count"
+
+
+def test_a_resumed_run_knows_what_was_measured(tmp_path):
+    constant = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 3}
+    first, _ = ahead(tmp_path, [math.nan] * 3, by_rate(0.01e6), **constant)
+    options = {**constant, "failures.min_effective_share": 0.9, "max_steps": 4}
+    resumed = make_trainer(tmp_path, rollouts_ahead=2, **options)
+    limits = []
+    take = resumed.rollouts.ahead.take
+
+    def noted(rows, position):
+        limits.append(resumed.rollouts.ahead.limit)
+        return take(rows, position)
+
+    resumed.rollouts.ahead.take = noted
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert limits[0] == 1 == first.rollouts.ahead.limit
+    measured = first.features["age"].state_dict()
+    assert measured["drift"]["square"] > 0
+    assert {0, 1, 2, 3} == measured["rates"].keys() | resumed.features["age"]._rates.keys()
+    assert resumed.features["age"]._rates[1] == measured["rates"][1] == 1e-3
+
+
+def real_run(tmp_path, rate, **options):
+    """A run of a policy that samples itself."""
+    trainer = make_trainer(
+        tmp_path,
+        **{**SAMPLED, "rollouts_ahead": 2, "max_steps": 6, "learning_rate": rate, **options},
+        lr_scheduler_type="constant",
+    )
+    trainer.train()
+    return trainer
+
+
+def test_a_policy_that_samples_itself_runs_ahead_at_a_small_rate_and_not_at_a_large_one(tmp_path):
+    small = real_run(tmp_path / "small", 1e-5)
+    assert logged(small, "sampling/rollouts_ahead")[1:] == [2] * 5
+    assert max(logged(small, "sampling/staleness_max")) > 0
+    large = real_run(tmp_path / "large", 0.1)
+    assert logged(large, "sampling/rollouts_ahead") == [0] * 6
+    assert logged(large, "sampling/staleness_max") == [0] * 6
+    assert logged(large, "sampling/expected_share")[1] < 0.9
+
+
+def test_a_critics_warm_up_says_nothing_about_the_policy(tmp_path):
+    trainer = real_run(tmp_path, 1e-5, trainer=MultiTurnPPOTrainer, critic_warmup_steps=3)
+    assert logged(trainer, "sampling/rollouts_ahead") == [0, 0, 0, 0, 2, 2]
+
+
+def test_at_learning_rate_0_nothing_is_waited_for(tmp_path):
+    _, in_flight = ahead(tmp_path, [1.0] * 4, learning_rate=0.0)
+    assert in_flight == [2, 2, 1, 0]
 
 
 class WeightsOfSteps(TrainerCallback):
@@ -115,5 +266,7 @@ def test_such_a_batch_is_not_trained_on_by_a_loss_term_either(tmp_path):
 
 def test_a_run_without_rollouts_ahead_has_no_guard_and_one_whose_minimum_is_0_never_holds(tmp_path):
     assert make_trainer(tmp_path).features.get("age") is None
+    blind = {"rollouts_ahead": 2, "vllm_importance_sampling_correction": False}
+    assert make_trainer(tmp_path, **blind).features.get("age") is None
     _, in_flight = ahead(tmp_path, [0.1] * 5, **{"failures.min_effective_share": 0.0})
     assert in_flight == [2, 2, 2, 1, 0]

@@ -18,7 +18,8 @@ def make_callbacks(config: Any, train_dataset: TrainRows) -> list[Any]:
     from agent_r1_trl.features.reliability.tool_watch import ToolWatch
 
     failures, outages = config.failures, config.outages
-    ages = [AgeGuard(failures.min_effective_share)] if config.rollouts_ahead else []
+    has_shares = config.rollouts_ahead and config.vllm_importance_sampling_correction
+    ages = [AgeGuard(failures.min_effective_share)] if has_shares else []
     watches = []
     if config.watch_by is not None:
         from agent_r1_trl.features.reliability.parts import PartWatch, check_parts

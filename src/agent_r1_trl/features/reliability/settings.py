@@ -24,8 +24,9 @@ class FailureSettings(SettingsGroup):
     )
     min_effective_share: Share = setting(
         0.9,
-        "With rollouts_ahead, begin nothing ahead while the effective share of a batch's tokens (1: the policy is the "
-        "one that sampled them) is smaller, and do not train on such a batch. 0: off.",
+        "With rollouts_ahead, do not train on a batch whose effective share of tokens (1: the policy is the one that "
+        "sampled them) is smaller. A rollout begins ahead only while its batch is expected to lose a fifth of that "
+        "at most: 0.02 of 0.1. 0: off.",
     )
     save_on_signal: Flag = setting(
         True,
