@@ -530,3 +530,28 @@ def test_the_choices_of_the_list_are_read_whole(browser, run_page, width):
     visit.until("document.querySelector('#filters select')")
     widths = "[...document.querySelectorAll('#filters select')].map((node) => node.clientWidth)"
     assert min(visit.page.evaluate(widths)) > 130
+
+
+def test_a_run_with_a_critic_is_not_said_to_teach_nothing_because_its_groups_are_flat(browser, tmp_path):
+    TrajectoryStore(tmp_path).write(1, [empty()])
+    flat = {"step": 1, "reward": 0.5, "frac_reward_zero_std": 1.0}
+    for critic, is_said in (({}, True), ({"critic/explained_variance": 0.3}, False)):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({**flat, **critic}) + "\n")
+        visit = Visit(browser, write(tmp_path))
+        assert ("taught nothing" in visit.text("#overview .sentence")) is is_said
+        names = visit.text("#overview").split()
+        assert ("frac_reward_zero_std" in names[: names.index("Time") if "Time" in names else None]) is is_said
+        assert not visit.errors
+
+
+def test_trajectories_without_any_text_are_shown_and_searched_as_empty(browser, tmp_path):
+    silent = trajectory(
+        make_tokenizer("qwen2_5"), (), "mute", prompt_messages=[], prompt_ids=[], stop_reason="environment_error"
+    )
+    TrajectoryStore(tmp_path).write(1, [silent])
+    visit = Visit(browser, write(tmp_path), "#1/0/0")
+    visit.until("document.querySelector('#middle h1')")
+    visit.press("m")
+    visit.page.fill("#filters input", "anything")
+    visit.until("document.querySelector('#filters').innerText.includes('0 of 1')")
+    assert not visit.errors

@@ -120,7 +120,9 @@ async function open(trajectory) {
 
 const textBlocks = [];
 
+// Where no trajectory has any text there is no block.
 function textBlock(number) {
+  if (number >= meta.text_blocks) return Promise.resolve("");
   textBlocks[number] = textBlocks[number] || embedded(`text${number}`).then((bytes) => lenient.decode(bytes));
   return textBlocks[number];
 }
@@ -134,7 +136,7 @@ let lowered = null;
 
 // The texts of all blocks in lower case, for the search. Letters whose lower case is longer stay, so that places do.
 async function loweredTexts() {
-  lowered = lowered || Promise.all(Array.from({length: meta.text_blocks}, async (_, number) => {
+  lowered = lowered || Promise.all(Array.from({length: Math.max(1, meta.text_blocks)}, async (_, number) => {
     const text = await textBlock(number), low = text.toLowerCase();
     return low.length === text.length ? low : text.replace(/./gsu, (letter) => {
       const small = letter.toLowerCase();

@@ -1,8 +1,9 @@
 // The run in one sentence, what to look at first, its curves, what its guard did, where the time went, its recipe.
 
 const run = meta.runs[0];
+const hasCritic = "critic/explained_variance" in run.metrics; // then groups are not what teaches
 const FIRST = [
-  ["reward"], ["env/em", "env/success", "reward/outcome"], ["frac_reward_zero_std"], ["entropy"], ["kl"],
+  ["reward"], ["env/em", "env/success", "reward/outcome"], hasCritic ? [] : ["frac_reward_zero_std"], ["entropy"], ["kl"],
   ["rollout/turns"], ["completions/mean_length"], ["rollout/truncated_share"], ["tools/call_error_share"], ["grad_norm"],
   ["loss"], ["critic/explained_variance"], ["step_time"],
 ];
@@ -43,7 +44,7 @@ function sentence() {
   }
   const taught = last(run.metrics["group/taught_share"]);
   const zero = taught === undefined || taught === null ? last(run.metrics.frac_reward_zero_std) : 1 - taught;
-  if (zero) parts.push(`${Math.round(100 * zero)} % of the last groups had no advantage, and taught nothing.`);
+  if (zero && !hasCritic) parts.push(`${Math.round(100 * zero)} % of the last groups had no advantage, and taught nothing.`);
   const em = run.metrics["env/em"];
   if (em && first(em) !== null) parts.push(`Exact match ${show(first(em), false, 2)} → ${show(last(em), false, 2)}.`);
   const trained = table.eval.filter((isEval, i) => !isEval && table.run[i] === 0).length;
