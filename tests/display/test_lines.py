@@ -30,13 +30,13 @@ def test_numbers_of_the_users_own_stand_behind_the_score():
     assert headline_of({"reward": 0.5, **own}) == "reward 0.5  right 0.25  num_open_orders 3  c 1"
 
 
-def test_a_curve_stands_between_least_and_most_and_needs_no_unicode():
+def test_a_curve_has_its_range_behind_it_and_needs_no_unicode():
     assert [line.plain for line in sparks(ROWS, shown_metrics(ROWS, 80), 80)] == [
-        "reward       +0.50 ▁█ +1.00",
-        "exact match   0.50 ▅▅ 0.50",
-        "entropy      0.040 ▅▅ 0.040",
+        "reward      ▁█ +0.50 to +1.00",
+        "exact match ▅▅ 0.50",
+        "entropy     ▅▅ 0.040",
     ]
-    assert sparks(ROWS, shown_metrics(ROWS, 80), 80, is_ascii=True)[0].plain == "reward       +0.50 _# +1.00"
+    assert sparks(ROWS, shown_metrics(ROWS, 80), 80, is_ascii=True)[0].plain == "reward      _# +0.50 to +1.00"
 
 
 def test_groups_taught_what_trl_counts_without_our_rollout_and_nothing_is_said_with_a_critic():

@@ -4,9 +4,9 @@ step  reward  exact match  entropy  turns  call errors  taught  s/step
   11   +0.52         0.76    0.034    3.1         0.0%     62%     3.3
   12   +0.72         0.86    0.040    3.2         0.0%     41%     3.4
 
-reward       -0.38 ▁▂▅▄▅▄▆█ +0.72
-exact match   0.31 ▁▂▅▄▅▄▆█ 0.86
-entropy      0.034 ▆█▃▅▂▂▁▅ 0.051
+reward      ▁▂▅▄▅▄▆█ -0.38 to +0.72
+exact match ▁▂▅▄▅▄▆█ 0.31 to 0.86
+entropy     ▆█▃▅▂▂▁▅ 0.034 to 0.051
 step 13/65 ━━━━────────────── 18%  0:00:44  eta 0:03:12
   rollout 37 of 128 done, 3 waiting for search, longest 12 s
 """
@@ -144,13 +144,14 @@ def _cell(value: float | None, metric: Metric) -> str:
 
 
 def sparks(rows: Sequence[Row], metrics: Sequence[Metric], width: int, *, is_ascii: bool = False) -> list[Text]:
-    """A line for each of the first metrics: its name, the least value, the curve, the largest value."""
+    """A line for each of the first metrics: its name, the curve, the least and the largest value."""
     lines = []
     for metric in metrics[:NUM_SPARKS]:
         values = [value for row in rows if math.isfinite(value := row.get(metric.name, math.nan))]
         least, most = (_cell(end(values) if values else None, metric) for end in (min, max))
+        span = least if least == most else f"{least} to {most}"
         curve = sparkline(values, min(MAX_SPARK, width - 30), BLOCKS_ASCII if is_ascii else BLOCKS)
-        lines.append(Text.assemble(f"{metric.label:<11} {least:>6} ", (curve, BLUE), f" {most}"))
+        lines.append(Text.assemble(f"{metric.label:<11} ", (curve, BLUE), f" {span}"))
     return lines
 
 
