@@ -283,9 +283,9 @@ class AgeGuard(RolloutCallback):
         logger.warning(
             "Step %d: learning_rate=%.3g moves the policy so far that a batch of rollouts_ahead=%d would have an "
             "effective share of about %.3g (sampling/expected_share). Below %.3g (a fifth of the way to "
-            "failures.min_effective_share=%g) no correction for the age is to be trusted. So %d run ahead until the "
-            "rate has come down. For all of them lower learning_rate to about %.1g. Reported once; "
-            "sampling/rollouts_ahead goes on.",
+            "failures.min_effective_share=%g) no correction for the age is to be trusted. So %d run ahead until "
+            "more is expected, as when the rate falls. For all of them lower learning_rate to about %.1g. Reported "
+            "once; sampling/rollouts_ahead goes on.",
             self.trainer.state.global_step + 1,
             rate,
             args.rollouts_ahead,
