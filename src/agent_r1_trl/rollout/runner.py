@@ -72,7 +72,7 @@ class RolloutFuture(Future[list[Trajectory]]):
         self.is_lost = False
         """Whether its event loop was given up, and with it every trajectory."""
         self.task: asyncio.Task[Any] | None = None
-        """The run, once its loop has come to it."""
+        """The run, from when its loop has come to it until it ends."""
 
 
 class RolloutRunner:
@@ -249,6 +249,7 @@ class RolloutRunner:
             raise
         finally:
             answer.environments = self.environments = [each.session.env for each in slots]
+            answer.task = None  # which holds the answer: environments would outlive their step
 
     def _places_on_this_loop(self) -> Places:
         """The places that all runs in flight share; the limit that counts is the last run's."""
@@ -365,7 +366,7 @@ class RolloutRunner:
 
         future = asyncio.run_coroutine_threadsafe(tracked(), thread.loop)
         self._submitted[future] = thread
-        future.add_done_callback(lambda _: self._submitted.pop(future, None))
+        future.add_done_callback(lambda done: self._submitted.pop(done, None))  # a future keeps its callbacks
         return future
 
     def _forget(self, thread: LoopThread) -> list[asyncio.Task[Any]]:
