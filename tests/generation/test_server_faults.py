@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import threading
@@ -88,8 +89,15 @@ def test_no_answer_of_a_restarted_server_gets_through():
         assert turns(generator, 2) == [21, 21]
 
 
-def test_weights_that_came_back_between_answer_and_check_do_not_vouch_for_the_answer():
+@pytest.mark.parametrize("names_model", [True, False])
+def test_weights_that_came_back_between_answer_and_check_do_not_vouch_for_the_answer(names_model):
     class Repaired(FakeServer):
+        async def _complete(self, request):
+            answer = await super()._complete(request)
+            if not names_model:
+                answer.text = json.dumps({**json.loads(answer.text), "model": None})
+            return answer
+
         def rpc_hello(self, path=None):
             if self.num_answers:  # given its weights again, by another rank, after the first answer
                 self.value = 20

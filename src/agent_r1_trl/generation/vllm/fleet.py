@@ -164,8 +164,8 @@ class Fleet:
         identity = server.identity
         name = self.weights if self.is_adapter and self.weights is not None else server.model
         answer = await self._answer_of_the_living(server, body | {"model": name}, cut)
-        is_empty = answer.get("model") is None  # cut before its first token: there is nothing to prove
-        if self.weights is None or is_empty:
+        is_cut = cut is not None and cut.is_set()
+        if self.weights is None or (is_cut and answer.get("model") is None):  # no token came: nothing is to be proven
             return answer
         if self.is_adapter:
             if answer.get("model") != name:
