@@ -5,7 +5,6 @@ stands for one that holds less than its model.
 Not covered: how much memory that frees.
 """
 
-import asyncio
 import copy
 import inspect
 import time
@@ -15,14 +14,13 @@ import pytest
 import torch
 
 from agent_r1_trl.generation import GenerationError
-from agent_r1_trl.generation.base import current_slot
 from agent_r1_trl.generation.vllm.generator import VLLMGenerator
 from agent_r1_trl.rollout import RolloutRunner
 from agent_r1_trl.testing import AddEchoEnv, chat_of, make_policy, make_tokenizer
 from tests.generation.helpers import GREEDY, run, tiny_model
 from tests.toys import limits_of
 from tests.trainers.helpers import make_trainer, questions
-from tests.trainers.versions import SAMPLED, Chat, Weights
+from tests.trainers.versions import SAMPLED, LateChat, Weights
 
 
 class Engine:
@@ -149,17 +147,13 @@ class Unprobed(VLLMGenerator):
     can_score = False
 
 
-class LateTools(Chat):
+class LateTools(LateChat):
     """Some first answers of a rollout that is ahead come in the middle of an update."""
 
     is_update = False
 
-    async def step(self, message):
-        waits = self.num_turns == 0 and self.rng.random() < 0.3
-        while waits and current_slot.get().order > Chat.awaited and not LateTools.is_update:
-            await asyncio.sleep(0.01)
-        self.num_turns += 1
-        return [{"role": "user", "content": "and?"}], 0.0, self.num_turns == 3, {}
+    def is_late(self):
+        return super().is_late() and not LateTools.is_update
 
 
 class AsleepInUpdates(Weights):

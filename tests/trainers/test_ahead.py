@@ -21,7 +21,7 @@ from agent_r1_trl.trainers import MultiTurnGRPOTrainer
 from agent_r1_trl.trainers.ahead import Lookahead
 from agent_r1_trl.trainers.rollouts import training_order
 from tests.trainers.helpers import make_trainer, questions
-from tests.trainers.versions import SAMPLED, Chat, Weights, gaps_to_named_weights, sampled
+from tests.trainers.versions import SAMPLED, LateChat, Weights, gaps_to_named_weights, sampled
 
 AHEAD = {"rollouts_ahead": 1}
 
@@ -316,7 +316,7 @@ def test_an_authors_mistake_in_the_next_rollout_is_heard(tmp_path):
         trainer.train()
 
 
-class BlockingEnv(Chat):
+class BlockingEnv(LateChat):
     """Holds the event loop once, in a later rollout, none of which has a turn behind it before the first has ended."""
 
     longest_s, num_ended, has_held = 0.01, 0, False

@@ -15,19 +15,13 @@ from tests.trainers.helpers import make_trainer
 
 
 class Chat:
-    """Three turns. Some first answers wait until the update does: the turn after them has later weights."""
-
-    awaited = math.inf
-    """The micro-step whose rollout the update waits for."""
+    """Three turns."""
 
     def reset(self, example):
         self.rng, self.num_turns = random.Random(str(example["prompt"]) + str(current_slot.get().seed)), 0
         return example["prompt"]
 
     async def step(self, message):
-        waits = self.num_turns == 0 and self.rng.random() < 0.3
-        while waits and current_slot.get().order > Chat.awaited:
-            await asyncio.sleep(0.01)
         self.num_turns += 1
         return [{"role": "user", "content": "and?"}], 0.0, self.num_turns == 3, {}
 
@@ -38,18 +32,38 @@ class Chat:
         pass
 
 
+class LateChat(Chat):
+    """Some first answers wait until the update does: the turn after them has later weights.
+
+    Only for runs with `Weights`, which says what the update waits for.
+    """
+
+    awaited = math.inf
+    """The micro-step whose rollout the update waits for."""
+
+    def is_late(self):
+        """Whether this answer has to wait for the update to ask for it."""
+        return current_slot.get().order > LateChat.awaited
+
+    async def step(self, message):
+        waits = self.num_turns == 0 and self.rng.random() < 0.3
+        while waits and self.is_late():
+            await asyncio.sleep(0.01)
+        return await super().step(message)
+
+
 class Weights(TrainerCallback):
     """Keeps the weights of every step, and the trajectories of every rollout."""
 
     def __init__(self):
         self.trainer, self.of_step, self.batches = None, {}, []
-        Chat.awaited = math.inf
+        LateChat.awaited = math.inf
 
     def on_train_begin(self, args, state, control, **kwargs):
         take = self.trainer.rollouts.ahead.take
 
         def take_noted(rows, position):
-            Chat.awaited = position.micro_step
+            LateChat.awaited = position.micro_step
             return take(rows, position)
 
         self.trainer.rollouts.ahead.take = take_noted
@@ -63,7 +77,7 @@ class Weights(TrainerCallback):
         return copy.deepcopy(self.trainer.model.state_dict())
 
 
-SAMPLED = {"script": None, "env": Chat, "max_steps": 6, "max_tokens_per_turn": 8, "num_generations": 4}
+SAMPLED = {"script": None, "env": LateChat, "max_steps": 6, "max_tokens_per_turn": 8, "num_generations": 4}
 
 
 def sampled(tmp_path, **options):

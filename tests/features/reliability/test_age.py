@@ -17,7 +17,7 @@ from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
 from agent_r1_trl.update.importance import effective_share
 from tests.trainers.helpers import make_trainer
-from tests.trainers.versions import SAMPLED
+from tests.trainers.versions import SAMPLED, Chat
 
 
 class OneRank:
@@ -193,7 +193,7 @@ def real_run(tmp_path, rate, **options):
     """A run of a policy that samples itself."""
     trainer = make_trainer(
         tmp_path,
-        **{**SAMPLED, "rollouts_ahead": 2, "max_steps": 6, "learning_rate": rate, **options},
+        **{**SAMPLED, "env": Chat, "rollouts_ahead": 2, "max_steps": 6, "learning_rate": rate, **options},
         lr_scheduler_type="constant",
     )
     trainer.train()
