@@ -46,8 +46,9 @@ CONFIG = [
     ({"servers.urls_file": "/", "use_vllm": True, "vllm_mode": "server"}, "Is a directory", "one URL a line"),
 ]
 INHERITED = [
-    ("learning_rate", -1e-3, math.inf), ("weight_decay", -1), ("adam_beta1", 1.5), ("adam_beta2", 1.0),
-    ("adam_epsilon", -1), ("max_grad_norm", -1), ("beta", -1), ("epsilon", -0.2), ("epsilon_high", -0.1),
+    ("learning_rate", -1e-3, math.inf, math.nan, 1e300), ("weight_decay", -1, 1e300),
+    ("adam_beta1", 1.5), ("adam_beta2", 1.0), ("adam_epsilon", -1),
+    ("max_grad_norm", -1), ("beta", -1), ("epsilon", -0.2), ("epsilon_high", -0.1),
     ("per_device_train_batch_size", 0), ("per_device_eval_batch_size", 0), ("gradient_accumulation_steps", 0),
     ("num_iterations", 0), ("save_steps", 0, -1), ("eval_steps", 0), ("logging_steps", 0), ("save_total_limit", 0),
     ("scale_rewards", "grupo"), ("reward_weights", [math.nan], []), ("dataloader_num_workers", -1),
@@ -76,6 +77,7 @@ GRPO = [
 PPO = [
     ({"advantage_estimator": "grpo"}, "MultiTurnGRPOTrainer"),
     ({"max_grad_norm": None},),
+    ({"critic_learning_rate": 1e300},),
 ]
 CASES = [
     *((MultiTurnGRPOConfig, *case) for case in [*CONFIG, *GRPO]),

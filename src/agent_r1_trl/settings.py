@@ -160,6 +160,8 @@ PositiveShare = Annotated[float, Number(above=0, maximum=1)]
 Positive = Annotated[float, Number(above=0)]
 Finite = Annotated[float, Number()]
 NotNegative = Annotated[float, Number(minimum=0)]
+Rate = Annotated[float, Number(minimum=0, maximum=100)]
+"""A rate of learning or decay. With a larger one a single step overwrites every weight, or makes it infinite."""
 Seconds = Positive
 Flag = Annotated[bool, Switch()]
 Words = Annotated[str, Text()]

@@ -36,6 +36,7 @@ from agent_r1_trl.settings import (
     NotNegative,
     Number,
     OneOf,
+    Rate,
     Share,
     SomeOf,
     Text,
@@ -527,9 +528,7 @@ class MultiTurnPPOConfig(MultiTurnConfig):
         "'adapter' (a second LoRA adapter with a value head), 'head' (a value head on the policy) or 'model' (a "
         "backbone of its own). None: 'adapter' with LoRA, else 'model'.",
     )
-    critic_learning_rate: NotNegative | None = setting(
-        None, "Peak learning rate of the critic. None: that of the policy."
-    )
+    critic_learning_rate: Rate | None = setting(None, "Peak learning rate of the critic. None: that of the policy.")
     critic_warmup_steps: CountOrZero = setting(0, "Optimizer steps at the start in which only the critic learns.")
     critic_max_grad_norm: NotNegative | None = setting(
         None,

@@ -218,7 +218,9 @@ def test_weights_that_are_not_finite_are_not_written_and_the_last_checkpoint_sta
     kept = json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text(encoding="utf-8"))
     with torch.no_grad():
         trainer.model.lm_head.weight[0, 0] = INF
-    with pytest.raises(NonFiniteError, match=r"1 tensors of the model .*first lm_head\.weight.*checkpoint-1\."):
+    with pytest.raises(
+        NonFiniteError, match=r"1 tensors of the model .*first lm_head\.weight.*checkpoint-1\. Lower learning_rate"
+    ):
         trainer.save_model(str(tmp_path / "final"))
     assert not (tmp_path / "final").exists() and kept["global_step"] == 1
 
@@ -260,7 +262,9 @@ def test_a_policy_of_nan_ends_the_run_with_that_cause(tmp_path):
     trainer = make_trainer(tmp_path, script=None, max_steps=3)
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(NAN)
-    with pytest.raises(NothingRolledOutError, match="logits contain NaN or infinity"):
+    with pytest.raises(
+        NothingRolledOutError, match="logits contain NaN or infinity: in training, lower learning_rate"
+    ):
         trainer.train()
 
 

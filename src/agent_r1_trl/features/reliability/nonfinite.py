@@ -44,6 +44,7 @@ FORWARD = {"log_probs": "the policy's log-probs", "values": "the critic's values
 LOSS = "the loss"
 QUANTITIES = (*BATCH.values(), *FORWARD.values(), LOSS)
 """The first of these that is not finite is named."""
+REMEDY = "Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
 
 
 class NonFiniteError(RunError):
@@ -134,7 +135,7 @@ class NumberWatch(RolloutCallback):
         if bad:
             raise NonFiniteError(
                 f"{len(bad)} tensors of the model hold NaN or infinity (first {bad[0]}); {folder} was not written. "
-                f"{self._advice()}"
+                f"{self._advice()} {REMEDY}"
             )
 
     def _skip(self, step: OptimizerStep, found: Sequence[Any]) -> None:
@@ -159,7 +160,7 @@ class NumberWatch(RolloutCallback):
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row had numbers that are not finite, as many as "
                 f"failures.max_nonfinite_steps={self._max_in_a_row} allows. First in the last one: {cause}. "
-                f"{self._advice()} Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
+                f"{self._advice()} {REMEDY}"
             )
         step.is_skipped = True
 

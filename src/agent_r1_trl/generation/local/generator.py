@@ -59,7 +59,9 @@ class _ActiveRow:
     ) -> None:
         """Take a sampled token, which may be the last one, and the ids that it was drawn from."""
         if logprob != logprob:
-            self.request.outcome = GenerationError("The model's logits contain NaN or infinity.")
+            self.request.outcome = GenerationError(
+                "The model's logits contain NaN or infinity: in training, lower learning_rate."
+            )
             return
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
