@@ -1,9 +1,11 @@
 """TextArenaEnv: single-player games, an opponent, rewards, invalid moves, and draws that threads do not share."""
 
 import functools
+import importlib
 import random
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -140,6 +142,14 @@ class SlowDice(textarena.Env):
         return self.state.step()
 
 
+@pytest.fixture
+def slow(monkeypatch):
+    """An environment of `SlowDice`."""
+    spec = textarena.envs.registration.EnvSpec("SlowDice-v0", SlowDice, None)
+    monkeypatch.setitem(ENV_REGISTRY, "SlowDice-v0", spec)
+    return begun(functools.partial(TextArenaEnv, "SlowDice-v0"))
+
+
 def dice(rng, turn):
     return say(rng.choice(["[roll]", "[roll]", "[hold]"]))
 
@@ -159,9 +169,8 @@ def roll_out_dice(env, num_at_once):
 
 
 @pytest.mark.parametrize("name", ["pig", "slow"])
-def test_32_games_at_once_are_those_of_one_after_the_other(name, monkeypatch):
-    spec = textarena.envs.registration.EnvSpec("SlowDice-v0", SlowDice, None)
-    monkeypatch.setitem(ENV_REGISTRY, "SlowDice-v0", spec)
+@pytest.mark.usefixtures("slow")
+def test_32_games_at_once_are_those_of_one_after_the_other(name):
     env = {"pig": pig, "slow": functools.partial(TextArenaEnv, "SlowDice-v0")}[name]
     random.seed(1), np.random.seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist()
@@ -170,6 +179,33 @@ def test_32_games_at_once_are_those_of_one_after_the_other(name, monkeypatch):
     random.seed(2), np.random.seed(2)
     assert roll_out_dice(env, 32) == alone
     assert len({str(game) for game in alone}) > (20 if name == "pig" else 7)
+
+
+def test_what_the_trainers_thread_draws_in_the_middle_of_a_move_is_its_own_and_is_not_drawn_again(slow, monkeypatch):
+    """By names that only this thread looks up: the game's modules have generators of their own."""
+    others = (importlib.import_module("random"), importlib.import_module("numpy"))
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def wait(seconds):
+        is_inside.set()
+        assert may_go_on.wait(60)
+
+    def drawn():
+        python, numpy = others
+        return [python.random(), numpy.random.rand()]
+
+    random.seed(1), np.random.seed(1)
+    expected = [drawn() for _ in range(3)]
+    random.seed(1), np.random.seed(1)
+    monkeypatch.setattr(time, "sleep", wait)
+    found = [drawn()]
+    mover = threading.Thread(target=write, args=(slow, "go"))
+    mover.start()
+    assert is_inside.wait(60)
+    found.append(drawn())
+    may_go_on.set()
+    mover.join()
+    assert [*found, drawn()] == expected
 
 
 @pytest.mark.parametrize("game", ["GuessTheNumber-v0", "Minesweeper-v0", "Mastermind-v0", "2048-v0"])

@@ -9,14 +9,14 @@ import math
 import random
 import re
 import sys
-import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
 
 from agent_r1_trl.environments.base import StepResult
+from agent_r1_trl.features.doors.draws import drawing_from, give_own_draws
 from agent_r1_trl.features.games.base import ActionError, GameEnv, load_package, shown
 from agent_r1_trl.objects import did_you_mean, import_object
 from agent_r1_trl.settings import Count, Finite, OneOf, Text
@@ -305,7 +305,6 @@ def _written(value: object) -> str:
 WORD_GAMES = {"Codenames", "Crosswords", "DontSayIt", "Hangman", "LetterAuction", "SpellingBee"}
 WORD_GAMES |= {"WordChains", "WordLadder", "WordSearch", "Wordle"}
 """Games that download dictionaries when they are imported or made."""
-_DRAWING = threading.Lock()
 
 
 class TextArenaEnv(PackagedEnv):
@@ -357,7 +356,8 @@ class TextArenaEnv(PackagedEnv):
         self._draws = random.Random(seed)
         self.player = self._draws.randrange(2) if self.seat == "either" else int(self.seat == "second")
         self._heard: dict[int, str] = {}
-        with _drawing_from(self._draws):
+        give_own_draws(self._textarena.envs.registration.ENV_REGISTRY[self.id].entry_point, "textarena")
+        with drawing_from(self._draws):
             game = self._textarena.make(self.id, **self._make_kwargs)
             while isinstance(game, self._textarena.Wrapper):
                 game = game.env  # wrappers repeat the whole game in each observation
@@ -393,7 +393,7 @@ class TextArenaEnv(PackagedEnv):
         return self.num_players or (2 if self.opponent else 1)
 
     def _move(self, text: str) -> None:
-        with _drawing_from(self._draws):
+        with drawing_from(self._draws):
             self.is_over, _ = self.game.step(text)
         if self.is_over:
             self.own_reward = float((self.game.state.rewards or {}).get(self.player, 0.0))
@@ -423,18 +423,3 @@ class TextArenaEnv(PackagedEnv):
                 f"num_players={self._num_players}, seat={self.seat!r}, opponent={self.opponent!r:.80}. Pass an "
                 "opponent for several players, and for one nothing of it."
             )
-
-
-@contextlib.contextmanager
-def _drawing_from(draws: random.Random) -> Iterator[None]:
-    """Let Python's own `random`, and NumPy's, go on from `draws` in here: games draw from what all threads share."""
-    with _DRAWING:
-        states = random.getstate(), np.random.get_state()
-        np.random.seed(draws.getrandbits(32))
-        random.setstate(draws.getstate())
-        try:
-            yield
-        finally:
-            draws.setstate(random.getstate())
-            random.setstate(states[0])
-            np.random.set_state(states[1])
