@@ -154,13 +154,14 @@ NOT_HERE = {"load", "go_back", "void"}
 """Events of a resumed run, of a rollback, of a rollout that is thrown away."""
 STEP = [
     "choose_rows", "replay", "record", "after_rollout", "after_scores", "keep", "rollout_end", "on_values",
-    "check_loss", "before_step",
+    "on_term", "check_loss", "before_step",
 ]  # fmt: skip
 
 
 def test_a_users_callback_gets_every_event_in_the_order_of_the_table(tmp_path):
     events = [name for name in event_names() if name not in OWN]
-    diary = type("Notes", (Diary,), {name: noted(name) for name in events})()
+    hooks = {name: noted(name) for name in events}
+    diary = type("Notes", (Diary,), hooks | {"extra_loss": lambda self, *rest: None})()
     options = {"eval_dataset": questions(2), "eval_strategy": "steps", "eval_steps": 1, "journal": False}
     trainer = make_trainer(
         tmp_path, callbacks=[diary], max_steps=1, save_strategy="steps", save_steps=1, save_total_limit=1,

@@ -12,7 +12,7 @@ the same events (`callbacks=[...]`, or `trainer.add_callback`). The step itself 
       extra_columns                                            log-probs are known, advantages are not
       extra_tokens                                             the tokens of a loss term (`extra_loss`)
       rollout_end                                              advantages are known, TRL's batch is whole
-        extra_loss, on_values, check_loss                      each micro-batch
+        on_values, extra_loss, on_term, check_loss             each micro-batch
         before_step                                            the optimizer step, with its gradient norm
       state_dict, save, saved                                  a checkpoint
     close_run                                                  the run is over, however it ended
@@ -317,6 +317,12 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
         """Results of a forward pass of the loss: `log_probs`, `entropies`, the critic's `values`; each rank by itself.
 
         Both are (B, T); the mask says what enters the loss.
+        """
+
+    def on_term(self, source: str, value: torch.Tensor) -> None:
+        """A loss term of the user's, summed over its tokens of a micro-batch; each rank by itself.
+
+        `source` is the function that computed it, as messages name it.
         """
 
     def check_loss(self, loss: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -537,6 +537,8 @@ def add_terms(
             read = neutral_outside(whole, loss_pass.mask.bool() | inputs[term.entry])
         value, mean, moves = loss_pass.extra_term(term, read, trainer.accelerator)
         trainer.add_metrics({term.name: mean})
+        if trainer.model.training:
+            trainer.features.call("on_term", term.source(term.loss), value.detach())
         counted = COUNT_OF + term.entry
         num_tokens = inputs[counted if counted in inputs else "num_items_in_batch"]
         part = value / trainer._normaliser(num_tokens)

@@ -17,7 +17,7 @@ from agent_r1_trl.generation.scripted import ScriptedTurn
 from agent_r1_trl.rollout import NothingRolledOutError
 from agent_r1_trl.trainers import MultiTurnGRPOTrainer, MultiTurnPPOTrainer
 from agent_r1_trl.trainers import ppo as ppo_module
-from agent_r1_trl.trainers.callbacks import OptimizerStep
+from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback
 from agent_r1_trl.trainers.checkpoints import last_checkpoint
 from agent_r1_trl.update.entries import TRAJECTORY_ROW
 from tests.trainers.helpers import make_trainer, same, two_turns, watched
@@ -152,11 +152,45 @@ def test_steps_in_a_row_end_the_run_and_the_last_healthy_checkpoint_is_named(tmp
     assert str(caught.value).startswith(
         "3 optimizer steps in a row had numbers that are not finite, as many as failures.max_"
     )
-    assert f"First in the last one: the loss. The last healthy checkpoint is {tmp_path / 'checkpoint-2'}." in str(
-        caught.value
-    )
+    assert (
+        "First in the last one: the loss term InfiniteTerm.extra_loss. The last healthy checkpoint is "
+        f"{tmp_path / 'checkpoint-2'}. Correct the function: its sum must be finite."
+    ) in str(caught.value)
     assert trainer.state.global_step == 4 and not nonfinite_weights(trainer.model)
     assert caplog.text.count("was skipped") == 3
+
+
+def broken_term(inputs, log_probs, mask):
+    return log_probs.sum() * NAN
+
+
+class TermOfACallback(RolloutCallback):
+    name = "mine"
+
+    def extra_tokens(self, inputs):
+        return inputs["completion_mask"].bool()
+
+    def extra_loss(self, inputs, log_probs, mask):
+        return log_probs.sum() / 0.0
+
+
+class FiniteTerm(RolloutCallback):
+    def extra_loss(self, inputs, log_probs, mask):
+        return log_probs.sum()
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"loss_term": broken_term}, f"loss_term='{__name__}:broken_term'"),
+        ({"callbacks": [FiniteTerm(), TermOfACallback()]}, "TermOfACallback.extra_loss"),
+    ],
+    ids=["function", "callback"],
+)
+def test_a_loss_term_that_is_not_finite_is_named(tmp_path, caplog, options, named, layout):
+    make_trainer(tmp_path, update_layout=layout, **options).train()
+    assert f"Optimizer step 1 was skipped: its numbers are not finite. First: the loss term {named}. 1" in caplog.text
 
 
 def test_the_number_of_steps_is_the_users_and_a_healthy_step_begins_anew(tmp_path):

@@ -41,9 +41,11 @@ _CRITICS = ("old_values", "returns")
 """Quantities under the critic's mask."""
 FORWARD = {"log_probs": "the policy's log-probs", "values": "the critic's values"}
 """Results of a forward pass, and their names in messages."""
+INPUTS = (*BATCH.values(), *FORWARD.values())
+"""The first of these that is not finite is named; behind them come loss terms of the user's, then the whole loss."""
 LOSS = "the loss"
-QUANTITIES = (*BATCH.values(), *FORWARD.values(), LOSS)
-"""The first of these that is not finite is named."""
+TERM = "the loss term "
+"""Stands before the name of a user's function."""
 REMEDY = "Lower learning_rate, use bf16 instead of fp16, or look at the rewards."
 
 
@@ -79,6 +81,8 @@ class NumberWatch(RolloutCallback):
         """Names of the trajectories of the rollout that is trained on."""
         self._pending: dict[str, torch.Tensor] = {}
         """By quantity (B,) bool: whether a row of the micro-batch in flight holds what is not finite."""
+        self._terms: dict[str, torch.Tensor] = {}
+        """By loss term of the user's a bool: whether it is not finite in the micro-batch in flight."""
         self._found: list[tuple[list[str], torch.Tensor, dict[str, torch.Tensor]]] = []
         """Per micro-batch of the step: the names of its rollout, of which an optimizer step may take several; (B,)
         number of the trajectory; by quantity (B,) whether it is broken."""
@@ -92,6 +96,10 @@ class NumberWatch(RolloutCallback):
         """Look at what the forward pass of a micro-batch gave."""
         if name in FORWARD:
             self._take(FORWARD[name], values, mask)
+
+    def on_term(self, source: str, value: torch.Tensor) -> None:
+        """Look at a loss term of the user's."""
+        self._terms[TERM + source] = ~torch.isfinite(value)
 
     def _take(self, quantity: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         self._pending[quantity] = ((~torch.isfinite(values.detach())) & mask.bool()).any(dim=1)
@@ -107,9 +115,13 @@ class NumberWatch(RolloutCallback):
                 values = values.unsqueeze(1) if values.dim() == 1 else values
                 self._take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
         found, self._pending = self._pending, {}
+        wholes, self._terms = self._terms, {}
         rows = inputs.get(TRAJECTORY_ROW, torch.full_like(mask[:, 0], -1))
         is_broken = ~torch.isfinite(loss.detach())
-        self._found.append((self._names, rows, found | {LOSS: is_broken.expand(len(rows))}))
+        wholes[LOSS] = is_broken
+        self._found.append(
+            (self._names, rows, found | {name: flag.expand(len(rows)) for name, flag in wholes.items()})
+        )
         is_broken = is_broken | torch.stack([*found.values()]).any()
         return loss * torch.where(is_broken, math.nan, 1.0).to(loss.dtype)
 
@@ -157,10 +169,11 @@ class NumberWatch(RolloutCallback):
                 self._max_in_a_row,
             )
         if self._in_a_row >= self._max_in_a_row:
+            remedy = "Correct the function: its sum must be finite." if cause.startswith(TERM) else REMEDY
             raise NonFiniteError(
                 f"{self._in_a_row} optimizer steps in a row had numbers that are not finite, as many as "
                 f"failures.max_nonfinite_steps={self._max_in_a_row} allows. First in the last one: {cause}. "
-                f"{self._advice()} {REMEDY}"
+                f"{self._advice()} {remedy}"
             )
         step.is_skipped = True
 
@@ -170,14 +183,15 @@ class NumberWatch(RolloutCallback):
 
 
 def _first_cause(found: Sequence[tuple[list[str], torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[int, str] | None:
-    """The first quantity of this rank's micro-batches that is not finite, and its place among `QUANTITIES`."""
-    for place, quantity in enumerate(QUANTITIES):
+    """The first quantity of this rank's micro-batches that is not finite, and its place in their order."""
+    terms = {quantity: None for *_, broken in found for quantity in broken if quantity not in (*INPUTS, LOSS)}
+    for place, quantity in enumerate([*INPUTS, *terms, LOSS]):
         for names, rows, broken in found:
             if quantity in broken and broken[quantity].any():
                 number = int(rows[broken[quantity]][0])
                 is_known = 0 <= number < len(names)
                 name = names[number] if is_known else f"row {number} of a rollout that was resumed"
-                return place, quantity if quantity == LOSS else f"{quantity} of {name}"
+                return place, f"{quantity} of {name}" if quantity in INPUTS else quantity
     return None
 
 
