@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -58,10 +60,17 @@ def gap(generator, model) -> float:
     return (torch.tensor(scores) - expected).abs().max().item()
 
 
+def shared_draws():
+    """The states of the generators that all threads share."""
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
 @pytest.fixture(scope="module")
 def engine():
-    before = dict(os.environ)
-    generator = VLLMGenerator(random_policy(1), stop_token_ids=[STOP_ID], max_model_len=256, max_num_seqs=16)
+    before, policy = dict(os.environ), random_policy(1)
+    draws = shared_draws()
+    generator = VLLMGenerator(policy, stop_token_ids=[STOP_ID], max_model_len=256, max_num_seqs=16)
+    assert shared_draws() == draws, "the engine seeds what the trainer draws from"
     changed = {name for name in os.environ if os.environ[name] != before.get(name)}
     assert not {name for name in changed if not name.startswith("VLLM_")}, "the engine's variables leak"
     yield generator
@@ -168,6 +177,13 @@ def test_the_seed_decides_the_ids(engine, policy):
     together = run(engine, [PROMPTS[2]] * 3, seeds=[11, 11, 2**62 + 1], max_tokens=20)
     [alone] = run(engine, [PROMPTS[2]], seeds=[11], max_tokens=20)
     assert together[0].token_ids == together[1].token_ids == alone.token_ids != together[2].token_ids
+
+
+@pytest.mark.parametrize("params", [SAMPLED, SamplingParams(top_p=0.9), SamplingParams(top_k=5)], ids=str)
+def test_sampling_draws_nothing_that_the_trainers_thread_could_miss(engine, policy, params):
+    draws = shared_draws()
+    run(engine, PROMPTS, params=params)
+    assert shared_draws() == draws
 
 
 def test_only_the_given_stop_ids_end_a_turn_and_stay_in_it(engine):

@@ -10,12 +10,14 @@ import copy
 import gc
 import importlib
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -37,13 +39,14 @@ def build_engine(model: str | PreTrainedModel, **options: object) -> Any:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    with _single_process_group(), tempfile.TemporaryDirectory() as folder:
+    with _single_process_group(), _shared_draws_kept(), tempfile.TemporaryDirectory() as folder:
         from vllm import EngineArgs, LLMEngine
 
         if torch.distributed.is_initialized():
             _keep_process_group()
         if is_cpu:
             keep_weights_loadable()
+            _draw_from_seeds_alone()
         settings: dict[str, Any] = {
             "model": model,
             "skip_tokenizer_init": True,
@@ -126,6 +129,30 @@ def _keep_experts_loadable() -> None:
 
     experts.packs_in_each_call = True
     experts.process_weights_after_loading, experts.apply = keep, pack_and_compute
+
+
+def _draw_from_seeds_alone() -> None:
+    """Make vLLM's sampler on a CPU draw only what it uses, as its others do: all our requests have seeds.
+
+    For each step it draws from torch's shared generator first, and then once more from those of the seeds. The update
+    that runs meanwhile would get other numbers, by how many tokens were sampled before.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
+
+
+@contextmanager
+def _shared_draws_kept() -> Iterator[None]:
+    """The shared generators of Python, NumPy and torch as they were: vLLM seeds all of them, with one seed."""
+    before = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
 
 
 def _keep_process_group() -> None:
