@@ -18,6 +18,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from agent_r1_trl.features.reliability.signal_handlers import SIGNALS
 from agent_r1_trl.rollout.runner import _FrozenHeap
 from agent_r1_trl.tools.event_loop import give_up_loop, shared_loop
 from tests.effort import PLAIN_EXAMPLES, SUITE_EXAMPLES
@@ -66,6 +67,17 @@ def policy_path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
     make_policy(make_tokenizer("qwen3")).save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def handlers_come_back():
+    """A signal handler that a test leaves behind changes what the tests after it see, in some orders of the files."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    left = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) is not before[number]}
+    for number in left:
+        signal.signal(number, before[number])
+    assert not left, f"handlers that the test leaves behind: {left}"
 
 
 @pytest.fixture

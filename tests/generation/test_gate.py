@@ -89,7 +89,7 @@ def test_shutting_waits_for_the_turns_inside_and_keeps_the_others_out():
     first = turn(gate)
     wait_until(lambda: gate.inner.inside == 1)
     gate.shut()
-    assert first.done() and first.result().token_ids == [0] * 5
+    assert gate.inner.inside == 0 and first.result(20).token_ids == [0] * 5
     second = turn(gate)
     gate.sync(None)
     gate.open(1)

@@ -285,7 +285,9 @@ def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_p
         os.environ.update(LOCAL_WORLD_SIZE=str(plan.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     code = 0
     try:
-        train(plan, folder, urls, model_path)
+        trainer = train(plan, folder, urls, model_path)
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # the run is over, and the trainer's own handler gone
+        trainer.save_model(str(folder / "final"))
     except SystemExit as end:
         code = int(end.code or 0)
     except KeyboardInterrupt:
@@ -305,13 +307,12 @@ def run(plan: Plan, folder: Path, rank: int, port: int, urls: list[str], model_p
     os._exit(code)
 
 
-def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
-    """One start of the run, from the last checkpoint if there is one."""
+def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> MultiTurnGRPOTrainer | MultiTurnPPOTrainer:
+    """One start of the run, from the last checkpoint if there is one; returns its trainer."""
     tokenizer = make_tokenizer("qwen3")
     trainer_class = MultiTurnPPOTrainer if plan.trainer == "ppo" else MultiTurnGRPOTrainer
-    options = (
-        {"failures.min_effective_share": 0.0} if plan.rollouts_ahead else {}
-    )  # a script's numbers are no policy's
+    # A script's log-probs are no policy's.
+    options = {"failures.min_effective_share": 0.0} if plan.rollouts_ahead else {}
     options |= {"rollouts_ahead": plan.rollouts_ahead}
     options |= {"use_vllm": True} if plan.sampler in ("server", "engine") else {}
     if plan.sampler == "server":
@@ -362,8 +363,7 @@ def train(plan: Plan, folder: Path, urls: list[str], model_path: str) -> None:
     note_batches(trainer, folder / f"batches_rank{trainer.accelerator.process_index}.jsonl")
     trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
     append(folder / "left_open.jsonl", list(env.opened.values()))
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # the run is over, and the trainer's own handler gone
-    trainer.save_model(str(folder / "final"))
+    return trainer
 
 
 SETTINGS: dict[str, object] = {

@@ -146,7 +146,7 @@ def test_a_bug_is_found_in_what_a_whole_run_leaves_behind(bug, tmp_path, monkeyp
         monkeypatch.setitem(estimators.ESTIMATORS, "gae", row)
     elif change is not None:
         monkeypatch.setattr(*change)
-    agent.train(plan, tmp_path, [], "")
+    agent.train(plan, tmp_path, [], "").save_model(str(tmp_path / "final"))
     problems = problems_of(plan, tmp_path)
     assert any(expected in problem for problem in problems) if expected else problems == []
 

@@ -118,5 +118,6 @@ def test_rollouts_in_flight_share_no_game_and_play_what_the_synchronous_run_play
         options |= {"failures.min_effective_share": 0.0} if rollouts_ahead else {}  # a script's log-probs
         train(tmp_path / str(rollouts_ahead), apart, script, MultiTurnGRPOTrainer, [watched], **options)
         runs.append(watched.batches)
-        assert in_use == [] and max(most) == (8 if rollouts_ahead == 0 else 3 * 8)
+        assert in_use == []
+        assert max(most) == 8 if rollouts_ahead == 0 else 8 < max(most) <= 3 * 8, "games of several rollouts at once"
     assert len(runs[0]) == 4 and runs[0] == runs[1]
