@@ -26,6 +26,7 @@ ORDER = [
         "tool_results",
         "kept_ids",
         "objects",
+        "closeness",
         "patterns",
         "settings",
         "safe_text",
@@ -69,6 +70,7 @@ ALLOWED_UPWARDS = {("trajectory", "recording")}
 LIGHT = {
     "trajectory",
     "tool_results",
+    "closeness",
     "kept_ids",
     "objects",
     "patterns",

@@ -8,7 +8,6 @@ that names the setting, its value and the fix.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agent_r1_trl.closeness import closest
 from agent_r1_trl.errors import RunError
 
 _LIBRARIES = ("<frozen", str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("stdlib", "purelib")})
@@ -180,8 +180,8 @@ def check_call(setting: str, function: Any, form: str, /, *arguments: object, **
 def path_of(target: object) -> str:
     """The path of a function; with what tells it from others where no path leads to it: arguments, or its `repr`.
 
-    >>> path_of(functools.partial(difflib.get_close_matches, n=1))
-    'difflib:get_close_matches(n=1)'
+    >>> path_of(functools.partial(traceback.format_tb, limit=1))
+    'traceback:format_tb(limit=1)'
     """
     if isinstance(target, functools.partial):
         bound = [*map(repr, target.args), *(f"{name}={value!r}" for name, value in target.keywords.items())]
@@ -199,12 +199,14 @@ def locate_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"
 
 
-REPLACED = {"overlap_rollout": "rollouts_ahead: 1"}
-"""A setting that is gone -> what says the same now."""
+REPLACED = {"overlap_rollout": "rollouts_ahead: 1", "model": "model_name_or_path"}
+"""A setting that is gone, or has another name elsewhere -> what says the same here."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The question "Did you mean ...?" with the closest known name, starting with a blank; "" if none is close.
+
+    `known` has the most important names first, and the first of equally close ones is taken.
 
     >>> did_you_mean("learning_rat", ["learning_rate", "beta"])
     " Did you mean 'learning_rate'?"
@@ -213,11 +215,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("overlap_rollout", ["rollouts_ahead", "retry_failed"])
     " Did you mean 'rollouts_ahead: 1'?"
     """
-    by_lower = {item.lower().replace("-", "_"): item for item in known}
+    listed = [*known]
     given = name.lower().replace("-", "_")
-    if given in REPLACED and REPLACED[given].partition(":")[0] in by_lower:
+    if given in REPLACED and REPLACED[given].partition(":")[0] in listed:
         return f" Did you mean {REPLACED[given]!r}?"
-    # A key of a mapping by its bare name, or with the mapping's old prefix: vllm_server_urls for servers.urls.
-    keys = [item for item in by_lower if "." in item and f"_{given}".endswith(f"_{item.rpartition('.')[2]}")]
-    found = sorted(keys, key=len)[-1:] or difflib.get_close_matches(given, by_lower, n=1)
-    return f" Did you mean {by_lower[found[0]]!r}?" if found else ""
+    found = _key_of_a_mapping(given, listed) or closest(name, listed)
+    return f" Did you mean {found!r}?" if found else ""
+
+
+def _key_of_a_mapping(given: str, known: Iterable[str]) -> str | None:
+    """A key by its bare name, or with its mapping's old prefix: vllm_server_urls for servers.urls."""
+    keys = []
+    for item in known:
+        group, _, key = item.rpartition(".")
+        prefix = given.removesuffix(key).strip("_") if group and f"_{given}".endswith(f"_{key}") else None
+        if prefix is not None and (not prefix or group.rstrip("s") in prefix):
+            keys.append(item)
+    return max(keys, key=len, default=None)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import inspect
 import json
 import math
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import whole
 from agent_r1_trl.settings import Seconds, check_value
 from agent_r1_trl.tools.base import Tool, as_tool
@@ -147,8 +147,7 @@ class ToolExecutor:
             raise _CallError(ToolErrorKind.MALFORMED, f"the tool call has no tool name: {shown}")
         found = self._find(call.name)
         if found is None:
-            close = difflib.get_close_matches(call.name[:100], self.tools, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(call.name, self.tools)
             raise _CallError(ToolErrorKind.UNKNOWN_TOOL, f"there is no tool {_cut(call.name, 100)!r}.{hint}")
         arguments = read_arguments(call.arguments)
         try:

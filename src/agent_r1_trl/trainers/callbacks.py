@@ -28,7 +28,6 @@ error leaves the others waiting for it in their next collective call, until they
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import io
 import logging
@@ -47,6 +46,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
+from agent_r1_trl.closeness import closest
 from agent_r1_trl.environments.base import RewardError
 from agent_r1_trl.features import FEATURES, has_feature
 from agent_r1_trl.objects import users_code
@@ -364,9 +364,9 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
 def _warn_of_misspelt_events(kind: type[RolloutCallback]) -> None:
     events = dir(RolloutCallback)
     for name in {*dir(kind)} - {*events}:
-        near = difflib.get_close_matches(name, events, n=1, cutoff=0.85)
+        near = closest(name, events, is_sure=True)
         if near and callable(getattr(kind, name)) and is_main_process():
-            logger.warning("%s.%s is no event. Did you mean %r?", kind.__name__, name, near[0])
+            logger.warning("%s.%s is no event. Did you mean %r?", kind.__name__, name, near)
 
 
 class Callbacks:
