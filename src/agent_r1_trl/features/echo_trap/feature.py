@@ -292,8 +292,13 @@ def _mean_log_prob(records: Sequence[dict[str, Any]]) -> float:
 
 def _num_repeated(group: Sequence[dict[str, Any]]) -> int:
     """Number of turns that another trajectory of the group says as well, at whatever place."""
-    num_speakers = Counter(turn for record in group for turn in {*record["turns"]})
-    return sum(num_speakers[turn] > 1 for record in group for turn in record["turns"])
+    num_speakers = Counter[str]()
+    for record in group:
+        num_speakers.update(set(record["turns"]))
+    num_repeated = 0
+    for record in group:
+        num_repeated += sum(num_speakers[turn] > 1 for turn in record["turns"])
+    return num_repeated
 
 
 def _spread(returns: Sequence[float]) -> float:

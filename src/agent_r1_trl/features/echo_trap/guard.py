@@ -181,12 +181,18 @@ class EchoGuard(RolloutCallback):
         A collapse shows in the rollouts behind it, of which a verdict needs two at least, and N rollouts later where
         they run ahead: what was saved later than so many rollouts before it was noticed may hold it.
         """
-        noticed_at, args = self.state.noticed_at, self.trainer.args
-        noticed_at = self.trainer.state.global_step + 1 if noticed_at is None else noticed_at
+        args = self.trainer.args
+        noticed_at = self.state.noticed_at
+        if noticed_at is None:
+            noticed_at = self.trainer.state.global_step + 1
         num_rollouts = 2 + args.rollouts_ahead
         until = noticed_at - math.ceil(num_rollouts * RolloutShape.of(args).updates_per_rollout)
-        found = healthy_checkpoints(Path(args.output_dir), self.state.run)
-        trusted, others = ([path for path in found if (_step(path) <= until) is old] for old in (True, False))
+        trusted, others = [], []
+        for path in healthy_checkpoints(Path(args.output_dir), self.state.run):
+            if _step(path) <= until:
+                trusted.append(path)
+            else:
+                others.append(path)
         return trusted, others
 
     # ---------------------------------------------------------------- the Trainer's events
@@ -255,8 +261,10 @@ class EchoGuard(RolloutCallback):
         if name == "learning_rate":  # `on_pre_optimizer_step` does it
             rates = "the learning rates of policy and critic are" if args.has_critic else "the learning rate is"
             return f"{rates} multiplied by {args.echo.rate_factor:g} for {args.echo.rate_steps} steps", []
-        texts, values = zip(*(self._filtering() if name == "filter" else self._clipping()), strict=True)
-        return "; ".join(texts), [item for items in values for item in items]
+        parts = self._filtering() if name == "filter" else self._clipping()
+        text = "; ".join(part_text for part_text, _ in parts)
+        values = [value for _, part_values in parts for value in part_values]
+        return text, values
 
     def _filtering(self) -> list[Change]:
         groups, resampling = (self.trainer.features[name] for name in ("group_filter", "resampling"))
@@ -455,9 +463,13 @@ def read_guard(folder: Path) -> dict[str, Any] | None:
 
 def _checkpoints_of(output_dir: Path, run: str) -> list[tuple[Path, dict[str, Any]]]:
     """The checkpoints of a run, the newest first; the folder may hold those of other runs."""
-    found = [(path, read_guard(path)) for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()]
-    own = [(path, content) for path, content in found if content is not None and content["guard"].get("run") == run]
-    return sorted(own, key=lambda pair: _step(pair[0]), reverse=True)
+    folders = [path for path in output_dir.glob("checkpoint-*") if path.name[11:].isdecimal()]
+    found = []
+    for folder in sorted(folders, key=_step, reverse=True):
+        content = read_guard(folder)
+        if content is not None and content["guard"].get("run") == run:
+            found.append((folder, content))
+    return found
 
 
 def _step(folder: Path) -> int:

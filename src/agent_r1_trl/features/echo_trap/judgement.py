@@ -47,9 +47,11 @@ _HELD_SPREAD = 0.75
 
 def _known(key: str, value: float | None) -> float | None:
     """The value, None if it is unknown; infinity says something of a gradient norm alone."""
-    if value is None or math.isnan(value) or (math.isinf(value) and key != "grad_norm"):
+    if value is None or math.isnan(value):
         return None
-    return abs(float(value)) if key == "grad_norm" else float(value)
+    if key == "grad_norm":
+        return abs(float(value))
+    return None if math.isinf(value) else float(value)
 
 
 def judge(
@@ -221,9 +223,12 @@ class EchoTrapJudge:
 
     def _falls_with(self, moved: dict[str, Signal]) -> dict[str, Signal]:
         """A fall of success together with a policy that has changed: neither has to be as far as it must alone."""
-        falls = drops(self._series, self.thresholds, self.thresholds.noise)
-        fall = next((item for item in falls if item.key == self._goal and item.is_beyond(item.pair[0])), None)
-        return {fall.key: fall.signal("warning"), **moved} if moved and fall is not None else {}
+        if not moved:
+            return {}
+        for drop in drops(self._series, self.thresholds, self.thresholds.noise):
+            if drop.key == self._goal and drop.is_beyond(drop.pair[0]):
+                return {drop.key: drop.signal("warning"), **moved}
+        return {}
 
     def _is_harder(self) -> bool:
         """Whether a drop, the only signal, is the task's: the policy samples as it did, and its groups still differ.
@@ -306,14 +311,19 @@ class EchoTrapJudge:
     def _num_kinds(self, counted: Mapping[str, Signal]) -> int:
         """Groups in which nobody succeeds have no spread either, which is no second kind."""
         kinds = {_KIND.get(name, name) for name in counted}
-        is_one_fact = kinds == {"reward", "reward_std"} and not any(self._series["success"].raw[-3:] or [1])
-        return 1 if is_one_fact else len(kinds)
+        last_successes = self._series["success"].raw[-3:]
+        nobody_succeeds = bool(last_successes) and not any(last_successes)
+        if nobody_succeeds and kinds == {"reward", "reward_std"}:
+            return 1
+        return len(kinds)
 
     def _is_entropy_high(self) -> bool:
         """Whether it is above its first threshold now, measured by the first steps while there is no baseline."""
         entropy = self._series["entropy"]
         usual = entropy.mean if entropy.has_baseline else sum(entropy.first) / max(len(entropy.first), 1)
-        return max(entropy.ema, min(entropy.raw[-2:], default=0.0)) > self.thresholds.entropy_high[0] * usual > 0
+        now = max(entropy.ema, min(entropy.raw[-2:], default=0.0))
+        threshold = self.thresholds.entropy_high[0] * usual
+        return now > threshold > 0
 
     def _is_recovering(self) -> bool:
         """Whether a third of a drop that was more than chance is made up."""
@@ -341,10 +351,11 @@ class EchoTrapJudge:
         return "converged" if self._is_solved and self._has_little_variety() else "healthy"
 
     def _has_little_variety(self) -> bool:
-        std, share = self._series["reward_std"], self._series["zero_std_share"]
-        limits = self.thresholds
-        has_low_std = std.has_baseline and std.ema < limits.reward_std[0] * std.mean
-        return has_low_std or (share.has_baseline and share.ema > limits.zero_std_share[0])
+        std = self._series["reward_std"]
+        share = self._series["zero_std_share"]
+        has_low_std = std.has_baseline and std.ema < self.thresholds.reward_std[0] * std.mean
+        has_high_share = share.has_baseline and share.ema > self.thresholds.zero_std_share[0]
+        return has_low_std or has_high_share
 
     def _reason(
         self, state: State, target: State, counted: Mapping[str, Signal], excused: Mapping[str, Signal]
@@ -367,9 +378,12 @@ class EchoTrapJudge:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next verdict depends on, in values that JSON can hold."""
         state: dict[str, Any] = {name: copy.copy(getattr(self, f"_{name}")) for name in _SAVED}
-        state |= {"step": self.verdict.step, "state": self.verdict.state, "norms": asdict(self._norms)}
+        state["step"] = self.verdict.step
+        state["state"] = self.verdict.state
+        state["norms"] = asdict(self._norms)
         state["series"] = {key: asdict(item) for key, item in self._series.items()}
-        return state | {"alarms": {key: asdict(item) for key, item in self._alarms.items()}}
+        state["alarms"] = {key: asdict(item) for key, item in self._alarms.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken: after a resumption, or after a rollback to an earlier checkpoint."""

@@ -105,9 +105,13 @@ class Series:
 
     def _square(self, difference: float) -> float:
         """The square of a difference, or a cap: one crash would make the noise as large as itself."""
-        square, variance = difference**2, self._variance
-        is_estimated = self.has_baseline and variance > 0 and not (self.is_good and difference > 0)
-        return min(square, 2 * _MOST_DEVIATIONS**2 * variance) if is_estimated else square
+        square = difference**2
+        variance = self._variance
+        is_estimated = self.has_baseline and variance > 0
+        is_gain = self.is_good and difference > 0
+        if is_gain or not is_estimated:
+            return square
+        return min(square, 2 * _MOST_DEVIATIONS**2 * variance)
 
     @property
     def _variance(self) -> float:
@@ -157,8 +161,17 @@ class Alarm:
     def take(self, crossed: tuple[bool, bool], patience: tuple[int, int]) -> None:
         """Judge one more known value: whether it is beyond each threshold, and how many in a row count."""
         for place in (0, 1):
-            self.beyond[place] = self.beyond[place] + 1 if crossed[place] else 0
-        self.level = 2 if self.beyond[1] >= patience[1] else 1 if self.beyond[0] >= patience[0] else 0
+            if crossed[place]:
+                self.beyond[place] += 1
+            else:
+                self.beyond[place] = 0
+        is_warning, is_critical = (self.beyond[place] >= patience[place] for place in (0, 1))
+        if is_critical:
+            self.level = 2
+        elif is_warning:
+            self.level = 1
+        else:
+            self.level = 0
 
 
 VARIETY = ("reward_std", "zero_std_share", "entropy", "repetition")
@@ -216,9 +229,12 @@ class Crossing:
 
     def signal(self, level: Level) -> Signal:
         """The crossing as a verdict names it."""
-        threshold, side = self.pair[level == "critical"], "below" if self.falls else "above"
-        text = _TEXTS[f"{self.key}, sudden" if self.is_sudden and self.key in PROGRESS else self.key]
-        reason = f"{text.format(self._shown(self.value))} ({level} {side} {self._shown(threshold)})."
+        warning, critical = self.pair
+        threshold = critical if level == "critical" else warning
+        side = "below" if self.falls else "above"
+        has_own_text = self.is_sudden and self.key in PROGRESS
+        text = _TEXTS[f"{self.key}, sudden" if has_own_text else self.key].format(self._shown(self.value))
+        reason = f"{text} ({level} {side} {self._shown(threshold)})."
         return Signal(name=self.key, level=level, value=self.value, threshold=threshold, reason=reason)
 
 
@@ -228,7 +244,9 @@ def reward_scale(progress: Series, spread: Series | None) -> float:
     For the reward, it is at least the in-group standard deviation, `spread`.
     """
     scale = max(progress.best - min(0.0, progress.mean), abs(progress.best))
-    return max(scale, spread.mean) if spread is not None and spread.has_baseline else scale
+    if spread is None or not spread.has_baseline:
+        return scale
+    return max(scale, spread.mean)
 
 
 def signs_of_death(series: Mapping[str, Series]) -> dict[str, Signal]:
