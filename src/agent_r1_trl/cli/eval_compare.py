@@ -6,6 +6,7 @@ agent-r1-trl eval compare scores-before scores-after
 from __future__ import annotations
 
 import json
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -103,7 +104,11 @@ def _rows(folder: Path) -> dict[tuple[str, str], Path]:
 def _list(side: str, metric: str, change: MetricChange) -> list[str | Table]:
     """On how many examples the metric is lower, or higher, in B than in A, and on which."""
     sign = -1 if side == "lower" else 1
-    found = {name: pair for name, pair in change.pairs.items() if sign * (pair[1] - pair[0]) > 0}
-    ordered = sorted(found.items(), key=lambda item: sign * (item[1][0] - item[1][1]))
+    found = []
+    for name, (before, after) in change.pairs.items():
+        moved = sign * (after - before)
+        if moved > 0:
+            found.append((moved, [name, number_text(before), number_text(after)]))
+    found.sort(key=operator.itemgetter(0), reverse=True)
     title = f"{metric} is {side} on {len(found)} of {len(change.pairs)} examples"
-    return [title, new_table("", ("example", "A", "B"), [[name, *map(number_text, pair)] for name, pair in ordered])]
+    return [title, new_table("", ("example", "A", "B"), [cells for _, cells in found])]

@@ -28,19 +28,24 @@ _LIBRARIES = {3: "Training (TRL)", 4: "Training (transformers)"}
 
 def option_groups(*kinds: type) -> dict[str, list[Any]]:
     """Title -> fields of dataclasses, each in the group of the first class that declares it; ours come first."""
-    fields = [(kind, {item.name: item for item in dataclasses.fields(kind) if item.init}) for kind in kinds]
-    bases = [(base, known) for kind, known in fields for base in reversed(kind.__mro__)]
+    bases: list[tuple[type, dict[str, Any]]] = []
+    for kind in kinds:
+        known = {item.name: item for item in dataclasses.fields(kind) if item.init}
+        bases += [(base, known) for base in reversed(kind.__mro__)]
+    bases.sort(key=lambda item: _rank(item[0]))
     groups: dict[str, list[Any]] = {}
     seen: set[str] = set()
-    for base, known in sorted(bases, key=lambda item: _rank(item[0])):
+    for base, known in bases:
         sections = _sections(base) if base.__module__.startswith("agent_r1_trl.") else {}
         title = _TITLES.get(base.__name__, _LIBRARIES.get(_rank(base), "Settings"))
         for name in inspect.get_annotations(base):
             if name in known and name not in seen:
                 seen.add(name)
                 groups.setdefault(sections.get(name, title), []).append(known[name])
-    of_mappings = {flag: group for kind in kinds for flag, group in mappings(kind).items()}
-    return groups | {f"Keys of {flag}": list(_keys(flag, group)) for flag, group in of_mappings.items()}
+    for kind in kinds:
+        for flag, group in mappings(kind).items():
+            groups[f"Keys of {flag}"] = list(_keys(flag, group))
+    return groups
 
 
 def _keys(flag: str, group: type) -> Iterator[Any]:
@@ -76,8 +81,9 @@ def default_text(item: dataclasses.Field[Any]) -> str:
     if value is dataclasses.MISSING:
         value = item.default_factory() if item.default_factory is not dataclasses.MISSING else None
     value = getattr(value, "value", value)  # of an Enum
-    text = "null" if value is None else json.dumps(value) if isinstance(value, bool | list | dict) else str(value)
-    return text or '""'
+    if value is None or isinstance(value, bool | list | dict):
+        return json.dumps(value)
+    return str(value) or '""'
 
 
 def help_of(item: dataclasses.Field[Any]) -> str:

@@ -84,9 +84,10 @@ def numbers_of(logs: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def headline_of(logs: dict[str, Any]) -> str:
     """The metrics of a plain line, as text."""
-    known = {label: logs[name] for name, label in HEADLINE.items() if isinstance(logs.get(name), int | float)}
-    own = {name: logs[INFO + name] for name in own_numbers(_names_of_info(logs))}
-    return "  ".join(f"{label} {float(value):.3g}" for label, value in {**known, **own}.items())
+    numbers = dict(numbers_of(logs))
+    shown = {label: numbers[name] for name, label in HEADLINE.items() if name in numbers}
+    shown |= {name: numbers[INFO + name] for name in own_numbers(_names_of_info(logs))}
+    return "  ".join(f"{label} {float(value):.3g}" for label, value in shown.items())
 
 
 def _names_of_info(logs: Mapping[str, Any]) -> Iterator[str]:
@@ -100,12 +101,19 @@ def row_of(logs: Mapping[str, Any], *, has_critic: bool = False) -> dict[str, fl
     >>> row_of({"reward": 0.5, "group/zero_variance_share": 0.25, "loss": 1.0, "epoch": 0.1})
     {'reward': 0.5, 'taught': 0.75}
     """
-    flat = logs.get("group/zero_variance_share", logs.get("frac_reward_zero_std"))
-    taught = logs.get("group/taught_share", None if flat is None else 1.0 - flat)  # runs of old have no share
-    logs = logs if taught is None or has_critic else {**logs, TAUGHT: taught}
+    numbers = dict(numbers_of(logs))
+    taught = _taught_share(logs)
+    if isinstance(taught, int | float) and not has_critic:
+        numbers[TAUGHT] = taught
     own = [INFO + name for name in own_numbers(_names_of_info(logs))]
     names = ("step", *(metric.name for metric in METRICS), *own)
-    return {name: float(logs[name]) for name in names if isinstance(logs.get(name), int | float)}
+    return {name: float(numbers[name]) for name in names if name in numbers}
+
+
+def _taught_share(logs: Mapping[str, Any]) -> float | None:
+    """Share of the groups that taught something; older runs logged the share of those that did not."""
+    flat = logs.get("group/zero_variance_share", logs.get("frac_reward_zero_std"))
+    return logs.get("group/taught_share", None if flat is None else 1.0 - flat)
 
 
 def shown_metrics(rows: Sequence[Row], width: int) -> list[Metric]:
@@ -116,13 +124,16 @@ def shown_metrics(rows: Sequence[Row], width: int) -> list[Metric]:
     own = own_numbers(dict.fromkeys(name for row in rows for name in _names_of_info(row)))
     of_user = [Metric(INFO + name, name[:MAX_LABEL], ".2f", index > 0) for index, name in enumerate(own)]
     behind = next(place for place, metric in enumerate(METRICS) if metric.name == "entropy")
-    score = next((name for name in SCORES if any(name in row for row in rows)), None if rows else SCORES[1])
-    is_flat = bool(rows) and not any(TAUGHT in row for row in rows)
-    shown = [
-        metric
-        for metric in (*METRICS[:behind], *of_user, *METRICS[behind:])
-        if (metric.name not in SCORES or metric.name == score) and not (metric.name == TAUGHT and is_flat)
-    ]
+    logged = {name for row in rows for name in row}
+    if rows:
+        hidden = {TAUGHT} - logged
+        score = next((name for name in SCORES if name in logged), None)
+    else:
+        hidden = set()
+        score = SCORES[1]
+    hidden |= {name for name in SCORES if name != score}
+    candidates = (*METRICS[:behind], *of_user, *METRICS[behind:])
+    shown = [metric for metric in candidates if metric.name not in hidden]
     for metric in reversed(shown):
         if metric.is_wide and len(table([], shown)[0]) >= width:
             shown.remove(metric)
@@ -131,12 +142,16 @@ def shown_metrics(rows: Sequence[Row], width: int) -> list[Metric]:
 
 def table(rows: Sequence[Row], metrics: Sequence[Metric]) -> list[Text]:
     """A header, and a line for each row."""
-    cells = [["step", *(metric.label for metric in metrics)]]
+    lines = [["step", *(metric.label for metric in metrics)]]
     for row in rows:
-        cells.append([f"{row.get('step', 0):.0f}", *(_cell(row.get(each.name), each) for each in metrics)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(size) for cell, size in zip(line, widths, strict=True)) for line in cells]
-    return [Text(line, style="" if index else "bold") for index, line in enumerate(lines)]
+        values = [_cell(row.get(metric.name), metric) for metric in metrics]
+        lines.append([f"{row.get('step', 0):.0f}", *values])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for index, cells in enumerate(lines):
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        texts.append(Text("  ".join(padded), style="bold" if index == 0 else ""))
+    return texts
 
 
 def _cell(value: float | None, metric: Metric) -> str:
@@ -147,8 +162,10 @@ def sparks(rows: Sequence[Row], metrics: Sequence[Metric], width: int, *, is_asc
     """A line for each of the first metrics: its name, the curve, the least and the largest value."""
     lines = []
     for metric in metrics[:NUM_SPARKS]:
-        values = [value for row in rows if math.isfinite(value := row.get(metric.name, math.nan))]
-        least, most = (_cell(end(values) if values else None, metric) for end in (min, max))
+        values = [row.get(metric.name, math.nan) for row in rows]
+        values = [value for value in values if math.isfinite(value)]
+        least = _cell(min(values, default=None), metric)
+        most = _cell(max(values, default=None), metric)
         span = least if least == most else f"{least} to {most}"
         curve = sparkline(values, min(MAX_SPARK, width - 30), BLOCKS_ASCII if is_ascii else BLOCKS)
         lines.append(Text.assemble(f"{metric.label:<11} ", (curve, BLUE), f" {span}"))
@@ -162,26 +179,37 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
     ('▁▃▆█', '▂▇', '▅▅', '')
     """
     num = max(0, min(width, len(values)))
-    means = [
-        statistics.fmean(values[index * len(values) // num : (index + 1) * len(values) // num]) for index in range(num)
-    ]
-    least, spread = min(values, default=0.0), max(values, default=0.0) - min(values, default=0.0)
-    shares = [(mean - least) / spread if spread else 0.5 for mean in means]
-    return "".join(levels[round(share * (len(levels) - 1))] for share in shares)
+    least = min(values, default=0.0)
+    spread = max(values, default=0.0) - least
+    curve = ""
+    for index in range(num):
+        start, end = index * len(values) // num, (index + 1) * len(values) // num
+        height = (statistics.fmean(values[start:end]) - least) / spread if spread else 0.5
+        curve += levels[round(height * (len(levels) - 1))]
+    return curve
 
 
 def progress_line(
     label: str, done: int, total: int, seconds: float, left_s: float | None, width: int, *, is_ascii: bool = False
 ) -> Text:
     """How far it has come, since when, and how long it will take (`left_s`, None if nobody knows)."""
-    share, size = done / max(1, total), 24 if width >= 100 else 16 if width >= 60 else 8
-    full, rest = "#-" if is_ascii else "━─"
+    share = done / max(1, total)
+    if width >= 100:
+        size = 24
+    elif width >= 60:
+        size = 16
+    else:
+        size = 8
     num = min(size, int(share * size))
+    full, rest = "#-" if is_ascii else "━─"
     eta = "-:--:--" if left_s is None else _clock(left_s)
     return Text.assemble(
-        f"{label} {done}/{total} ", (full * num, BLUE), (rest * (size - num), "dim"), f" {share:.0%}",
+        f"{label} {done}/{total} ",
+        (full * num, BLUE),
+        (rest * (size - num), "dim"),
+        f" {share:.0%}",
         f"  {_clock(seconds)}  eta {eta}",
-    )  # fmt: skip
+    )
 
 
 def _clock(seconds: float) -> str:

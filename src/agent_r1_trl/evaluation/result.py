@@ -167,14 +167,18 @@ def example_sums(trajectories: Sequence[Trajectory]) -> Row:
     A failure that was not the policy's fault is no attempt; with fewer than k of them left, neither `pass@k` nor
     `pass^k` is counted.
     """
-    pairs = {name: pair.sum(axis=0) for name, pair in _sums(list(map(trajectory_sums, trajectories))).items()}
-    sums: Row = {name: (float(one), float(other)) for name, (one, other) in pairs.items()}
+    sums: Row = {}
+    for name, pairs in _sums([trajectory_sums(item) for item in trajectories]).items():
+        numerator, denominator = pairs.sum(axis=0)
+        sums[name] = (float(numerator), float(denominator))
     solved = [item.is_solved for item in trajectories if not item.stop_reason.is_infrastructure_failure]
     if len(trajectories) > 1 and solved:
-        tried = [k for k in attempts_of(len(trajectories)) if k <= len(solved)]
-        sums |= {f"pass@{k}": (pass_at_k(len(solved), sum(solved), k), 1.0) for k in tried}
-        sums |= {f"pass^{k}": (pass_all_k(len(solved), sum(solved), k), 1.0) for k in tried}
-        sums |= {"solved_always": (float(all(solved)), 1.0), "solved_never": (float(not any(solved)), 1.0)}
+        num_attempts, num_solved = len(solved), sum(solved)
+        tried = [k for k in attempts_of(len(trajectories)) if k <= num_attempts]
+        sums |= {f"pass@{k}": (pass_at_k(num_attempts, num_solved, k), 1.0) for k in tried}
+        sums |= {f"pass^{k}": (pass_all_k(num_attempts, num_solved, k), 1.0) for k in tried}
+        sums["solved_always"] = (float(all(solved)), 1.0)
+        sums["solved_never"] = (float(not any(solved)), 1.0)
     return sums
 
 
@@ -249,13 +253,19 @@ def difference(
     """
     if before.example_ids != after.example_ids:
         raise ValueError("The two results are about different examples; a paired difference needs the same ones.")
-    shared = [one.keys() & two.keys() for one, two in zip(before.rows, after.rows, strict=True)]
-    sums = [
-        _sums([{name: row[name] for name in row if name in names} for row, names in zip(rows, shared, strict=True)])
-        for rows in (before.rows, after.rows)
-    ]
-    (first, second), (one, two) = map(_ratios, sums), (_drawn_ratios(item, seed) for item in sums)
-    return {name: (first[name], second[name], *_interval(two[name] - one[name])) for name in first}
+    shared_before: list[Row] = []
+    shared_after: list[Row] = []
+    for one, other in zip(before.rows, after.rows, strict=True):
+        shared_before.append({name: pair for name, pair in one.items() if name in other})
+        shared_after.append({name: pair for name, pair in other.items() if name in one})
+    sums_before, sums_after = _sums(shared_before), _sums(shared_after)
+    values_before, values_after = _ratios(sums_before), _ratios(sums_after)
+    drawn_before, drawn_after = _drawn_ratios(sums_before, seed), _drawn_ratios(sums_after, seed)
+    changes = {}
+    for name, value in values_before.items():
+        low, high = _interval(drawn_after[name] - drawn_before[name])
+        changes[name] = (value, values_after[name], low, high)
+    return changes
 
 
 def _drawn_ratios(sums: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -300,8 +310,12 @@ def _sums(rows: Sequence[Row]) -> dict[str, np.ndarray]:
     """Metric -> (N, 2); an example without the metric adds nothing."""
     import numpy as np
 
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: np.array([row.get(name, (0.0, 0.0)) for row in rows], dtype=float) for name in names}
+    names = dict.fromkeys(name for row in rows for name in row)
+    sums = {}
+    for name in names:
+        pairs = [row.get(name, (0.0, 0.0)) for row in rows]
+        sums[name] = np.array(pairs, dtype=float)
+    return sums
 
 
 def number_text(value: float, sign: str = "") -> str:

@@ -66,10 +66,11 @@ class EvaluationTable:
         names = list(dict.fromkeys(name for row in self.rows for name in row.result.metrics))
         if not any(row.result.failures for row in self.rows):
             names = [name for name in names if name != LOST]
-        tries = {name: name for name in names if name.startswith(("pass@", "pass^"))}
         known = {name: title for name, title in COLUMNS.items() if name in names}
-        ahead = {name: title for name, title in known.items() if name in WITH_INTERVAL}
-        return ahead | {name: name for name in self.own_metrics} | tries | known
+        columns = {name: title for name, title in known.items() if name in WITH_INTERVAL}
+        columns |= {name: name for name in self.own_metrics}
+        columns |= {name: name for name in names if name.startswith(("pass@", "pass^"))}
+        return columns | known
 
     @property
     def own_metrics(self) -> list[str]:
@@ -82,8 +83,10 @@ class EvaluationTable:
         lines = []
         with_interval = (*WITH_INTERVAL, *self.own_metrics)
         for row in self.rows:
-            tags = {f"- {column}={tag}": part for column, tags in row.by.items() for tag, part in tags.items()}
-            for name, result in ({row.method: row.result} | tags).items():
+            results = {row.method: row.result}
+            for column, parts in row.by.items():
+                results |= {f"- {column}={tag}": part for tag, part in parts.items()}
+            for name, result in results.items():
                 cells = [row.dataset, name, str(result.num_examples)]
                 for metric in self.columns:
                     bounds = result.intervals.get(metric, ()) if metric in with_interval else ()
@@ -101,10 +104,14 @@ class EvaluationTable:
     def to_markdown(self) -> str:
         """A Markdown table, and below it how the rows were sampled."""
         headings, lines = self.cells()
-        body = [headings, ["---"] * 2 + ["---:"] * (len(headings) - 2), *lines]
-        escaped = [[cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in body]
-        table = "".join(f"| {' | '.join(line)} |\n" for line in escaped)
-        return table + "".join(f"\n- {' '.join(note.split())}" for note in self.notes()) + "\n"
+        alignment = ["---"] * 2 + ["---:"] * (len(headings) - 2)
+        text = ""
+        for cells in (headings, alignment, *lines):
+            escaped = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
+            text += f"| {' | '.join(escaped)} |\n"
+        for note in self.notes():
+            text += f"\n- {' '.join(note.split())}"
+        return text + "\n"
 
     def write(self, output_dir: str | Path) -> list[Path]:
         """Write the table as JSON and Markdown, and each row with its trajectories; returns the rows' folders."""

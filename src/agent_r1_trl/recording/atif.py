@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,21 @@ def make_document(record: Record, agent: dict[str, Any]) -> Any:
 
 def _rows(item: Trajectory) -> Iterator[dict[str, Any]]:
     """The training rows, with a number in each list for each of their completion tokens."""
-    names = ("completion_ids", "action_mask", "logprobs", "advantages")
-    numbers = {name: getattr(item, name) for name in names} | {"token_rewards": item.token_rewards()}
-    known = {name: values for name, values in numbers.items() if values}
-    for row in item.rows if item.completion_ids else ():
-        parts = {name: [x for start, end in row.spans for x in values[start:end]] for name, values in known.items()}
-        yield {"prompt_ids": row.prompt_ids, **parts}
+    if not item.completion_ids:
+        return
+    columns: dict[str, Sequence[Any] | None] = {
+        "completion_ids": item.completion_ids,
+        "action_mask": item.action_mask,
+        "logprobs": item.logprobs,
+        "advantages": item.advantages,
+        "token_rewards": item.token_rewards(),
+    }
+    for row in item.rows:
+        part: dict[str, Any] = {"prompt_ids": row.prompt_ids}
+        for name, values in columns.items():
+            if values:
+                part[name] = [value for start, end in row.spans for value in values[start:end]]
+        yield part
 
 
 def _steps(item: Trajectory) -> list[dict[str, Any]]:
@@ -157,7 +166,8 @@ def _results(turn: Turn) -> list[dict[str, Any]]:
     told = [_step(message)["message"] for message in turn.observations if message.get("role") == "tool"]
     found: list[dict[str, Any]] = [{"content": text} for text in told[len(turn.tool_results) :]]
     for place, result in enumerate(turn.tool_results):
-        extra = {name: value for name in _OF_RESULT if (value := getattr(result, name))}
+        values = {name: getattr(result, name) for name in _OF_RESULT}
+        extra = {name: value for name, value in values.items() if value}
         content = told[place] if place < len(told) else result.content
         found.insert(place, {"source_call_id": result.call.id, "content": content, "extra": extra})
     return found

@@ -65,8 +65,12 @@ def read_metrics(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Arguments as for `read_events`.
     """
     found = _read(run, METRICS_FILE, "logged metrics", ("step",))
-    state = None if found else _find(run, "trainer_state.json")
-    return found if state is None else json.loads(state.read_text(encoding="utf-8")).get("log_history", [])
+    if found:
+        return found
+    state = _find(run, "trainer_state.json")
+    if state is None:
+        return []
+    return json.loads(state.read_text(encoding="utf-8")).get("log_history", [])
 
 
 def _read(run: str | os.PathLike[str], name: str, what: str, names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -87,7 +91,8 @@ def describe_event(event: dict[str, Any]) -> str:
     >>> describe_event({"step": 5, "state": "collapsed", "action": "clip", "outcome": "taken", "text": "wider"})
     'step 5, collapsed: clip (taken): wider'
     """
-    causes = "; ".join(str(text) for text in dict(event.get("signals") or {}).values())
-    known = [f"step {event.get('step')}", event.get("state"), event.get("action"), event.get("outcome")]
-    step, state, action, outcome = (str(value) for value in known)
-    return f"{step}, {state}: {action} ({outcome}): {event.get('text')}{causes and f'. Because {causes}'}"
+    step, state, action, outcome, text = (event.get(name) for name in ("step", "state", "action", "outcome", "text"))
+    line = f"step {step}, {state}: {action} ({outcome}): {text}"
+    causes = dict(event.get("signals") or {}).values()
+    because = "; ".join(str(cause) for cause in causes)
+    return f"{line}. Because {because}" if because else line
