@@ -219,9 +219,13 @@ def _check_steps(trial: EnvTrial) -> None:
 def _goes_on_to_the_end(trial: EnvTrial, episode: EnvEpisode, tools: Sequence[Tool]) -> bool:
     """Whether the episode ends if the model goes on answering and calling: after some user turns, or guesses."""
     *calls, answer = valid_messages(tools)
-    turns = itertools.cycle([pair for call in calls for pair in (answer, call)] or [answer])
-    messages = itertools.islice(turns, MAX_STEPS)
-    return any(trial.step(episode.session, message, "a valid call or a plain answer").done for message in messages)
+    turns = [answer]
+    if calls:
+        turns = [message for call in calls for message in (answer, call)]
+    for message in itertools.islice(itertools.cycle(turns), MAX_STEPS):
+        if trial.step(episode.session, message, "a valid call or a plain answer").done:
+            return True
+    return False
 
 
 # ---------------------------------------------------------------- the outcome

@@ -29,7 +29,10 @@ def call_tools(*calls: tuple[Any, Any]) -> Message:
 def valid_messages(tools: Sequence[Tool]) -> list[Message]:
     """One valid call of each tool, all of them in one message, and a wrong answer."""
     calls = [sample_call(found) for found in tools]
-    return [*map(call_tools, calls), *([call_tools(*calls)] if len(calls) > 1 else []), say_text(NONSENSE)]
+    messages = [call_tools(call) for call in calls]
+    if len(calls) > 1:
+        messages.append(call_tools(*calls))
+    return [*messages, say_text(NONSENSE)]
 
 
 def broken_calls(tools: Sequence[Tool]) -> dict[str, Message]:
@@ -89,8 +92,12 @@ def _sample(schema: object, name: str = "") -> Any:
 
 def _sample_number(schema: dict[str, Any]) -> float:
     """A number within the bounds of a schema, a whole one if there is one."""
-    least, most = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
-    above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
+    least = schema.get("minimum", -math.inf)
+    most = schema.get("maximum", math.inf)
+    above = schema.get("exclusiveMinimum", -math.inf)
+    below = schema.get("exclusiveMaximum", math.inf)
     low, high = max(least, above), min(most, below)
-    numbers = (1, low, low + 1, high, high - 1, (low + high) / 2)
-    return next((item for item in numbers if least <= item <= most and above < item < below), 1)
+    for number in (1, low, low + 1, high, high - 1, (low + high) / 2):
+        if least <= number <= most and above < number < below:
+            return number
+    return 1

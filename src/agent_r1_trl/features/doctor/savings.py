@@ -30,11 +30,17 @@ def find_savings(setup: MemorySetup) -> dict[str, float]:
     if setup.critic is not None:
         changes.append({"critic": "head"})
 
-    def said(change: dict[str, Any]) -> str:
-        """As a recipe or a command line says it: the stage of ZeRO is that of the launcher's file."""
-        files = {"zero_stage": lambda stage: f"accelerate_config: zero{stage}"}
-        return ", ".join(files[name](value) if name in files else f"{name}: {value}" for name, value in change.items())
-
-    peaks = {said(change): find_peak(estimate_memory(replace(setup, **change))) for change in changes}
+    peaks = {_in_recipe(change): find_peak(estimate_memory(replace(setup, **change))) for change in changes}
     now = find_peak(estimate_memory(setup))
-    return {change: peak for change, peak in sorted(peaks.items(), key=lambda item: item[1]) if peak < now}
+    return {text: peak for text, peak in sorted(peaks.items(), key=lambda item: item[1]) if peak < now}
+
+
+def _in_recipe(change: dict[str, Any]) -> str:
+    """A change as a recipe says it: the stage of ZeRO is that of the launcher's file."""
+    settings = []
+    for name, value in change.items():
+        if name == "zero_stage":
+            settings.append(f"accelerate_config: zero{value}")
+        else:
+            settings.append(f"{name}: {value}")
+    return ", ".join(settings)

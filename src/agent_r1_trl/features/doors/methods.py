@@ -142,13 +142,18 @@ def select_names(
     Raises:
         ValueError: a pattern fits no name, or nothing is left; the message begins with `owner`.
     """
-    included, excluded = (
-        {item: fnmatch.filter(known, item) for item in ([patterns] if isinstance(patterns, str) else patterns)}
-        for patterns in ("*" if include is None else include, exclude)
-    )
-    unknown = [item for item, names in (*included.items(), *excluded.items()) if not names]
-    chosen = {name for names in included.values() for name in names}.difference(*excluded.values())
+    included = _names_by_pattern(known, "*" if include is None else include)
+    excluded = _names_by_pattern(known, exclude)
+    unknown = [pattern for pattern, names in [*included.items(), *excluded.items()] if not names]
+    chosen = set().union(*included.values()).difference(*excluded.values())
     if unknown or not chosen:
         problem = f"{unknown} fits none of" if unknown else "nothing is left of"
         raise ValueError(f"{owner}: include={include!r}, exclude={exclude!r}: {problem} {known}. Correct it.")
     return [name for name in known if name in chosen]
+
+
+def _names_by_pattern(known: list[str], patterns: Iterable[str] | str) -> dict[str, list[str]]:
+    """Pattern -> the known names that it fits; a text alone is one pattern."""
+    if isinstance(patterns, str):
+        patterns = [patterns]
+    return {pattern: fnmatch.filter(known, pattern) for pattern in patterns}

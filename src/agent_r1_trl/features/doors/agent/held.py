@@ -200,22 +200,28 @@ class Held:
             return "tools", f"tools {_change(known_tools, tools)}"
         for place, (old, new) in enumerate(itertools.zip_longest(known, said, fillvalue="")):
             if old != new:
-                role, old_text, new_text = json.loads(old or new)[0], *(text and _words(text) for text in (old, new))
-                return role, f"{role} message {place}: {_change(old_text, new_text)}"
+                role = json.loads(old or new)[0]
+                return role, f"{role} message {place}: {_change(_words(old), _words(new))}"
         return None, ""
 
 
 def _words(text: str) -> str:
-    """A message's identity for a reader."""
+    """A message's identity for a reader; "" for no message."""
+    if not text:
+        return ""
     role, content, calls = json.loads(text)
     return f"{role}: {content}{json.dumps(calls, ensure_ascii=False) if calls else ''}"
 
 
 def _change(old: str, new: str) -> str:
     """The surroundings of the first difference."""
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
-    start = max(0, same - EXCERPT_CHARS // 3)
-    before, after = (repr(text[start : start + EXCERPT_CHARS]) if text else "nothing" for text in (old, new))
+    num_same = 0
+    while num_same < min(len(old), len(new)) and old[num_same] == new[num_same]:
+        num_same += 1
+    start = max(0, num_same - EXCERPT_CHARS // 3)
+    excerpt = slice(start, start + EXCERPT_CHARS)
+    before = repr(old[excerpt]) if old else "nothing"
+    after = repr(new[excerpt]) if new else "nothing"
     return f"{before} became {after}"
 
 

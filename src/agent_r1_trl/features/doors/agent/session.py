@@ -111,8 +111,13 @@ class AgentSession:
         self, draft: Draft, generator: Generator, chat: ChatFormat, limits: RolloutLimits, params: SamplingParams
     ) -> None:
         """Answer calls from now on."""
-        self._draft, self._generator, self._chat, self._limits, self._params = draft, generator, chat, limits, params
-        self._held, self._variables = Held(chat), contextvars.copy_context()
+        self._draft = draft
+        self._generator = generator
+        self._chat = chat
+        self._limits = limits
+        self._params = params
+        self._held = Held(chat)
+        self._variables = contextvars.copy_context()
         self._begun.set_result(None)
 
     def end(self) -> None:
@@ -218,7 +223,9 @@ class AgentSession:
         """The call that a request repeats."""
         calls = self._calls.get(place, [])
         left = [call for call in calls if call.answer is None and not call.is_waited_for]
-        return next(reversed([*(calls if is_retry else ()), *left]), None)
+        if left:
+            return left[-1]
+        return calls[-1] if is_retry and calls else None
 
     # ---------------------------------------------------------------- what a call may spend
 

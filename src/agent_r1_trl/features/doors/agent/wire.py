@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -193,8 +192,13 @@ def _sorted(results: list[tuple[int, Message]]) -> list[Message]:
 
 def _num_known(given: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> int:
     """How many messages are read as they were: those before the last turn of an assistant that both have."""
-    same = itertools.takewhile(lambda item: _is_same(*item[1:]), zip(itertools.count(), given, last, strict=False))
-    return max((place for place, item, _ in same if item["role"] == "assistant"), default=0)
+    num_known = 0
+    for place, (item, before) in enumerate(zip(given, last, strict=False)):
+        if not _is_same(item, before):
+            break
+        if item["role"] == "assistant":
+            num_known = place
+    return num_known
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
