@@ -290,9 +290,15 @@ class SettingsGroup:
 @functools.cache
 def groups_of(kind: type) -> dict[str, type[SettingsGroup]]:
     """Field of a dataclass -> the group that its annotation names, `Annotated[..., EchoSettings]`."""
-    hints = {name: hint for parent in reversed(kind.__mro__) for name, hint in _hints(parent).items()}
-    found = {name: [note for note in _notes(hint) if isinstance(note, type)] for name, hint in hints.items()}
-    return {name: notes[0] for name, notes in found.items() if notes and issubclass(notes[0], SettingsGroup)}
+    hints: dict[str, Any] = {}
+    for parent in reversed(kind.__mro__):
+        hints |= _hints(parent)
+    groups = {}
+    for name, hint in hints.items():
+        classes = [note for note in _notes(hint) if isinstance(note, type)]
+        if classes and issubclass(classes[0], SettingsGroup):
+            groups[name] = classes[0]
+    return groups
 
 
 def plain(value: object) -> Any:

@@ -106,8 +106,14 @@ def mappings_of(name: str) -> dict[str, Any]:
 
 def mappings(kind: Any) -> dict[str, type[SettingsGroup]]:
     """Each field of a dataclass that is a mapping -> class of its keys; without those of features that are missing."""
-    of_features = {flag: group for name in FEATURES for flag, group in mappings_of(name).items()}
-    return groups_of(kind) | {flag: of_features[flag] for flag in kind.__dataclass_fields__ if flag in of_features}
+    of_features: dict[str, Any] = {}
+    for name in FEATURES:
+        of_features |= mappings_of(name)
+    found = dict(groups_of(kind))
+    for flag in kind.__dataclass_fields__:
+        if flag in of_features:
+            found[flag] = of_features[flag]
+    return found
 
 
 def keys_of(kind: Any) -> list[str]:

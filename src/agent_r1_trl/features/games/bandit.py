@@ -15,10 +15,15 @@ SURE, RISKY = "sure", "risky"
 
 
 def _are_pairs(arms: Any) -> bool:
-    pairs = [pair for pair in arms if isinstance(pair, list | tuple) and len(pair) == 2]
-    names = [name for pair in pairs for name in pair]
-    are_names = all(isinstance(name, str) and re.fullmatch(r"\w([\w' -]*\w)?", name) for name in names)
-    return len(pairs) == len(arms) and are_names and all(one.casefold() != two.casefold() for one, two in pairs)
+    return all(_is_pair(item) for item in arms)
+
+
+def _is_pair(item: object) -> bool:
+    if not isinstance(item, list | tuple) or len(item) != 2:
+        return False
+    if not all(isinstance(name, str) and re.fullmatch(r"\w([\w' -]*\w)?", name) for name in item):
+        return False
+    return item[0].casefold() != item[1].casefold()
 
 
 PAIRS = Rule("a list of pairs of different names (of words), that of the sure arm first", _are_pairs, is_list=True)

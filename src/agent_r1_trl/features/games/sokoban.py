@@ -217,18 +217,19 @@ def read_level(level: str, owner: str) -> tuple[tuple[int, int], set[Place], fro
     lines = [line for line in level_lines if line and not line.startswith(";")]  # comments of level files
     width = max(map(len, lines), default=0)
     rows = read_grid("\n".join(line.replace(" ", "-").ljust(width, "#") for line in lines), "".join(LETTERS), owner)
-    at = {
-        letter: {(i, j) for i, row in enumerate(rows) for j, each in enumerate(row) if each == letter}
-        for letter in LETTERS
-    }
-    players, boxes = at["@"] | at["+"], frozenset(at["$"] | at["*"])
+    at: dict[str, set[Place]] = {letter: set() for letter in LETTERS}
+    for i, row in enumerate(rows):
+        for j, letter in enumerate(row):
+            at[letter].add((i, j))
+    players = at["@"] | at["+"]
+    boxes = frozenset(at["$"] | at["*"])
     targets = frozenset(at["."] | at["*"] | at["+"])
     if len(players) != 1 or not targets or len(boxes) < len(targets) or targets <= boxes:
         raise ValueError(
             f"{owner}: level={level!r:.300} must have one player (@ or +), a target (. or +) without a box, and at "
             "least as many boxes ($ or *) as targets."
         )
-    free = {(i, j) for i, row in enumerate(rows) for j, each in enumerate(row) if each != "#"}
+    free = {(i, j) for i, row in enumerate(rows) for j, letter in enumerate(row) if letter != "#"}
     return (len(rows), width), free, targets, State(players.pop(), boxes)
 
 
@@ -238,9 +239,12 @@ def write_level(size: tuple[int, int], free: set[Place], targets: frozenset[Plac
     def letter(place: Place) -> str:
         if place not in free:
             return "#"
-        on_floor, on_target = (
-            ("$", "*") if place in state.boxes else ("@", "+") if place == state.player else ("-", ".")
-        )
+        if place in state.boxes:
+            on_floor, on_target = "$", "*"
+        elif place == state.player:
+            on_floor, on_target = "@", "+"
+        else:
+            on_floor, on_target = "-", "."
         return on_target if place in targets else on_floor
 
     return "\n".join("".join(letter((i, j)) for j in range(size[1])) for i in range(size[0]))

@@ -66,8 +66,10 @@ def finish_card(trainer: MultiTurnTrainer, path: Path) -> None:
 
 def _import_path(factory: object) -> str | None:
     """Where a reader finds the class of an environment, or a function that makes it; None where nobody can."""
-    module, name = getattr(factory, "__module__", "__main__"), getattr(factory, "__qualname__", "")
-    return f"{module}.{name}" if module != "__main__" and name.isidentifier() else None
+    module = getattr(factory, "__module__", "__main__")
+    name = getattr(factory, "__qualname__", "")
+    is_importable = module != "__main__" and name.isidentifier()
+    return f"{module}.{name}" if is_importable else None
 
 
 @contextlib.contextmanager
@@ -80,12 +82,17 @@ def uploads_checked(args: Any) -> Iterator[None]:
 
     api: Any = hf_api()
     upload_folder = api.upload_folder
-    kept_back = [patterns for name, patterns in LEFT_OUT.items() if not (name and plain_value(args, name))]
-    left_out = [f"{start}{item}" for patterns in kept_back for item in patterns for start in ("", "*/")]
+    left_out: list[str] = []
+    for name, patterns in LEFT_OUT.items():
+        is_asked_for = name and plain_value(args, name)
+        if not is_asked_for:
+            for pattern in patterns:
+                left_out += [pattern, f"*/{pattern}"]
 
     def upload(*others: object, folder_path: Any, ignore_patterns: Any = None, **kwargs: object) -> Any:
         given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or [])
-        ignored, folder = [*given, *left_out], Path(folder_path)
+        ignored = [*given, *left_out]
+        folder = Path(folder_path)
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         files = {name: folder / name for name in filter_repo_objects(names, ignore_patterns=ignored)}
         check_files(files, allowed=args.push.allow_secrets or [], fix="push.allow_secrets:")

@@ -95,10 +95,13 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
     from agent_r1_trl.features.hub.card import CARD, make_card, read_facts, split_card
 
     folder = Path(arguments.run)
-    found = {
-        kind: {path.relative_to(folder).as_posix(): path for pattern in patterns for path in folder.glob(pattern)}
-        for kind, patterns in (KINDS | (CRITIC if arguments.critic else {})).items()
-    }
+    kinds = dict(KINDS)
+    if arguments.critic:
+        kinds |= CRITIC
+    found: dict[str, dict[str, Path]] = {}
+    for kind, patterns in kinds.items():
+        paths = [path for pattern in patterns for path in folder.glob(pattern)]
+        found[kind] = {path.relative_to(folder).as_posix(): path for path in paths}
     if missing := [kind for kind in ("weights", "configuration", "critic") if found.get(kind) == {}]:
         is_sharded = any(folder.glob("*/*_states.pt"))
         shards = "DeepSpeed's shards through its zero_to_fp32.py first, or " if is_sharded else ""
@@ -121,7 +124,9 @@ def _model_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Path
             "The card names no licence. Pass --license with its name on the Hub, such as apache-2.0.", file=sys.stderr
         )
     (scratch / CARD).write_text(card, encoding="utf-8")
-    return {name: path for files in found.values() for name, path in files.items()} | {CARD: scratch / CARD}
+    files = {name: path for of_kind in found.values() for name, path in of_kind.items()}
+    files[CARD] = scratch / CARD
+    return files
 
 
 def environment_of(recipe: dict[str, Any], consequence: str) -> Callable[..., Any] | None:
@@ -152,15 +157,18 @@ def _dataset_files(arguments: argparse.Namespace, scratch: Path) -> dict[str, Pa
 
 
 def _listing(files: Mapping[str, Path], arguments: argparse.Namespace) -> str:
-    width, sizes = max(map(len, files)), {name: path.stat().st_size for name, path in files.items()}
-    lines = [f"{'dataset' if arguments.trajectories else 'model'} {arguments.repo_id}:"]
+    width = max(len(name) for name in files)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    kind = "dataset" if arguments.trajectories else "model"
+    lines = [f"{kind} {arguments.repo_id}:"]
     lines += [f"  {name:{width}}  {size:>15,} bytes" for name, size in sizes.items()]
     lines.append(f"  {len(files)} files, {sum(sizes.values()) / 1e6:,.1f} MB")
     if not arguments.trajectories:
         tops = {name.split("/")[0] for name in files}
         others = sorted(path for path in Path(arguments.run).iterdir() if path.name not in tops)
         names = [f"{path.name}/" if path.is_dir() else path.name for path in others]
-        lines += [f"not sent: {', '.join(names)}"] if names else []
+        if names:
+            lines.append(f"not sent: {', '.join(names)}")
     return visible("\n".join(lines) + "\n")
 
 

@@ -55,19 +55,22 @@ def check_files(files: Mapping[str, Path], *, allowed: Sequence[str] = (), fix: 
         SecretFoundError: names the first places, and how to allow them.
     """
     searched = {name: path for name, path in files.items() if not any(fnmatch(name, one) for one in allowed)}
-    found = {name: findings for name, path in searched.items() if (findings := scan_file(path))}
-    places = [
-        f"  {name}{f', {unit} {one.line}' if one.line else ''}: {one.kind}"
-        for name, findings in found.items()
-        for unit in ["row" if name.endswith(".parquet") else "line"]
-        for one in findings
-    ]
+    found: list[str] = []
+    places: list[str] = []
+    for name, path in searched.items():
+        findings = scan_file(path)
+        if findings:
+            found.append(name)
+        unit = "row" if name.endswith(".parquet") else "line"
+        for finding in findings:
+            place = f"{name}, {unit} {finding.line}" if finding.line else name
+            places.append(f"  {place}: {finding.kind}")
     if places:
-        more = [f"  and {len(places) - 10} more"] if len(places) > 10 else []
-        raise SecretFoundError(
-            "\n".join(["Nothing was sent, because something looks like a secret:", *places[:10], *more])
-            + f"\nRemove it, and revoke the key if it was real. If it is not a secret: {fix} {' '.join(found)}"
-        )
+        lines = ["Nothing was sent, because something looks like a secret:", *places[:10]]
+        if len(places) > 10:
+            lines.append(f"  and {len(places) - 10} more")
+        lines.append(f"Remove it, and revoke the key if it was real. If it is not a secret: {fix} {' '.join(found)}")
+        raise SecretFoundError("\n".join(lines))
 
 
 def scan_file(path: Path) -> list[SecretFinding]:

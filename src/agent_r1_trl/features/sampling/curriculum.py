@@ -100,15 +100,20 @@ class Curriculum:
             prompts: the row of each group.
             pass_rates: (P,) those by which they were drawn.
         """
-        weights, num = self.weights(pass_rates), len({*prompts})
+        weights = self.weights(pass_rates)
+        num = len(set(prompts))
         if num >= len(weights):
             return dict.fromkeys(prompts, 1.0)
-        low, high = 0.0, 1 / self.floor if self.floor > 0 else 1.0
+        low = 0.0
+        high = 1 / self.floor if self.floor > 0 else 1.0
         while -torch.expm1(-weights * high).sum() < num and high < _LATEST:
             high *= 2
         for _ in range(50):  # bisection
             time = (low + high) / 2
-            low, high = (low, time) if -torch.expm1(-weights * time).sum().item() > num else (time, high)
+            if -torch.expm1(-weights * time).sum().item() > num:
+                high = time
+            else:
+                low = time
         chances = -torch.expm1(-weights * high)
         return {prompt: 1 / max(chances[prompt].item(), 1 / _LATEST) for prompt in prompts}
 

@@ -109,8 +109,8 @@ class Resampling(RolloutCallback):
             all_returns += [returns[group] for group in groups]
             all_passed += [passed[group] for group in groups]
             all_prompts += prompts
-        known, won = ([value for group in found for value in group if not math.isnan(value)]
-                      for found in (all_returns, all_passed))  # fmt: skip
+        known = _without_nan(all_returns)
+        won = _without_nan(all_passed)
         metrics["sampling/resampled_groups"] = float(len(all_returns) - num_groups)
         metrics["sampling/pass_rate"] = sum(won) / len(won) if won else math.nan
         metrics["sampling/reward"] = math.fsum(known) / len(known) if known else math.nan
@@ -248,3 +248,8 @@ def check_can_draw(dataset: TrainRows, config: Any) -> None:
                 f"an environment that makes its own prompts does not allow. Pass a Dataset (streaming=False), or "
                 f"remove sampling.{key}."
             )
+
+
+def _without_nan(groups: Sequence[Sequence[float]]) -> list[float]:
+    """The values of all groups in one list."""
+    return [value for group in groups for value in group if not math.isnan(value)]
