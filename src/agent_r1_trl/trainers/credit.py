@@ -78,14 +78,13 @@ class CreditEstimator:
             with_penalty: whether `truncation_penalty` counts, which is no signal to a filter.
         """
         weights = self.weights(progress)
-        named = sorted(
-            {seat for seats in gather_object([list(t.seat_rewards) for t in trajectories]) for seat in seats}
-        )
+        everywhere = gather_object([list(item.seat_rewards) for item in trajectories])
+        seats = sorted({seat for of_item in everywhere for seat in of_item})
         compared = []
         for item in trajectories:
             penalty = 0.0 if with_penalty else item.truncation_penalty
             row: list[float] = []
-            for seat in named or [None]:
+            for seat in seats or [None]:
                 own = [turn for turn in item.turns if not item.seat_rewards or turn.seat == seat]
                 turns = [weights["process"] * turn.reward for turn in own]
                 row += self._compared(turns, weights["outcome"] * (item.outcome_of(seat) - penalty))

@@ -135,12 +135,19 @@ class SeenMetrics:
     def read(self, history: Sequence[Mapping[str, object]], prefix: str) -> list[str]:
         """The names, without their prefix, that stand in the log of a run so far."""
         if history is not self._history or len(history) < self._num_read:  # another run, or one that was rolled back
-            self._history, self._num_read, self._names = history, 0, set()
+            self._history = history
+            self._num_read = 0
+            self._names = set()
         for entry in history[self._num_read :]:
             self._names.update(entry)
         self._num_read = len(history)
-        names = (name.removeprefix(prefix) for name in self._names if name.startswith(prefix))
-        return sorted(name for name in names if any(pattern.fullmatch(name) for pattern, *_ in ABSENT))
+        patterns = [pattern for pattern, *_ in ABSENT]
+        seen = []
+        for full_name in self._names:
+            name = full_name.removeprefix(prefix)
+            if full_name.startswith(prefix) and any(pattern.fullmatch(name) for pattern in patterns):
+                seen.append(name)
+        return sorted(seen)
 
 
 def complete(metrics: dict[str, list[float]], seen: Iterable[str]) -> None:

@@ -150,19 +150,25 @@ def length_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _reward_metrics(records: Sequence[dict[str, Any]], num_generations: int) -> dict[str, float]:
-    counted = [record["reward_means"] for record in records if record["in_baseline"]]
-    names = ["reward/process", "reward/outcome", *sorted({name for means in counted for name in means})]
-    metrics = {name: _mean([means.get(name, 0.0) for means in counted]) for name in names}
+    means_of = [record["reward_means"] for record in records if record["in_baseline"]]
+    sources = sorted({name for means in means_of for name in means})
+    metrics = {}
+    for name in ("reward/process", "reward/outcome", *sources):
+        metrics[name] = _mean([means.get(name, 0.0) for means in means_of])
     groups = [records[start : start + num_generations] for start in range(0, len(records), num_generations)]
     metrics["group/too_small_share"] = _mean([any(record["too_small"] for record in group) for group in groups])
-    members = [[record for record in group if record["in_baseline"]] for group in groups]
-    members = [group for group in members if len(group) > 1]
-    if members:
-        spreads = [spread([record["compared"] for record in group]) for group in members]
-        metrics["group/reward_std"] = _mean([std for std, _ in spreads])
-        metrics["group/zero_variance_share"] = _mean([not differs for _, differs in spreads])
-    if members and all(record.get("taught") is not None for record in records):
-        metrics["group/taught_share"] = _mean([any(record["taught"] for record in group) for group in members])
+    compared = []
+    for group in groups:
+        members = [record for record in group if record["in_baseline"]]
+        if len(members) > 1:
+            compared.append(members)
+    if not compared:
+        return metrics
+    spreads = [spread([record["compared"] for record in group]) for group in compared]
+    metrics["group/reward_std"] = _mean([std for std, _ in spreads])
+    metrics["group/zero_variance_share"] = _mean([not differs for _, differs in spreads])
+    if all(record.get("taught") is not None for record in records):
+        metrics["group/taught_share"] = _mean([any(record["taught"] for record in group) for group in compared])
     return metrics
 
 

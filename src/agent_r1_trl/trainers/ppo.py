@@ -126,8 +126,15 @@ def split_by_role(
 
 def parameters_by_role(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Policy's and critic's parameters that have a gradient."""
-    named = [(is_critic_name(name), p) for name, p in model.named_parameters() if p.grad is not None]
-    return [p for is_critic, p in named if not is_critic], [p for is_critic, p in named if is_critic]
+    policy, critic = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if is_critic_name(name):
+            critic.append(parameter)
+        else:
+            policy.append(parameter)
+    return policy, critic
 
 
 def clips_apart(accelerator: Accelerator) -> bool:

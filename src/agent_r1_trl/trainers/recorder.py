@@ -255,28 +255,36 @@ class Recorder(RolloutCallback):
 
     def _collect(self, rollout: RolloutInUpdate) -> dict[str, np.ndarray]:
         """Name -> (B, T') over time, of this rank's trajectories, wherever their rows were trained on."""
-        rows, accelerator = rollout.rows, self.trainer.accelerator
+        rows = rollout.rows
+        rank = self.trainer.accelerator.process_index
+        length = max([1, *(len(row.completion_ids) for row in rows.rows)])
+        table = np.full((2, len(rows), length), np.nan, dtype=np.float32)
+        for numbers, parts in self._pieces(rollout):
+            is_own = numbers // len(rows) == rank
+            for place in np.flatnonzero(is_own & parts[2].any(axis=1)):
+                is_known = parts[2, place, :length].astype(bool)
+                row = table[:, numbers[place] - rank * len(rows), : len(is_known)]  # a view
+                row[:, is_known] = parts[:2, place, :length][:, is_known]
+        log_probs, entropies = map(rows.to_time, torch.from_numpy(table))
+        columns = {"log_probs": log_probs, "entropy": entropies, **rollout.columns}
+        return {name: values.cpu().numpy() for name, values in columns.items()}
+
+    def _pieces(self, rollout: RolloutInUpdate) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Numbers of rows, (M,), and their parts, (3, M, T): of this rank's passes, and of its rows elsewhere."""
+        accelerator = self.trainer.accelerator
         width = max([1, *(part.shape[2] for _, part in rollout.parts)])
-        numbers, parts = np.zeros(0, dtype=int), np.zeros((len(PART), 0, width), dtype=np.float32)
+        numbers = np.zeros(0, dtype=int)
+        parts = np.zeros((len(PART), 0, width), dtype=np.float32)
         if rollout.parts:
             numbers = torch.cat([found for found, _ in rollout.parts]).cpu().numpy()
             wide = [functional.pad(part, (0, width - part.shape[2])) for _, part in rollout.parts]
-            parts = torch.cat(wide, dim=1).cpu().numpy()  # (3, M, T)
-        home = numbers // len(rows)
+            parts = torch.cat(wide, dim=1).cpu().numpy()
         pieces = [(numbers, parts)]
         if accelerator.num_processes > 1:
-            is_away = (home != accelerator.process_index) & parts[2].any(axis=1)
-            pieces += gather_object([(numbers[is_away], parts[:, is_away])])
-        first = accelerator.process_index * len(rows)
-        length = max([1, *(len(row.completion_ids) for row in rows.rows)])
-        table = np.full((2, len(rows), length), np.nan, dtype=np.float32)
-        for found, values in pieces:
-            for place in np.flatnonzero((found // len(rows) == accelerator.process_index) & values[2].any(axis=1)):
-                is_known = values[2, place, :length].astype(bool)
-                table[:, found[place] - first, : len(is_known)][:, is_known] = values[:2, place, :length][:, is_known]
-        log_probs, entropies = map(rows.to_time, torch.from_numpy(table))
-        of_loss = {"log_probs": log_probs, "entropy": entropies}
-        return {name: x.cpu().numpy() for name, x in (of_loss | rollout.columns).items()}
+            is_of_another = numbers // len(rollout.rows) != accelerator.process_index
+            is_sent = is_of_another & parts[2].any(axis=1)
+            pieces += gather_object([(numbers[is_sent], parts[:, is_sent])])
+        return pieces
 
 
 def make_trace(item: Trajectory, step: int, group: int) -> dict[str, Any]:

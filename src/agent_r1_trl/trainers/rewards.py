@@ -239,8 +239,9 @@ def add_turn_rewards(
     """
     if not trajectories:  # of this rank, in a rollout that replaces some
         return []
-    columns = {name: [row.get(name) for row in rows] for name in sorted({name for row in rows for name in row})}
-    columns = {"trajectory": list(trajectories), **columns}
+    columns: dict[str, list[Any]] = {"trajectory": list(trajectories)}
+    for name in sorted({name for row in rows for name in row}):
+        columns[name] = [row.get(name) for row in rows]
     is_scored = [False] * len(trajectories)
     for function, weight in zip(functions, weights, strict=True):
         unwrapped = unwrap_partial(function)
@@ -530,8 +531,9 @@ class RowCheck:
     def check_batch(self, rows: Sequence[dict[str, Any]]) -> None:
         """Check the rows of one batch. Refuses images."""
         columns = dict.fromkeys(name for row in rows for name in row)
-        refuse(self._find_problems(columns, (row.get("environment") for row in rows)))
-        refuse(_IMAGES for row in rows if row.get("image") is not None or row.get("images"))
+        refuse(self._find_problems(columns, [row.get("environment") for row in rows]))
+        if any(row.get("image") is not None or row.get("images") for row in rows):
+            raise ValueError(_IMAGES)
 
     def _find_problems(self, columns: Iterable[str], names: Iterable[Any]) -> Iterator[str]:
         for name in columns:
