@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import pytest
 
@@ -22,6 +23,40 @@ def roll_out(turns, *, env=AddEchoEnv, family="qwen3", chat=None, examples=1, li
     rows = [{"prompt": PROMPT}] * examples
     trajectories = testing.roll_out(env, policy, rows, chat=chat, **unfold(limits or {}), **options)
     return (trajectories[0] if examples == 1 else trajectories), policy
+
+
+class Gate:
+    """Holds the trajectories of its environment `env` in their steps until it is opened."""
+
+    def __init__(self):
+        self.closed = []
+        """The ids of the rows whose environments were closed."""
+        self.env = self._make_env()
+        self._is_open = threading.Event()
+        self._entered = threading.Semaphore(0)
+
+    def _make_env(self):
+        gate = self
+
+        class Held(AddEchoEnv):
+            async def step(self, message):
+                gate._entered.release()
+                while not gate._is_open.is_set():
+                    await asyncio.sleep(0.005)
+                return await super().step(message)
+
+            def close(self):
+                gate.closed.append(self.example.get("id"))
+
+        return Held
+
+    def wait_for(self, num):
+        """Return once so many trajectories are in a step."""
+        for _ in range(num):
+            assert self._entered.acquire(timeout=30)
+
+    def open(self):
+        self._is_open.set()
 
 
 def mostly_nightly(families, *kept):

@@ -25,7 +25,7 @@ from agent_r1_trl.testing import AddEchoEnv, call, chat_of, say
 from agent_r1_trl.tools.event_loop import shared_loop
 from agent_r1_trl.trajectory import StopReason
 from tests.effort import examples
-from tests.rollout.helpers import PROMPT, random_script
+from tests.rollout.helpers import PROMPT, Gate, random_script
 from tests.toys import is_freed
 
 DIGEST = int.from_bytes(hashlib.blake2b(b'[7, "q1", 0]', digest_size=8).digest(), "big") >> 1
@@ -261,27 +261,15 @@ def test_a_run_that_the_loop_has_not_come_to_is_stopped_as_well(runner_of):
 
 
 def test_one_of_several_runs_is_stopped_and_the_others_go_on(runner_of):
-    closed, may_go_on, has_begun = [], threading.Event(), threading.Semaphore(0)
-
-    class Held(AddEchoEnv):
-        async def step(self, message):
-            has_begun.release()
-            while not may_go_on.is_set():
-                await asyncio.sleep(0.005)
-            return await super().step(message)
-
-        def close(self):
-            closed.append(self.example["id"])
-
-    runner = runner_of([chat_of().encode_reply(say())], env=Held)
-    asked = {name: [RolloutRequest(example={"prompt": PROMPT, "id": name})] * 2 for name in ("first", "second")}
-    first, second = (runner.start(requests) for requests in asked.values())
-    for _ in range(4):
-        assert has_begun.acquire(timeout=30)
-    assert runner.stop(only=first) and closed == ["first"] * 2
+    gate = Gate()
+    runner = runner_of([chat_of().encode_reply(say())], env=gate.env)
+    first = runner.start([RolloutRequest(example={"prompt": PROMPT, "id": "first"})] * 2)
+    second = runner.start([RolloutRequest(example={"prompt": PROMPT, "id": "second"})] * 2)
+    gate.wait_for(4)
+    assert runner.stop(only=first) and gate.closed == ["first"] * 2
     with pytest.raises(CancelledError):
         first.result(10)
-    may_go_on.set()
+    gate.open()
     assert [item.stop_reason for item in second.result(10)] == [StopReason.DONE] * 2
 
 

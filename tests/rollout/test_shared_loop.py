@@ -20,7 +20,7 @@ from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, calls, chat_of, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.tools.event_loop import LoopThread, give_up_loop, run_on_loop, shared_loop
 from agent_r1_trl.trajectory import StopReason
-from tests.rollout.helpers import PROMPT, roll_out
+from tests.rollout.helpers import PROMPT, Gate, roll_out
 from tests.toys import limits_of
 
 
@@ -116,23 +116,14 @@ def test_what_a_module_keeps_works_in_the_checks_and_in_all_rollouts_after_them(
 
 
 def test_closing_a_runner_cancels_its_own_trajectories_alone(runner_of):
-    may_go_on, has_begun = threading.Event(), threading.Semaphore(0)
-
-    class Held(AddEchoEnv):
-        async def step(self, message):
-            has_begun.release()
-            while not may_go_on.is_set():
-                await asyncio.sleep(0.005)
-            return await super().step(message)
-
-    first, second = (runner_of(Held) for _ in range(2))
+    gate = Gate()
+    first, second = runner_of(gate.env), runner_of(gate.env)
     asked = [RolloutRequest(example={"prompt": PROMPT})]
-    futures = [runner.start(asked) for runner in (first, second)]
-    for _ in futures:
-        assert has_begun.acquire(timeout=30)
+    of_first, of_second = first.start(asked), second.start(asked)
+    gate.wait_for(2)
     first.close()
-    may_go_on.set()
-    assert futures[0].cancelled() and futures[1].result(30)[0].stop_reason is StopReason.DONE
+    gate.open()
+    assert of_first.cancelled() and of_second.result(30)[0].stop_reason is StopReason.DONE
 
 
 def test_a_run_goes_on_where_another_runner_gave_the_loop_up(runner_of, own_loop, caplog):
