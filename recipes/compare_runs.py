@@ -75,26 +75,40 @@ def evaluate(variant: Variant, model: Path | None, folder: Path, num: list[str])
     """A model on the held-out rows; None: the one that the recipe names."""
     if not (folder / "evaluation.json").exists():
         flags = ["--config", variant.config, "--output_dir", str(folder), "--journal", "false", *num]
-        run("-m", "agent_r1_trl.cli", "eval", *flags, *(["--model", str(model)] if model else []))
+        if model is not None:
+            flags += ["--model", str(model)]
+        run("-m", "agent_r1_trl.cli", "eval", *flags)
     return float(read(folder / "evaluation.json")[variant.metric])
+
+
+def make_start(variant: Variant, out: Path) -> Path | None:
+    """The model to start from, made where it is missing; None: it comes with the package."""
+    if variant.recipe.startswith("quickstart"):
+        return None
+    script = ROOT / "recipes" / variant.recipe.partition("/")[0] / "make_cold_start.py"
+    start = out / script.parent.name
+    if not (start / "tokenizer_config.json").exists():  # saved last
+        run(str(script), "--out", str(start))
+    return start
 
 
 def measure(variant: Variant, args: argparse.Namespace) -> str:
     """The line of the table of one variant."""
-    script, start = ROOT / "recipes" / variant.recipe.partition("/")[0] / "make_cold_start.py", None
-    if variant.recipe.startswith("quickstart"):  # its model comes with the package
-        pass
-    elif not ((start := args.out / script.parent.name) / "tokenizer_config.json").exists():  # saved last
-        run(str(script), "--out", str(start))
-    folder, num = args.out / variant.name.replace(" ", "-"), ["--num_examples", str(args.num_examples)]
-    before, after, curves, seconds = evaluate(variant, start, folder / "before", num), [], [], []
+    start = make_start(variant, args.out)
+    folder = args.out / variant.name.replace(" ", "-")
+    num = ["--num_examples", str(args.num_examples)]
+    before = evaluate(variant, start, folder / "before", num)
+    after, curves, seconds = [], [], []
     for seed in args.seeds:
-        trained, clock = folder / f"seed{seed}", folder / f"seed{seed}.txt"  # the clock is written at the end
+        trained = folder / f"seed{seed}"
+        clock = folder / f"seed{seed}.txt"  # written at the end
         if not clock.exists():
             flags = ["--config", variant.config, "--output_dir", str(trained), "--seed", str(seed)]
             flags += ["--record_trajectories", "none", "--overwrite", "true", *variant.flags.split()]
-            flags += ["--model_name_or_path", str(start)] if start else []
-            flags += ["--max_steps", str(args.max_steps)] if args.max_steps else []
+            if start is not None:
+                flags += ["--model_name_or_path", str(start)]
+            if args.max_steps:
+                flags += ["--max_steps", str(args.max_steps)]
             clock.write_text(f"{run('-m', 'agent_r1_trl.cli.train', *flags):.1f}", encoding="utf-8")
         seconds.append(float(clock.read_text(encoding="utf-8")))
         after.append(evaluate(variant, trained, trained / "after", num))

@@ -31,7 +31,9 @@ def kendall_tau(scores: Sequence[float], grades: Sequence[float]) -> float:
     """Kendall's tau-b of one group; NaN where all scores, or all grades, are equal."""
     judged, graded = orders(scores), orders(grades)
     scale = math.sqrt(sum(map(abs, judged)) * sum(map(abs, graded)))
-    return sum(a * b for a, b in zip(judged, graded, strict=True)) / scale if scale else math.nan
+    if not scale:
+        return math.nan
+    return sum(a * b for a, b in zip(judged, graded, strict=True)) / scale
 
 
 def measure(groups: Sequence[Sequence[dict[str, Any]]], judges: Sequence[JudgeReward], gold: str) -> dict[str, float]:

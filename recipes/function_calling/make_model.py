@@ -48,9 +48,13 @@ def _tool_call(item: Call) -> dict:
 
 def texts(sample: Messages) -> list[str]:
     """What the tokenizer learns its words from."""
-    calls = [call["function"] for message in sample for call in message.get("tool_calls", [])]
-    written = [f'{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"])}}}' for call in calls]
-    return [*(message["content"] for message in sample), *written]
+    said = [message["content"] for message in sample]
+    written = []
+    for message in sample:
+        for made in message.get("tool_calls", []):
+            function = made["function"]
+            written.append(json.dumps({"name": function["name"], "arguments": function["arguments"]}))
+    return said + written
 
 
 def main() -> None:

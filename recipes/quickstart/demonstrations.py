@@ -98,18 +98,25 @@ class Inventor:
         self.rng = rng
         pieces = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
         self.inner = [p for p in pieces if p.isalpha() and p.islower() and len(p) <= 4]
-        self.first = [p.strip() for p in pieces if p.startswith(" ") and p.strip().isalpha() and p.strip().istitle()]
-        self.first = [p for p in self.first if len(p) <= 3]
-        words = {word for name in self.names for word in name.split()}
-        words |= {w for facts in self.models for r in (*KEYS, "largest city") for w in facts.get(r, "").split()}
+        of_beginnings = [p.strip() for p in pieces if p.startswith(" ")]
+        self.first = [p for p in of_beginnings if p.isalpha() and p.istitle() and len(p) <= 3]
+        texts = list(self.names)
+        for facts in self.models:
+            texts += [facts.get(relation, "") for relation in (*KEYS, "largest city")]
+        words = {word for text in texts for word in text.split()}
         self.words = sorted(w for w in words if w.isalpha() and w[0].isupper() and len(w) > 3)
 
     def word(self) -> str:
         """A capitalised word: made of token pieces, or of two halves of real words."""
         if self.rng.random() < 0.6:
-            return (self.rng.choice(self.first) + "".join(self.rng.choices(self.inner, k=self.rng.randint(1, 3))))[:14]
-        one, two = self.rng.choice(self.words), self.rng.choice(self.words)
-        return (one[: self.rng.randint(2, 4)] + two[self.rng.randint(1, 3) :].lower())[:14]
+            first = self.rng.choice(self.first)
+            others = self.rng.choices(self.inner, k=self.rng.randint(1, 3))
+            return "".join([first, *others])[:14]
+        one = self.rng.choice(self.words)
+        two = self.rng.choice(self.words)
+        begin = one[: self.rng.randint(2, 4)]
+        end = two[self.rng.randint(1, 3) :].lower()
+        return (begin + end)[:14]
 
     def name(self, model: str) -> str:
         """`model` with its words replaced: `Nevado Ojos del Salado` -> `Nevado Brinta del Kovel`."""
@@ -117,7 +124,10 @@ class Inventor:
         kept = [len(words) > 1 and self.rng.random() < 0.25 for _ in words]
         if all(kept):
             kept[-1] = False
-        return " ".join(w if keep or not w[0].isupper() else self.word() for w, keep in zip(words, kept, strict=True))
+        for place, word in enumerate(words):
+            if word[0].isupper() and not kept[place]:
+                words[place] = self.word()
+        return " ".join(words)
 
     def character(self, model: str) -> str:
         """A random character of the kind of `model`: a digit, a small or a capital letter; others stay."""

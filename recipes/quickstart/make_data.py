@@ -112,16 +112,25 @@ def point_name(text: str) -> str:
 
 def longest_border(text: str) -> str:
     """The neighbour with the largest number in `Burundi 315 km; Tanzania 222 km`."""
-    borders = re.findall(r"([^;\d]+?)\s+([\d,]+(?:\.\d+)?)\s*km", text)
-    lengths = sorted(((float(km.replace(",", "")), first_name(name)) for name, km in borders), reverse=True)
-    return lengths[0][1] if lengths and (len(lengths) == 1 or lengths[0][0] > lengths[1][0]) else ""
+    borders = []
+    for name, km in re.findall(r"([^;\d]+?)\s+([\d,]+(?:\.\d+)?)\s*km", text):
+        borders.append((float(km.replace(",", "")), first_name(name)))
+    if not borders:
+        return ""
+    borders.sort(reverse=True)
+    length, neighbour = borders[0]
+    is_tie = len(borders) > 1 and borders[1][0] == length
+    return "" if is_tie else neighbour
 
 
 def largest_city(text: str, capital: str) -> str:
     """The first city in `15.946 million Lagos, 4.348 million Kano, ...`, "" if it is the capital."""
     match = re.match(r"[\d.,]+(?: million)? ([^,(\d]+)(\(capital\))?", text)
-    name = match.group(1).strip() if match else ""
-    return "" if not name or (match and match.group(2)) or name.isupper() or fold(name) == fold(capital) else name
+    if match is None:
+        return ""
+    name = match.group(1).strip()
+    is_capital = match.group(2) is not None or fold(name) == fold(capital)
+    return "" if is_capital or name.isupper() else name
 
 
 def read_country(record: dict[str, Any]) -> dict[str, str]:
@@ -264,12 +273,16 @@ def question_rows(
 
 def is_answerable(row: dict[str, Any], index: SearchIndex, texts: dict[str, dict[str, str]], key_value: str) -> bool:
     """Whether plain queries find all evidence at rank one, and the question itself does not find the answer."""
-    queries = [f"{row['evidence'][0].split('/')[1].replace('-', ' ')} {key_value}"]
-    queries += [f"{e.split('/')[1].replace('-', ' ')} {texts[e]['title']}" for e in row["evidence"][1:]]
-    for query, evidence in zip(queries, row["evidence"], strict=True):
-        if [passage.id for passage in index.search(query, k=1)] != [evidence]:
+
+    def first_found(query: str) -> list[str]:
+        return [passage.id for passage in index.search(query, k=1)]
+
+    for number, evidence in enumerate(row["evidence"]):
+        relation = evidence.split("/")[1].replace("-", " ")
+        about = key_value if number == 0 else texts[evidence]["title"]
+        if first_found(f"{relation} {about}") != [evidence]:
             return False
-    return [passage.id for passage in index.search(row["question"], k=1)] != [row["evidence"][-1]]
+    return first_found(row["question"]) != [row["evidence"][-1]]
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -300,7 +313,10 @@ def main() -> None:
     def answerable(names: set[str]) -> list[tuple[dict[str, Any], set[str]]]:
         rows = question_rows(countries, names, unique)
         values = {passage_id(c, r): v for c, facts in countries.items() for r, v in facts.items()}
-        kept = [item for item in rows if is_answerable(item[0], index, texts, values[item[0]["evidence"][0]])]
+        kept = []
+        for row, touched in rows:
+            if is_answerable(row, index, texts, values[row["evidence"][0]]):
+                kept.append((row, touched))
         print(f"{len(names)} countries, {len(rows)} questions, {len(kept)} with every fact at rank one")
         return kept
 
