@@ -231,19 +231,22 @@ class LearningReport(RolloutCallback):
 def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
     """Each tool's answers in them; calls that reached no tool do not count, nor answers that end the episode."""
     found: dict[str, Answers] = {}
-    pairs = ((turn, result) for item in trajectories for turn in item.turns for result in turn.tool_results)
-    for turn, result in pairs:
-        if result.is_error and not result.is_refused:
-            one = Answers(num_failed=1)
-        elif not result.is_error and turn.observations:
-            text = result.content if result.content.strip() else ""
-            one = Answers(num=1, texts={text}, arguments={str(result.call.arguments)})
-        else:
-            continue
-        found.setdefault(result.call.name, Answers()).add(one)
+    turns = [turn for item in trajectories for turn in item.turns]
+    for turn in turns:
+        for result in turn.tool_results:
+            if result.is_error and not result.is_refused:
+                one = Answers(num_failed=1)
+            elif not result.is_error and turn.observations:
+                text = result.content if result.content.strip() else ""
+                one = Answers(num=1, texts={text}, arguments={str(result.call.arguments)})
+            else:
+                continue
+            found.setdefault(result.call.name, Answers()).add(one)
     return found
 
 
 def _differ(rewards: Sequence[float]) -> bool:
     """Whether rewards differ by more than rounding."""
-    return max(rewards) - min(rewards) > 1e-6 * max(map(abs, rewards)) if rewards else False
+    if not rewards:
+        return False
+    return max(rewards) - min(rewards) > 1e-6 * max(map(abs, rewards))

@@ -195,8 +195,11 @@ class ToolWatch(RolloutCallback):
     def state_dict(self) -> str:
         """Facts about the tools on this rank, as text; calls of rows that JSON does not hold are excluded."""
         past = {name: [asdict(calls) for calls in tallies] for name, tallies in self._past.items()}
-        calls = {name: [text for call in calls if (text := call.to_json())] for name, calls in self._succeeded.items()}
-        return json.dumps({"past": past, "succeeded": calls})
+        succeeded = {}
+        for name, calls in self._succeeded.items():
+            texts = [call.to_json() for call in calls]
+            succeeded[name] = [text for text in texts if text]
+        return json.dumps({"past": past, "succeeded": succeeded})
 
     def load_state_dict(self, state: str) -> None:
         """Judge with what `state_dict` gave, as if the run had not been interrupted."""
