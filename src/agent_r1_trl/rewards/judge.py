@@ -174,19 +174,21 @@ class JudgeReward:
 
         With `turns` a score is a list, with a number for each turn and None for summaries.
         """
-        if completions if self.turns else trajectory and not completions:
+        is_misplaced = completions if self.turns else trajectory and not completions
+        if is_misplaced:
             functions = "turn_reward_funcs" if self.turns else "reward_funcs"
             text = f"JudgeReward.turns={self.turns}: such a judge is one of {functions} alone. Pass it there; for both"
             refuse([f"{text}, make two judges (in a recipe two objects of a file of yours, without reward_options)."])
-        rows: list[_Asked | None] = []
-        for index, item in enumerate((trajectory or ()) if self.turns else completions):
-            is_judged = trajectory is None or not trajectory[index].stop_reason.is_infrastructure_failure
-            given = {name: column[index] for name, column in columns.items() if name in (self.columns or ())}
-            texts = self._turns(item) if self.turns else (self._text(item),)
-            prompt = item.prompt_messages if self.turns else prompts[index] if prompts else ""
-            rows.append((self._task(prompt, given), texts) if is_judged else None)
-        verdicts = self._verdicts([row for row in rows if row and row[1]])
-        scores = [None if row is None else verdicts[row] if row[1] else [] for row in rows]  # []: it has no turns
+        rows = self._rows(prompts, completions, trajectory, columns)
+        verdicts = self._verdicts([row for row in rows if row is not None and row[1]])
+        scores: list[Verdict | None] = []
+        for row in rows:
+            if row is None:
+                scores.append(None)
+            elif row[1]:
+                scores.append(verdicts[row])
+            else:
+                scores.append([])  # it has no turns
         causes = [score for score in scores if isinstance(score, str)]
         for item, score in zip(trajectory or (), scores, strict=False):
             if self.required and isinstance(score, str):
@@ -221,6 +223,28 @@ class JudgeReward:
 
     # ---------------------------------------------------------------- what is asked
 
+    def _rows(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        trajectory: Sequence[Trajectory] | None,
+        columns: Mapping[str, Any],
+    ) -> list[_Asked | None]:
+        """The task and the texts of each completion, or of each trajectory; None where an infrastructure failed."""
+        rows: list[_Asked | None] = []
+        items: Sequence[Any] = (trajectory or ()) if self.turns else completions
+        for index, item in enumerate(items):
+            if trajectory is not None and trajectory[index].stop_reason.is_infrastructure_failure:
+                rows.append(None)
+                continue
+            given = {name: column[index] for name, column in columns.items() if name in (self.columns or ())}
+            if self.turns:
+                rows.append((self._task(item.prompt_messages, given), self._turns(item)))
+            else:
+                prompt = prompts[index] if prompts else ""
+                rows.append((self._task(prompt, given), (self._text(item),)))
+        return rows
+
     def _task(self, prompt: Any, row: Mapping[str, Any]) -> str:
         """The part of a request that is equal for all texts of a prompt."""
         parts = [_fenced("The task", self._short(prompt if isinstance(prompt, str) else _as_lines(prompt)))]
@@ -231,10 +255,12 @@ class JudgeReward:
         return "\n\n".join(parts)
 
     def _text(self, completion: Any) -> str:
+        if self.whole:
+            return self._short(completion if isinstance(completion, str) else _as_lines(completion))
         if not isinstance(completion, str):
             said = [message.get("content") or "" for message in completion if message.get("role") == "assistant"]
-            completion = _as_lines(completion) if self.whole else _as_text(["", *said][-1])
-        return self._short(completion if self.whole else strip_reasoning(completion))
+            completion = _as_text(said[-1] if said else "")
+        return self._short(strip_reasoning(completion))
 
     def _turns(self, trajectory: Trajectory) -> tuple[str, ...]:
         return tuple(self._short(_as_lines([turn.message, *turn.observations])) for turn in trajectory.env_turns)
@@ -247,11 +273,17 @@ class JudgeReward:
         return [None if turn.is_summary else next(scores) for turn in trajectory.turns]
 
     def _short(self, text: str) -> str:
-        text, half = text.encode("utf-8", "replace").decode(), self.max_chars // 2  # lone surrogates are no JSON
-        return text if len(text) <= self.max_chars else f"{text[:half]}\n[...]\n{text[len(text) - half :]}"
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates are no JSON
+        if len(text) <= self.max_chars:
+            return text
+        half = self.max_chars // 2
+        return f"{text[:half]}\n[...]\n{text[len(text) - half :]}"
 
     def _body(self, task: str, texts: Sequence[str]) -> dict[str, Any]:
-        compare = _TURNS if self.turns else _COMPARE if len(texts) > 1 else ""
+        if self.turns:
+            compare = _TURNS
+        else:
+            compare = _COMPARE if len(texts) > 1 else ""
         system = _SYSTEM.format(rubric=self.rubric.strip(), num=len(texts), best=self.max_score, compare=compare)
         parts = [task, *(_fenced(f"Text {number}", text) for number, text in enumerate(texts, start=1))]
         schema = {"name": "verdict", "strict": True, "schema": _SCHEMA}

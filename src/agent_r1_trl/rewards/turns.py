@@ -36,7 +36,8 @@ def read_message(message: Message, *, tag: str = THINK_TAG, opened_by_template: 
     'Why?'
     """
     content = text_of(message.get("content"))
-    own_field = next((text for name in REASONING_FIELDS if (text := text_of(message.get(name)))), "")
+    fields = [text_of(message.get(name)) for name in REASONING_FIELDS]
+    own_field = next((text for text in fields if text), "")
     parts = split_tags(content, tag)
     tags = parts[1::2]
     if own_field:
