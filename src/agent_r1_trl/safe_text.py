@@ -74,7 +74,9 @@ def visible(text: str) -> str:
 
 def _symbol(match: re.Match[str]) -> str:
     code = ord(match.group())
-    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "␡" if code == 0x7F else f"⟨U+{code:04X}⟩"
 
 
 def shown(text: str) -> str:

@@ -27,11 +27,17 @@ class PlainText(ChatFormat):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, extra_stop_token_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.chat_template, self.plain_template, self.chat_template_kwargs = "", None, {}
-        self.supports_tools, self.reasoning_rule, self.response_template = False, None, None
+        self.chat_template = ""
+        self.plain_template = None
+        self.chat_template_kwargs = {}
+        self.supports_tools = False
+        self.reasoning_rule = None
+        self.response_template = None
         self.encoder = TextEncoder(tokenizer, "")
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids = sorted({*([eos] if eos is not None else []), *extra_stop_token_ids})
+        stop_token_ids = set(extra_stop_token_ids)
+        if tokenizer.eos_token_id is not None:
+            stop_token_ids.add(tokenizer.eos_token_id)
+        self.stop_token_ids = sorted(stop_token_ids)
 
     def write_to(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Nothing: the tokenizer is saved as it is."""
@@ -64,7 +70,7 @@ class PlainText(ChatFormat):
         """The ids of an answer, and the end of the sequence."""
         eos = self.tokenizer.eos_token_id
         ids: list[int] = self.tokenizer(str(message["content"]), add_special_tokens=False)["input_ids"]
-        return [*ids, *([eos] if eos is not None else [])]
+        return ids if eos is None else [*ids, eos]
 
     def parse(
         self,

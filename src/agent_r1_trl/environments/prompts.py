@@ -248,7 +248,10 @@ def _allows_null(schema: object) -> bool:
 def _types(schema: object) -> Iterator[str]:
     for part in applied_schemas(schema):
         kinds = part.get("type")
-        yield from (kinds if isinstance(kinds, list) else [kinds]) if kinds else ()
+        if isinstance(kinds, list):
+            yield from kinds
+        elif kinds:
+            yield kinds
 
 
 def _is_date(schema: object) -> bool:

@@ -44,12 +44,17 @@ def read_outcome(value: Any, source: str, success_reward: float = 1.0, failure_r
         RewardError: the value, which `source` returned, is no finite number, or its parts do not add up to it.
     """
     has_parts = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
-    first, given = value if has_parts else (value, {})
-    total = (success_reward if first else failure_reward) if is_bool(first) else read_number(first, source)
-    parts = {str(name): read_number(part, f"{source}, part {name!r},") for name, part in given.items()}
+    first = value[0] if has_parts else value
+    if is_bool(first):
+        total = success_reward if first else failure_reward
+    else:
+        total = read_number(first, source)
+    if not has_parts:
+        return total
+    parts = {str(name): read_number(part, f"{source}, part {name!r},") for name, part in value[1].items()}
     if parts and not math.isclose(math.fsum(parts.values()), total, rel_tol=1e-6, abs_tol=1e-6):
         raise RewardError(f"{source} returned {total} with the parts {parts}: the parts must add up to it.")
-    return (total, parts) if has_parts else total
+    return total, parts
 
 
 def is_bool(value: Any) -> bool:

@@ -160,8 +160,11 @@ class SearchQAEnv(ToolEnv):
         """The gain from these passages: items of the evidence, or ids where the row has no evidence."""
         if not self._evidence:
             return {passage.id for passage in passages}
-        limit = self.max_passage_chars
-        return {item for item in self._evidence if any(item.is_found_in(passage, limit) for passage in passages)}
+        found = set()
+        for item in self._evidence:
+            if any(item.is_found_in(passage, self.max_passage_chars) for passage in passages):
+                found.add(item)
+        return found
 
 
 def read_golds(example: dict[str, Any]) -> list[str]:
@@ -195,8 +198,11 @@ class Evidence(NamedTuple):
             return False
         if self.title and normalize_answer(self.title) != normalize_answer(passage.title):
             return False
-        wanted, read = map(normalize_answer, (self.text, f"{passage.title} {shown_text(passage)[:max_chars]}"))
-        return not self.text or (bool(wanted) and f" {wanted} " in f" {read} ")
+        if not self.text:
+            return True
+        wanted = normalize_answer(self.text)
+        read = normalize_answer(f"{passage.title} {shown_text(passage)[:max_chars]}")
+        return bool(wanted) and f" {wanted} " in f" {read} "
 
 
 def read_evidence(value: object, get: Callable[[str], Passage | None] | None) -> frozenset[Evidence]:

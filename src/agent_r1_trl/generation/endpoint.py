@@ -145,9 +145,11 @@ class Endpoint:
 
     def _refusal(self, error: openai.APIStatusError) -> GenerationError:
         """The meaning of a refusal that outlasted all repetitions."""
-        status, fields = error.status_code, error.body if isinstance(error.body, dict) else {}
+        status = error.status_code
+        fields = error.body if isinstance(error.body, dict) else {}
         text = shown(str(fields.get("message") or error.response.text)[:1000])
-        said, where = f"HTTP {status}: {text}", f"{self.model} at {self.url}"
+        said = f"HTTP {status}: {text}"
+        where = f"{self.model} at {self.url}"
         codes = (fields.get("code"), fields.get("type"))
         if status == 402 or any(code in _NO_CREDIT for code in codes):
             message = f"{where} has no credit left ({said}). Pay for more, or pass another key."

@@ -251,14 +251,18 @@ def authors_of(ids: Sequence[int], known: Sequence[int], authors: Sequence[Autho
     >>> [author.value[0] for author in authors_of([7, 1, 2, 9], [1, 2, 9], of_delta)]
     ['t', 't', 'e', 't']
     """
-    start, end, shorter = 0, 0, min(len(ids), len(known))
-    while start < shorter and ids[start] == known[start]:
-        start += 1
-    while end < shorter - start and ids[-1 - end] == known[-1 - end]:
-        end += 1
-    is_heard = not authors or Author.ENVIRONMENT in authors[start : len(known) - end]
+    shorter = min(len(ids), len(known))
+    num_first = 0  # that both begin with
+    while num_first < shorter and ids[num_first] == known[num_first]:
+        num_first += 1
+    num_last = 0  # that both end with
+    while num_last < shorter - num_first and ids[-1 - num_last] == known[-1 - num_last]:
+        num_last += 1
+    end = len(known) - num_last
+    is_heard = not authors or Author.ENVIRONMENT in authors[num_first:end]
     author = Author.ENVIRONMENT if is_heard else Author.TEMPLATE
-    return [*authors[:start], *[author] * (len(ids) - start - end), *authors[len(known) - end :]]
+    between = [author] * (len(ids) - num_first - num_last)
+    return [*authors[:num_first], *between, *authors[end:]]
 
 
 def record_step(turn: Turn, reward: float, info: dict[str, Any], *, env_s: float) -> None:

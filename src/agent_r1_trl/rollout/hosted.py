@@ -160,9 +160,14 @@ def _body(draft: Draft, tools: Sequence[Any], max_tokens: int, params: SamplingP
     body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": params.temperature}
     if params.temperature:
         body |= {"top_p": params.top_p, "seed": seed % MAX_SEED}
+    if tools:
+        body["tools"] = [_tool_to_send(tool["function"]) for tool in tools]
+    return body
+
+
+def _tool_to_send(function: Mapping[str, Any]) -> dict[str, Any]:
     known = ("name", "description", "parameters", "strict")
-    functions = [{name: tool["function"][name] for name in known if name in tool["function"]} for tool in tools]
-    return body | ({"tools": [{"type": "function", "function": each} for each in functions]} if tools else {})
+    return {"type": "function", "function": {name: function[name] for name in known if name in function}}
 
 
 async def _ask(

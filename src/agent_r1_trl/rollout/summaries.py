@@ -106,7 +106,9 @@ class Summaries:
         """The summary as it stands in the next context: no reasoning, no calls, and no longer than was asked."""
         text = str(message.get("content") or "").strip()
         text = self._chat.truncate(text, self._limits.context.summary_tokens or 0)
-        return HEADING + (f"{text}{CUT if is_cut else ''}" if text else NO_SUMMARY)
+        if not text:
+            return HEADING + NO_SUMMARY
+        return HEADING + text + (CUT if is_cut else "")
 
     def _next_prompt(self, text: str) -> list[Message]:
         """The prompt with the summary at its end: in its last message, as some templates want roles to alternate."""
@@ -137,7 +139,8 @@ def _joined(messages: Sequence[Message], text: str) -> list[Message]:
     """The messages with a text at the end of the last one."""
     *before, last = messages
     content = as_text(last.get("content"), "the last message")
-    return [*before, {**last, "content": f"{content}\n\n{text}" if content else text}]
+    longer = f"{content}\n\n{text}" if content else text
+    return [*before, {**last, "content": longer}]
 
 
 def _takes_users_after_tools(chat: ChatFormat) -> bool:

@@ -98,11 +98,13 @@ def _text_of_message(result: object) -> Any:
     Raises:
         HandledError: the tool failed, and `handle_tool_error` or `handle_validation_error` made a text of that.
     """
-    status, content = getattr(result, "status", None), getattr(result, "content", result)
-    if status == "error":
-        text = content if isinstance(content, str) else describe_blocks(content)
-        raise HandledError(json.dumps(content, ensure_ascii=False) if text is None else text)
-    return content
+    content = getattr(result, "content", result)
+    if getattr(result, "status", None) != "error":
+        return content
+    text = content if isinstance(content, str) else describe_blocks(content)
+    if text is None:
+        text = json.dumps(content, ensure_ascii=False)
+    raise HandledError(text)
 
 
 def _smolagents(obj: Any) -> tuple[Callable[..., Any], Schema] | None:

@@ -40,4 +40,8 @@ def _key(value: object) -> Hashable:
         return dict, frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):
         return list, tuple(_key(part) for part in value)
-    return (bool, value) if isinstance(value, bool) else (str, value) if isinstance(value, str) else (float, value)
+    if isinstance(value, bool):
+        return bool, value
+    if isinstance(value, str):
+        return str, value
+    return float, value

@@ -361,6 +361,8 @@ def _check_defaults(tool_name: str, arguments: Sequence[Argument], properties: S
 
 
 def _describe_problem(path: Iterable[Any], message: str) -> str:
-    where = "".join(f"[{part!r}]" if index else repr(part) for index, part in enumerate(path))
-    message = message if len(message) <= 200 else message[:200] + "..."
+    if len(message) > 200:
+        message = message[:200] + "..."
+    first, *others = [repr(part) for part in path] or [""]
+    where = first + "".join(f"[{part}]" for part in others)
     return f"{where}: {message}" if where else message
