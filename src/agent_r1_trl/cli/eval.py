@@ -222,7 +222,7 @@ def _factory(arguments: EvalArguments, method: str, env_factory: Callable[[], An
 # ---------------------------------------------------------------- evaluation
 
 
-def run_table(arguments: EvalArguments, console: Console, *, description: str = "evaluation") -> EvaluationTable:
+def run_table(arguments: EvalArguments, console: Console) -> EvaluationTable:
     """Load data, environment and models, and evaluate each row of the table with a progress bar."""
     set_rules(arguments.secrets.names, arguments.secrets.patterns)
     results: list[EvaluationResult] = []
@@ -253,7 +253,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
                 if not row.is_hosted:
                     check_model_folder(str(row.model), flag=flag)
             with _unfinished(arguments, results, console) as goes_on, _stopped_by_the_disk(arguments.output_dir):
-                results += _evaluate_all(arguments, plan, console, description, goes_on)
+                results += _evaluate_all(arguments, plan, console, goes_on)
                 check_some_rolled_out([item for result in results for item in result.trajectories])
     table = EvaluationTable()
     for row, result in zip(plan, results, strict=True):
@@ -265,7 +265,7 @@ def run_table(arguments: EvalArguments, console: Console, *, description: str = 
 
 
 def _evaluate_all(
-    arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, description: str, goes_on: bool
+    arguments: EvalArguments, plan: Sequence[PlannedRow], console: Console, goes_on: bool
 ) -> list[EvaluationResult]:
     """The results in the order of the plan; each model is loaded once."""
     raising: Any = (
@@ -279,7 +279,7 @@ def _evaluate_all(
             with loading(loaded[0]):  # an OSError of what follows says nothing about the model
                 agent = stack.enter_context(_opened(arguments, *loaded))
             for index, row in rows.items():
-                title = f"{row.dataset}, {row.method}" if row.folder else description
+                title = f"{row.dataset}, {row.method}" if row.folder else "evaluation"
                 with contextlib.chdir("."):  # wherever a tool goes, what is read and written next stays here
                     results[index] = _evaluate_row(arguments, row, agent, console, title, goes_on)
         del agent  # before the next one is loaded

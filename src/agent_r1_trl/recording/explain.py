@@ -65,12 +65,12 @@ def explain(
     return None if found is None else found.explain(next(i for i, item in enumerate(members) if item is record))
 
 
-def explain_group(
-    members: Sequence[Record], step: Mapping[str, Any] | None, estimator: Estimator | None = None
-) -> list[Explanation | None]:
+def explain_group(members: Sequence[Record], step: Mapping[str, Any] | None) -> list[Explanation | None]:
     """Like `explain`, for each member of one group; it takes much less time than one after the other."""
-    found = _RecordedGroup.find(members, step, estimator)
-    return [None if found is None else found.explain(index) for index in range(len(members))]
+    found = _RecordedGroup.find(members, step)
+    if found is None:
+        return [None] * len(members)
+    return [found.explain(index) for index in range(len(members))]
 
 
 def members_of(record: Record, records: Sequence[Record]) -> list[Record]:
@@ -96,7 +96,7 @@ class _RecordedGroup:
 
     @classmethod
     def find(
-        cls, members: Sequence[Record], step: Mapping[str, Any] | None, estimator: Estimator | None
+        cls, members: Sequence[Record], step: Mapping[str, Any] | None, estimator: Estimator | None = None
     ) -> _RecordedGroup | None:
         """None if not all was recorded, or the estimator has no explanation."""
         first = members[0]

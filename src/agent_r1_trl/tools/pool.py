@@ -256,13 +256,11 @@ class OwnThread:
 
     A call holds a place of a pool while it runs, so the pool's limits hold for all environments together. If a call is
     given up, the thread is left to it, and the next call gets a fresh one.
-
-    Args:
-        context: in which async methods of the environment run, all on one event loop; None: it has none of its own.
     """
 
-    def __init__(self, context: Context | None = None) -> None:
-        self.context = context
+    def __init__(self) -> None:
+        self.context: Context | None = None
+        """In which async methods of the environment run, all on one event loop; None: it has none of its own."""
         self._context: Context | None = None
         """In which the calls on the thread run, one after another: a token of one of them is good in the next."""
         self._lock = threading.Lock()
@@ -299,10 +297,12 @@ class OwnThread:
 
     def _start(self) -> None:
         self._end()
-        self._inbox, self._thread = queue.SimpleQueue(), None
+        self._inbox = queue.SimpleQueue()
+        self._thread = None
         thread = threading.Thread(target=_serve, args=(self._inbox,), name="environment", daemon=True)
         thread.start()
-        self._thread, self._end = thread, weakref.finalize(self, self._inbox.put, None)
+        self._thread = thread
+        self._end = weakref.finalize(self, self._inbox.put, None)
 
 
 def _serve(inbox: queue.SimpleQueue[Callable[[], None] | None]) -> None:

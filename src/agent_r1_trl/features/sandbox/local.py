@@ -45,7 +45,6 @@ class LocalSandbox:
         self.limits = limits or SandboxLimits()
         self._settings = {"backend": backend, **dataclasses.asdict(self.limits)}
         self._connection: socket.socket | None = None
-        self._was_open = False
         self._lock = threading.Lock()
 
     def run(self, code: str, language: Language = "python") -> SandboxResult:
