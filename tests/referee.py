@@ -288,28 +288,41 @@ def difference(old, new):
         return "failed in the base alone"
     if old["weights"].keys() != new["weights"].keys():
         return f"other weights: {sorted(old['weights'].keys() ^ new['weights'].keys())[:4]}"
+    found = []
     gaps = [(new["weights"][name].double() - value.double()).abs().max() for name, value in old["weights"].items()]
-    found = [f"weights differ by {max(gaps):.1e}"] if max(gaps) > CLOSE else []
+    if max(gaps) > CLOSE:
+        found.append(f"weights differ by {max(gaps):.1e}")
     if len(old["logs"]) != len(new["logs"]):
         found.append(f"{len(new['logs'])} rows of logs, not {len(old['logs'])}")
-    metrics = {}
-    for before, after in zip(old["logs"], new["logs"], strict=False):
-        for key in before.keys() & after.keys():
-            if not any(word in key for word in CLOCKS) and not same(before[key], after[key]):
-                metrics.setdefault(key, f"{key} {before[key]} -> {after[key]}")
-    found += sorted(metrics.values())[:6]
+    found += other_metrics(old["logs"], new["logs"])[:6]
     gone = {key for row in old["logs"] for key in row} - {key for row in new["logs"] for key in row}
-    found += [f"gone: {', '.join(sorted(gone))}"] if gone else []
-    found += [f"another column {key!r}" for key, rows in old["table"].items() if not all_same(rows, new["table"][key])]
+    if gone:
+        found.append(f"gone: {', '.join(sorted(gone))}")
+    for key, rows in old["table"].items():
+        if not all_same(rows, new["table"][key]):
+            found.append(f"another column {key!r}")
     if old["files"] != new["files"]:
         found.append(f"files {new['files']}, not {old['files']}")
     return "; ".join(found)
 
 
+def other_metrics(old, new):
+    """Each logged metric that has another value, where it has one first, clocks excepted."""
+    metrics = {}
+    for before, after in zip(old, new, strict=False):
+        for key in before.keys() & after.keys():
+            is_clock = any(word in key for word in CLOCKS)
+            if not is_clock and not same(before[key], after[key]):
+                metrics.setdefault(key, f"{key} {before[key]} -> {after[key]}")
+    return sorted(metrics.values())
+
+
 def same(one, other):
-    if isinstance(one, float) and isinstance(other, float | int):
-        return math.isclose(one, other, rel_tol=CLOSE_METRIC, abs_tol=2e-6) or (math.isnan(one) and math.isnan(other))
-    return one == other
+    if not (isinstance(one, float) and isinstance(other, float | int)):
+        return one == other
+    if math.isnan(one) and math.isnan(other):
+        return True
+    return math.isclose(one, other, rel_tol=CLOSE_METRIC, abs_tol=2e-6)
 
 
 def all_same(rows, others):

@@ -45,11 +45,17 @@ def weigh(source: str) -> Weight:
     Weight(files=1, lines=1, nodes=3, any_parameters=0)
     """
     tree = ast.parse(source)
-    said = docstrings(tree)
-    silent = {number for node in said for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
-    code = [line.strip() for number, line in enumerate(source.splitlines(), 1) if number not in silent]
-    nodes = sum(isinstance(node, ast.expr | ast.stmt) for node in ast.walk(tree)) - 2 * len(said)
-    return Weight(1, sum(bool(line) and not line.startswith("#") for line in code), nodes, len(any_parameters(tree)))
+    texts = docstrings(tree)
+    lines_of_text = set()
+    for node in texts:
+        lines_of_text.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    num_lines = 0
+    for number, line in enumerate(source.splitlines(), 1):
+        is_code = line.strip() and not line.strip().startswith("#")
+        if is_code and number not in lines_of_text:
+            num_lines += 1
+    nodes = sum(isinstance(node, ast.expr | ast.stmt) for node in ast.walk(tree)) - 2 * len(texts)
+    return Weight(files=1, lines=num_lines, nodes=nodes, any_parameters=len(any_parameters(tree)))
 
 
 def weigh_folder(folder: Path) -> Weight:

@@ -52,9 +52,15 @@ class CatchGradients(TrainerCallback):
             self.catch()
 
     def catch(self):
-        read = _full_gradient if self.trainer.is_deepspeed_enabled else lambda parameter: whole(parameter.grad)
-        parameters = [(n, p) for n, p in self.trainer.model.named_parameters() if p.requires_grad]
-        self.gradients = {name: read(parameter).detach().clone() for name, parameter in parameters}
+        self.gradients = {}
+        for name, parameter in self.trainer.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self.trainer.is_deepspeed_enabled:
+                gradient = _full_gradient(parameter)
+            else:
+                gradient = whole(parameter.grad)
+            self.gradients[name] = gradient.detach().clone()
 
 
 def _full_gradient(parameter):

@@ -144,9 +144,13 @@ def _orphans(folder: Path) -> Iterator[str]:
 def _left_open(plan: Plan, folder: Path) -> Iterator[str]:
     """Environments that were reset and never closed in a run that ended well, but for those that hang to its end."""
     path = folder / "left_open.jsonl"
-    hanging = f"q{plan.seed % 8}" if {"environment hangs in reset", "scoring hangs"} & set(plan.faults) else None
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        if found := [example for example in json.loads(line or "[]") if example != hanging]:
+    if not path.exists():
+        return
+    has_hanging = {"environment hangs in reset", "scoring hangs"} & set(plan.faults)
+    hanging = f"q{plan.seed % 8}" if has_hanging else None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        found = [example for example in json.loads(line or "[]") if example != hanging]
+        if found:
             yield f"{len(found)} environments were never closed, of {', '.join(sorted(set(found)))}"
 
 

@@ -116,14 +116,20 @@ def _resolve(rolled_out: list[RolledOut], *, needs_group: bool) -> None:
 
 
 def _is_of(row: dict[str, Any], item: RolledOut) -> bool:
+    """Whether a row of the batch is the trajectory's: its ids, and nothing but padding behind them."""
     ids, known = row["completion"], item.completion_ids
-    behind = set(ids[len(known) :])
-    return row["prompt"] == item.prompt_ids and ids[: len(known)] == known[: len(ids)] and behind <= {row["pad"]}
+    if row["prompt"] != item.prompt_ids:
+        return False
+    if ids[: len(known)] != known[: len(ids)]:
+        return False
+    return all(token == row["pad"] for token in ids[len(known) :])
 
 
 def _differences(row: dict[str, Any], item: RolledOut, *, has_critic: bool) -> list[str]:
-    expected = (item.mask + [0] * len(row["mask"]))[: len(row["mask"])]
-    if wrong := [place for place, pair in enumerate(zip(row["mask"], expected, strict=True)) if pair[0] != pair[1]]:
+    length = len(row["mask"])
+    expected = (item.mask + [0] * length)[:length]
+    wrong = [place for place in range(length) if row["mask"][place] != expected[place]]
+    if wrong:
         return [f"the mask is wrong at {wrong[:4]}"]
     places = [place for place, value in enumerate(expected) if value]
     if not has_critic:
@@ -146,15 +152,19 @@ def _differences(row: dict[str, Any], item: RolledOut, *, has_critic: bool) -> l
 
 def _wrong_whitening(step: int, rows: list[dict[str, Any]]) -> Iterator[str]:
     """PPO's advantages are (returns - values), whitened over the action tokens of all ranks."""
-    raw = [[r - v for r, v in zip(row["returns"], row["values"], strict=True)] for row in rows]
-    counted = [
-        x for of_row, row in zip(raw, rows, strict=True) for x, on in zip(of_row, row["mask"], strict=True) if on
-    ]
+    raw: list[list[float]] = []
+    counted: list[float] = []
+    for row in rows:
+        raw.append([])
+        for returned, value, is_on in zip(row["returns"], row["values"], row["mask"], strict=True):
+            raw[-1].append(returned - value)
+            if is_on:
+                counted.append(returned - value)
     if len(counted) < 2:
         return
     mean, std = statistics.fmean(counted), math.sqrt(statistics.variance(counted) + 1e-8)
-    for index, (of_row, row) in enumerate(zip(raw, rows, strict=True)):
-        expected = [(x - mean) / std if on else 0.0 for x, on in zip(of_row, row["mask"], strict=True)]
+    for index, row in enumerate(rows):
+        expected = [(x - mean) / std if is_on else 0.0 for x, is_on in zip(raw[index], row["mask"], strict=True)]
         if not _close(row["advantages"], expected):
             yield f"step {step}, row {index}: the advantages are not the whitened ones"
 

@@ -93,15 +93,16 @@ def gaps_to_named_weights(kept, model=None, temperature=1.0):
     model = kept.trainer.model if model is None else model
     for item in itertools.chain(*kept.batches):
         places = [place for place, is_action in enumerate(item.action_mask) if is_action]
-        ids, stamps = item.prompt_ids + item.completion_ids, [stamp for turn in item.turns for stamp in turn.versions]
+        ids = item.prompt_ids + item.completion_ids
+        stamps = [stamp for turn in item.turns for stamp in turn.versions]
         assert sum(num for _, num in stamps) == len(places)
         for version, num in stamps:
             own, places = places[:num], places[num:]
-            told, gaps = torch.tensor([item.logprobs[place] for place in own]), []
+            own_in_row = [len(item.prompt_ids) + place for place in own]
+            told = torch.tensor([item.logprobs[place] for place in own])
+            gaps = []
             for step in (version, max(0, version - 1)):
                 model.load_state_dict(kept.of_step[step])
-                found = own_log_probs(
-                    model, ids, [len(item.prompt_ids) + place for place in own], temperature=temperature
-                )
+                found = own_log_probs(model, ids, own_in_row, temperature=temperature)
                 gaps.append((found - told).abs().max().item())
             yield version, *gaps

@@ -32,11 +32,14 @@ def record(output_dir: str, target: str) -> None:
     log = json.loads(Path(output_dir, "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     lines = [entry for entry in log if "loss" in entry]
     names = {f"echo/{key}": key for key in sorted(KEYS)}
-    if not any(name in line for line in lines for name in names):
+    logged = {name for line in lines for name in line}
+    if logged.isdisjoint(names):
         names = ALWAYS_LOGGED
-    history = {key: [_rounded(line.get(name)) for line in lines] for name, key in names.items()}
-    known = {key: values for key, values in history.items() if any(value is not None for value in values)}
-    rows = [f'"{key}": {json.dumps(values, separators=(",", ":"))}' for key, values in known.items()]
+    rows = []
+    for name, key in names.items():
+        values = [_rounded(line.get(name)) for line in lines]
+        if any(value is not None for value in values):
+            rows.append(f'"{key}": {json.dumps(values, separators=(",", ":"))}')
     Path(target).write_text("{\n" + ",\n".join(rows) + "\n}\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ judge and the escalation are the real ones, dry. The rules were made with seeds 
 
 import sys
 import zlib
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
@@ -70,24 +71,40 @@ def main(first=0, num=10):
     """Print the table."""
     seeds = range(first, first + num)
     tables = {"healthy": HEALTHY, "held out": HELD_OUT, "collapse": {**COLLAPSES, **RARE}}
-    keys = [(groups, kind, name) for groups in SIZES for kind in tables for name in tables[kind]]
+    keys = []
+    for groups in SIZES:
+        for kind, families in tables.items():
+            keys += [(groups, kind, name) for name in families]
     jobs = [(groups, name, seed, tables[kind][name]) for groups, kind, name in keys for seed in seeds]
     with ProcessPoolExecutor(2) as pool:
-        traces = [*pool.map(_trace, jobs, chunksize=16)]
+        traces = list(pool.map(_trace, jobs, chunksize=16))
     runs = {key: traces[place * num : (place + 1) * num] for place, key in enumerate(keys)}
     for groups in SIZES:
         for kind in ("healthy", "held out"):
-            taken = {name: [acts for acts, _ in runs[groups, kind, name]] for name in tables[kind]}
-            acted = {name: sum(map(bool, acts)) for name, acts in taken.items()}
-            heavy = sum(bool(HEAVY & {*acts}) for row in taken.values() for acts in row)
-            print(f"{groups} groups, {len(taken) * num} runs, {kind}: any action {sum(acted.values())}, heavy {heavy}")
-            print("  ", {name: count for name, count in acted.items() if count})
+            print(f"{groups} groups, {len(tables[kind]) * num} runs, {kind}: ", end="")
+            _print_actions({name: runs[groups, kind, name] for name in tables[kind]})
         for name in tables["collapse"]:
-            named = [found for _, found in runs[groups, "collapse", name]]
-            delays = sorted(np.inf if step is None else step - SUDDEN.get(name, BEGIN) + 1 for step in named)
-            lost = max(share_lost(name, step) for step in named)
-            gone = "" if name in SUDDEN else f", with at most {lost:.0%} of the success gone"
-            print(f"   {name}: named after {delays[0]:g} to {delays[-1]:g} steps{gone}")
+            _print_delays(name, [step for _, step in runs[groups, "collapse", name]])
+
+
+def _print_actions(runs):
+    """How often runs that should be left alone were acted upon. `runs`: family -> (actions, step) of each run."""
+    num_acted, num_heavy = Counter(), 0
+    for name, traces in runs.items():
+        for actions, _ in traces:
+            num_acted[name] += bool(actions)
+            num_heavy += bool(HEAVY & set(actions))
+    print(f"any action {num_acted.total()}, heavy {num_heavy}")
+    print("  ", {name: count for name, count in num_acted.items() if count})
+
+
+def _print_delays(name, steps):
+    """How long after it began a collapse was named; None: never."""
+    began = SUDDEN.get(name, BEGIN)
+    delays = sorted(np.inf if step is None else step - began + 1 for step in steps)
+    lost = max(share_lost(name, step) for step in steps)
+    gone = "" if name in SUDDEN else f", with at most {lost:.0%} of the success gone"
+    print(f"   {name}: named after {delays[0]:g} to {delays[-1]:g} steps{gone}")
 
 
 if __name__ == "__main__":
