@@ -255,6 +255,17 @@ TRAIN = {
         "env='search_qa'.*dataset_name='train.jsonl'.*'answer'",
     ),
     "no corpus": ({"env": "search_qa", "env_kwargs": {"retriever": "corpse.jsonl"}}, "env_kwargs={.*'corpse.jsonl'}"),
+    "a question and answer task without data": (
+        {
+            "env": "search_qa", "env_kwargs": {"retriever": "corpus.jsonl"}, "max_steps": 1, "dataset_name": None,
+            "eval_dataset_name": None,
+        },
+        "dataset_name=None: env='search_qa' cannot start without a row of data: .*no gold answer.*Set dataset_name",
+    ),
+    "a task of one's own without data": (
+        {"dataset_name": None, "eval_dataset_name": None, "max_steps": 1},
+        "dataset_name=None: env='task.py:AddEnv' cannot start without a row of data: reset returned an empty prompt",
+    ),
     "no data at all": ({"dataset_name": None, "max_steps": -1}, "dataset_name=None with max_steps=-1"),
     "no data to evaluate on": (
         {"eval_dataset_name": None, "eval_strategy": "steps"},

@@ -68,31 +68,50 @@ def check_first_row(env: str, env_factory: Callable[[], Any], data: str, rows: S
     Some bad rows are no mistake: it is one if none of the first `FIRST_ROWS` can start. `env` and `data` are the
     settings that name the environment and the data set, for errors.
     """
+    if (problem := first_start_problem(env_factory, rows)) is not None:
+        raise UsageError(
+            f"{env} cannot start on the first rows of {data}: {str(problem).rstrip('.')}. Correct one of the two; "
+            "agent-r1-trl doctor examines both."
+        ) from problem
+
+
+def check_start_without_data(env: str, env_factory: Callable[[], Any]) -> None:
+    """As `check_first_row`, where no data set is named: the environment must make its own prompts."""
+    problem = first_start_problem(env_factory, None)
+    if problem is not None:
+        raise UsageError(
+            f"dataset_name=None: {env} cannot start without a row of data: {str(problem).rstrip('.')}. Set "
+            "dataset_name to a file of rows or an id on the Hub, or env to one that makes its own prompts."
+        ) from problem
+
+
+def first_start_problem(env_factory: Callable[[], Any], rows: Sequence[Mapping[str, Any]] | None) -> Exception | None:
+    """Why an episode starts on none of the first rows, or without a data set; None if it starts."""
     from agent_r1_trl.rollout import EnvironmentFailure, EnvSession, RolloutRequest
     from agent_r1_trl.tools.event_loop import run_on_loop
+    from agent_r1_trl.trainers.construction import NO_PROMPT
 
     async def start(row: Mapping[str, Any]) -> None:
         session = EnvSession(env_factory, truncate=lambda text, max_tokens: text)
         try:
-            await session.reset(RolloutRequest(example=dict(row)))
+            messages, _ = await session.reset(RolloutRequest(example=dict(row)))
+            if messages == NO_PROMPT:
+                raise ValueError("reset returned an empty prompt")
         finally:
             if session.env is not None:
                 await session.close()
 
     first: Exception | None = None
+    rows = [{"prompt": NO_PROMPT}] if rows is None else rows
     for index in range(min(FIRST_ROWS, len(rows))):
         try:
             run_on_loop(start(rows[index]))
-            return
+            return None
         except EnvironmentFailure as error:
             first = first or error
         except ValueError as error:
-            first = error
-            break
-    raise UsageError(
-        f"{env} cannot start on the first rows of {data}: {str(first).rstrip('.')}. Correct one of the two; "
-        "agent-r1-trl doctor examines both."
-    ) from first
+            return error
+    return first
 
 
 def resolve_object(flag: str, path: str) -> Any:

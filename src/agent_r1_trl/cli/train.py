@@ -44,6 +44,7 @@ from agent_r1_trl.cli.recipe import (
 )
 from agent_r1_trl.cli.resolve import (
     check_first_row,
+    check_start_without_data,
     make_folder,
     reading_folder,
     resolve_callback,
@@ -262,6 +263,8 @@ def _check_task(
     for flag, rows in {"dataset_name": train, "eval_dataset_name": test}.items():
         if rows is not None:
             check_first_row(env, factory, f"{flag}={getattr(script_args, flag)!r}", rows)
+    if train is None:
+        check_start_without_data(env, factory)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
         chat = ChatFormat(tokenizer, chat_template=args.chat_template, response_template=args.response_template)

@@ -170,7 +170,7 @@ def trl_dataset(train_dataset: TrainRows, config: MultiTurnConfig, eval_dataset:
                 f"train_dataset=None with max_steps={config.max_steps}: without a data set the environment makes its "
                 "own prompts and max_steps sets the length of the run. Pass train_dataset=, or set max_steps > 0."
             )
-        return Dataset.from_dict({"prompt": [_NO_PROMPT] * num_prompts})
+        return Dataset.from_dict({"prompt": [NO_PROMPT] * num_prompts})
     # TRL drops what does not fill a batch; of too few rows nothing is left, and the run would end without a step.
     num_rows = len(train_dataset) if hasattr(train_dataset, "__len__") else num_prompts
     if num_rows < num_prompts:
@@ -216,14 +216,14 @@ def check_best_metric(config: MultiTurnConfig, eval_dataset: EvalRows) -> None:
         )
 
 
-_NO_PROMPT = [{"role": "user", "content": ""}]
+NO_PROMPT = [{"role": "user", "content": ""}]
 
 
 def is_placeholder(dataset: TrainRows) -> bool:
     """Whether the rows are those of `trl_dataset`, where the environment owns the data."""
     if not isinstance(dataset, Dataset) or dataset.column_names != ["prompt"]:
         return False
-    return bool(dataset.with_format(None)[0]["prompt"] == _NO_PROMPT)
+    return bool(dataset.with_format(None)[0]["prompt"] == NO_PROMPT)
 
 
 def find_backbone(model: nn.Module) -> None:
