@@ -114,15 +114,28 @@ def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(reci
     assert f"is in use by process {other.pid}" in message and "which has worked there since" in message
 
 
-def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe):
-    path = recipe(eval_dataset_name=None)
+def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe, monkeypatch):
+    def surprise(*arguments, **given):
+        raise LookupError("oh")
+
+    monkeypatch.setattr(train, "make_trainer", surprise)
+    with pytest.raises(LookupError, match="oh"):
+        main(["train", "--config", recipe(eval_dataset_name=None)])
+
+
+@pytest.mark.parametrize("event", ["on_init_end", "on_train_begin", "on_step_end", "on_train_end"])
+def test_an_error_in_a_callback_of_transformers_ends_with_its_class_event_and_line(recipe, refusal, event):
+    path = recipe(eval_dataset_name=None, max_steps=1)
     with Path("task.py").open("a", encoding="utf-8") as task:
         task.write(
             "\n\nfrom transformers import TrainerCallback\n\n\nclass Wrong(TrainerCallback):\n"
-            "    def on_train_begin(self, *arguments, **given):\n        raise LookupError('oh')\n"
+            f"    def {event}(self, *arguments, **given):\n        raise LookupError('oh')\n"
         )
-    with pytest.raises(LookupError, match="oh"):
-        main(["train", "--config", path, "--callbacks", "task.py:Wrong"])
+    line = Path("task.py").read_text(encoding="utf-8").count("\n")
+    message = refusal("train", "--config", path, "--callbacks", "task.py:Wrong")
+    assert message.startswith(
+        f"callbacks: Wrong.{event} raised LookupError: oh ({Path('task.py').resolve()}, line {line})"
+    )
 
 
 def test_the_codes_are_those_of_the_documentation():

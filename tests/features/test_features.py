@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from agent_r1_trl import MultiTurnGRPOConfig, RolloutCallback
 from agent_r1_trl.features import FEATURES, feature, has_feature
+from agent_r1_trl.objects import OwnObjectError
 from agent_r1_trl.trainers.rollout_batch import RolloutBatch, ScoredBatch, UpdateBatch
 from tests import without_vllm
 from tests.effort import short
@@ -400,3 +402,25 @@ def test_what_a_callback_puts_into_info_is_logged_as_the_page_says(tmp_path):
     assert {name for name in evaluated if "env/" in name} == {"eval_env/rollout"}
     recorded = [file.read_text() for file in (tmp_path / "trajectories").glob("*.jsonl")]
     assert any('"scores":1' in text and '"end":1' in text for text in recorded)
+
+
+def test_an_exception_in_an_event_of_transformers_is_named_and_kept_and_one_of_a_library_is_left_alone(tmp_path):
+    class Broken(TrainerCallback):
+        def on_evaluate(self, *args, **kwargs):
+            raise KeyError("no such thing")
+
+    class Late(RolloutCallback):
+        def on_step_end(self, *args, **kwargs):
+            1 / 0  # noqa: B018
+
+    for callback, event, cause in ((Broken(), "on_evaluate", KeyError), (Late(), "on_step_end", ZeroDivisionError)):
+        trainer = make_trainer(tmp_path, callbacks=[callback], eval_dataset=questions(2))
+        with pytest.raises(OwnObjectError, match=rf"^callbacks: {type(callback).__name__}.{event} raised") as caught:
+            trainer.evaluate() if event == "on_evaluate" else trainer.train()
+        assert isinstance(caught.value.__cause__, cause)
+        assert f"({__file__}, line {callback.__class__.__dict__[event].__code__.co_firstlineno + 1})" in str(
+            caught.value
+        )
+    stopping = EarlyStoppingCallback()
+    with pytest.raises(AssertionError, match="EarlyStoppingCallback requires"):
+        make_trainer(tmp_path, callbacks=[stopping]).train()

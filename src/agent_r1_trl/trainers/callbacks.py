@@ -33,6 +33,7 @@ import io
 import logging
 import math
 import pickle
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +46,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from agent_r1_trl.closeness import closest
 from agent_r1_trl.environments.base import RewardError
@@ -361,6 +363,40 @@ class RolloutCallback(UpdateHooks, TrainerCallback):
         return ()
 
 
+class NamedEvents(CallbackHandler):
+    """transformers' list of callbacks; an exception of a user's callback names its class, the event and the line."""
+
+    def call_event(self, event: str, *args: object, **kwargs: object) -> Any:
+        """Call an event of all of them."""
+        with named_events(event):
+            return super().call_event(event, *args, **kwargs)
+
+
+_NOT_USERS = ("transformers", "trl", "peft", "accelerate", "agent_r1_trl")
+"""Packages whose callbacks raise as they do."""
+
+
+@contextlib.contextmanager
+def named_events(event: str = "on_init_end") -> Iterator[None]:
+    """Around transformers' calls of an event; what a user's callback raises there is reported as of other hooks."""
+    try:
+        yield
+    except Exception as error:  # whatever the user's code does
+        callback = _callback_in(error)
+        if callback is None or type(callback).__module__.partition(".")[0] in _NOT_USERS:
+            raise
+        with users_code(f"callbacks: {type(callback).__name__}.{event}"):
+            raise
+
+
+def _callback_in(error: Exception) -> Any:
+    """The callback whose event transformers called when this was raised; None outside an event."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is CallbackHandler.call_event.__code__:
+            return frame.f_locals["callback"]
+    return None
+
+
 def _warn_of_misspelt_events(kind: type[RolloutCallback]) -> None:
     events = dir(RolloutCallback)
     for name in {*dir(kind)} - {*events}:
@@ -395,6 +431,7 @@ class Callbacks:
     def attach(self, trainer: MultiTurnTrainer) -> None:
         """The trainer is made: from now on the callbacks are its own."""
         self._trainer = trainer
+        trainer.callback_handler.__class__ = NamedEvents
         for callback in self._own:
             trainer.add_callback(callback)
         for callback in self._own:

@@ -28,7 +28,7 @@ from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation.weights import check_adapters
 from agent_r1_trl.rollout.watchdog import reported
 from agent_r1_trl.trainers.ahead import num_micro_steps
-from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks
+from agent_r1_trl.trainers.callbacks import Callbacks, UpdateHooks, named_events
 from agent_r1_trl.trainers.config import AGENT_R1, MultiTurnConfig, MultiTurnGRPOConfig
 from agent_r1_trl.trainers.config_checks import layout_problem
 from agent_r1_trl.trainers.construction import (
@@ -175,7 +175,7 @@ class MultiTurnTrainer(UpdateHooks, SavingTrainer, EvaluatingTrainer):
         self.features = Callbacks(config, train_dataset)
         check_best_metric(config, eval_dataset)
         train_dataset = trl_dataset(train_dataset, config, eval_dataset)
-        with as_trl_sees(config, len(self.rewards.columns)):
+        with named_events(), as_trl_sees(config, len(self.rewards.columns)):
             super().__init__(model, args=config, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
         self.tools = form.tools
         check_tokenizer(self.processing_class, is_vlm=self._is_vlm)
