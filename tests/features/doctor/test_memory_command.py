@@ -203,6 +203,22 @@ def test_a_recipe_and_options_read_the_same_through_the_console_script(model, tm
     assert "policy: adapter" in capsys.readouterr().out
 
 
+def test_the_pages_give_the_figure_of_the_command_that_stands_beside_it(model, capsys):
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    section = results.partition("## Computed: memory of one GPU\n")[2].partition("\n## ")[0]
+    command = section.strip().partition("\n\n")[0].replace("\\\n", " ")
+    for name, value in {"MODEL": model, "SHARE": "0.4", "LENGTH": "4096", "CARD": "80"}.items():
+        command = command.replace(f" {name}", f" {value}")
+    assert main(command.split()[1:]) == 0
+    (peak,) = re.findall(r"^fits: ([\d.]+) of 80 GiB", capsys.readouterr().out, flags=re.MULTILINE)
+    for page in ("README.md", "benchmarks/RESULTS.md", "docs/hardware.md"):
+        rows = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+        found = [
+            row for row in rows if "80 GB" in row and "7B" in row and (page != "docs/hardware.md" or "LoRA" in row)
+        ]
+        assert len(found) == 1 and f" {peak} GiB |" in found[0], (page, peak, found)
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [
