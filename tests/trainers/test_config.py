@@ -268,6 +268,11 @@ def test_bf16_is_off_where_there_is_no_gpu_and_nobody_asked_for_it(monkeypatch, 
     assert MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=given, use_cpu=has_gpu).bf16 is bf16
 
 
+def test_no_memory_is_pinned_where_there_is_no_gpu_to_copy_to(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert MultiTurnGRPOConfig(output_dir=str(tmp_path), bf16=False).dataloader_pin_memory is False
+
+
 @pytest.mark.parametrize(
     "sizes",
     [

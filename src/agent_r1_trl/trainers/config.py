@@ -60,8 +60,9 @@ from agent_r1_trl.trainers.inherited_settings import ROLLOUT_FIELDS
 from agent_r1_trl.update.importance import UNITS
 from agent_r1_trl.update.layout import AUTO, UPDATE_LAYOUTS
 
-# TRL 1.16 and peft 0.21 use names that transformers 5.23 gives up: nothing that a user could change.
-warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing(_kwargs)?` is deprecated", FutureWarning)
+# TRL 1.16 and peft 0.21 use names that transformers 5.23 and 5.24 give up: nothing that a user could change.
+_GIVEN_UP = r"`(is_)?gradient_checkpointing(_kwargs|_enable|_disable)?` is deprecated"
+warnings.filterwarnings("ignore", _GIVEN_UP, FutureWarning)
 
 __all__ = [
     "ModelConfig",
@@ -385,8 +386,10 @@ class MultiTurnConfig(RolloutSettings, GRPOConfig):
                 f"deepspeed={values['deepspeed']!r:.200}: DeepSpeed is not installed. pip install "
                 "'agent-r1-trl[deepspeed]' (Linux only), or remove deepspeed."
             )
-        if self.bf16 is None and not torch.accelerator.is_available():
-            values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
+        if not torch.accelerator.is_available():
+            if self.bf16 is None:
+                values["bf16"] = False  # TRL's default is for GPUs; without one it would be refused
+            values["dataloader_pin_memory"] = False  # nothing to copy to: PyTorch would warn of each data loader
         check_fields(self)  # before anything follows from them
         resolve_shape(self)
         resolve_importance_ratio(self)
