@@ -111,7 +111,7 @@ def test_bugs_of_the_environment_end_their_rows_alone(flags):
         r"BuggyEnv.outcome_reward raised KeyError: 'column' \(.*task.py, line 26\) \(first in example 'q1'\)",
         "SystemExit 3",
         "outcome_reward returned nan: must be a finite number",
-        "BuggyEnv.reset returned str",
+        "BuggyEnv.reset returned 'no list'",
     ):
         assert re.search(words, result["failures"]), words
 

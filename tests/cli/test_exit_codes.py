@@ -114,6 +114,17 @@ def test_a_run_that_begins_while_another_one_still_saves_may_be_tried_again(reci
     assert f"is in use by process {other.pid}" in message and "which has worked there since" in message
 
 
+def test_an_environment_that_breaks_the_protocol_is_a_mistake_in_a_line(recipe, refusal):
+    path = recipe(eval_dataset_name=None, env="task.py:Forgetful")
+    with Path("task.py").open("a", encoding="utf-8") as task:
+        task.write("\n\nclass Forgetful(AddEnv):\n    def step(self, message):\n        pass\n")
+    message = refusal("train", "--config", path)
+    assert message.startswith(
+        "Forgetful.step returned None. Return a StepResult, or (observations, reward, done, info)."
+    )
+    assert "It was in example 'train" in message
+
+
 def test_a_surprise_ends_with_a_traceback_which_python_gives_the_code_1(recipe, monkeypatch):
     def surprise(*arguments, **given):
         raise LookupError("oh")

@@ -55,7 +55,7 @@ def test_what_is_wrong_on_one_rank_ends_both_with_its_words(found):
         "infinite": "RewardError: reward_funcs: scorer returned inf for Trajectory(example_id='q",
         "raising": "RewardError: reward_funcs: scorer raised KeyError: 'the judge is down' (",
         "turns": "RewardError: turn_reward_funcs: <lambda> returned 5 for 4 trajectories",
-        "step": "ValueError: BadStep.step returned None",
+        "step": "ProtocolError: BadStep.step returned None",
     }
     for name, message in said.items():
         assert last[name].startswith(message)

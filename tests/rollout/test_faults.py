@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from agent_r1_trl import testing
+from agent_r1_trl.environments.base import ProtocolError
 from agent_r1_trl.environments.factory import tool_schemas
 from agent_r1_trl.features.doctor.environment import check_env
 from agent_r1_trl.generation import Generation, ScriptedGenerator
@@ -385,7 +386,7 @@ def test_a_mistake_that_several_make_at_once_leaves_none_of_them_open():
             await asyncio.sleep(0.2 * self.number)
             closed.append(self.number)
 
-    with pytest.raises(ValueError, match="'nonsense'"):
+    with pytest.raises(ProtocolError, match=r"Bad\.step returned 'nonsense'.*It was in example '.*', generation 0"):
         testing.roll_out(Bad, [say()], [{"prompt": PROMPT}] * 4)
     assert sorted(closed) == [0, 1, 2, 3]
 

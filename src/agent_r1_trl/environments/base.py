@@ -18,6 +18,12 @@ class RewardError(RunError, ValueError):
     exit_code = 2
 
 
+class ProtocolError(RunError, ValueError):
+    """A method of an environment returned another form than it must: a bug in the user's code, which ends the run."""
+
+    exit_code = 2
+
+
 class StepResult(NamedTuple):
     """The environment's answer to one assistant turn. A plain 4-tuple works as well."""
 

@@ -14,7 +14,7 @@ from contextvars import Context
 from typing import Any, NoReturn
 from xml.etree import ElementTree
 
-from agent_r1_trl.environments.base import RewardError, StepResult
+from agent_r1_trl.environments.base import ProtocolError, RewardError, StepResult
 from agent_r1_trl.environments.prompts import read_prompt, with_text
 from agent_r1_trl.environments.reward_values import read_number
 from agent_r1_trl.environments.trl_adapters import TRLEnvAdapter
@@ -94,7 +94,7 @@ class EnvSession:
         missing = [name for name in ("reset", "step") if not callable(getattr(self.env, name, None))]
         if missing:
             what = f"env={getattr(self._factory, '__name__', 'env')} made a {type(self.env).__name__}"
-            raise ValueError(
+            raise ProtocolError(
                 f"{what} without {' and '.join(missing)}: an environment has both. Pass an environment class, or a "
                 "function that returns an environment."
             )
@@ -106,8 +106,9 @@ class EnvSession:
         # A copy all the way down: the members of a group share the row.
         messages = await self._guard("reset", self.env.reset, copy.deepcopy(dict(request.example)))
         if not is_context(messages):
-            shown = "[]" if messages == [] else type(messages).__name__
-            self._refuse("reset", shown, "a list of messages such as [{'role': 'user', 'content': '...'}]")
+            self._refuse(
+                "reset", f"{messages!r:.200}", "a list of messages such as [{'role': 'user', 'content': '...'}]"
+            )
         tools = check_names(map(shown_tool, check_tool_list(getattr(self.env, "tools", None) or (), self.name)))
         schemas = [item.schema for item in tools.values()]
         with named():
@@ -130,7 +131,7 @@ class EnvSession:
         """Take one assistant message.
 
         Raises:
-            ValueError: the result does not have the protocol's shape, a mistake of the environment's author.
+            ProtocolError: the result does not have the protocol's shape, a mistake of the environment's author.
         """
         # Copies both ways: the record of the turn is not the environment's to change.
         result = await self._guard("step", self.env.step, copy.deepcopy(message))
@@ -232,7 +233,7 @@ class EnvSession:
         return type(users or self.env).__name__
 
     def _refuse(self, method: str, returned: str, rule: str) -> NoReturn:
-        raise ValueError(f"{self.name}.{method} returned {returned}. Return {rule}.")
+        raise ProtocolError(f"{self.name}.{method} returned {returned}. Return {rule}.")
 
     async def _guard(self, method: str, fn: Callable[..., Any], *args: object) -> Any:
         try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from agent_r1_trl.chat.encoding import LONG_TEXT
 from agent_r1_trl.chat.format import PREFIX_TOKENS, ChatFormat
 from agent_r1_trl.chat.messages import as_text
-from agent_r1_trl.environments.base import RewardError
+from agent_r1_trl.environments.base import ProtocolError, RewardError
 from agent_r1_trl.generation.base import (
     Generation,
     GenerationError,
@@ -64,7 +64,7 @@ async def run_trajectory(
     raised otherwise ends this trajectory alone, as an `environment_error`.
 
     Raises:
-        ValueError: an environment that breaks the protocol (a mistake of its author).
+        ProtocolError: an environment that breaks the protocol (a mistake of its author).
         RewardError: `outcome_reward` raised, or a method returned no reward (a bug of its author).
     """
     turns = _sample_turns(draft, session, generator, chat, limits, params)
@@ -112,10 +112,12 @@ async def conclude(
         if keep_going:
             draft.error = _located(error, session, draft.phase)
             return draft.finish(StopReason.ENVIRONMENT_ERROR, duration_s=time.perf_counter() - start - draft.waited_s)
+        where = f"It was in example {draft.request.example_id!r}, generation {draft.request.generation}."
+        if isinstance(error, ProtocolError):
+            raise ProtocolError(f"{error} {where}") from error
         fix = "" if isinstance(error, RewardError) else ". Correct the method."
         if fix and draft.phase != "outcome_reward":
             raise
-        where = f"It was in example {draft.request.example_id!r}, generation {draft.request.generation}."
         raise RewardError(f"{_located(error, session, draft.phase)}{fix} {where}") from error
     finally:
         await _close(session)

@@ -49,7 +49,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from agent_r1_trl.closeness import closest
-from agent_r1_trl.environments.base import RewardError
+from agent_r1_trl.environments.base import ProtocolError, RewardError
 from agent_r1_trl.features import FEATURES, has_feature
 from agent_r1_trl.objects import users_code
 from agent_r1_trl.tools.faults import InfrastructureError
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_KINDS: tuple[type[Exception], ...] = (RewardError, ValueError, InfrastructureError)
+_KINDS: tuple[type[Exception], ...] = (RewardError, ProtocolError, ValueError, InfrastructureError)
 """Kinds of errors that all ranks raise as they are."""
 
 
@@ -82,8 +82,7 @@ def raise_everywhere(error: Exception | None) -> None:
     """Raise this rank's error; where it has none, the first of the other ranks' in its words. All ranks must call it.
 
     Raises:
-        Exception: `error` itself; another rank's as a RewardError, ValueError or InfrastructureError if it is one,
-            else as a RuntimeError.
+        Exception: `error` itself; another rank's as one of `_KINDS` if it is one, else as a RuntimeError.
     """
     kind = next((item for item in _KINDS if isinstance(error, item)), RuntimeError)
     text = None if error is None else (kind, f"{type(error).__name__}: {error}")
