@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -175,9 +176,11 @@ def attach_critic(model: PreTrainedModel, kind: str, *, critic_model: nn.Module 
 
 
 def _wrap_forward(base: PreTrainedModel) -> None:
-    inner = base.forward
+    bound = base.forward
+    # Called on whichever model this is called on: a deep copy computes with its own weights.
+    inner = bound.__func__ if inspect.ismethod(bound) else lambda _, *args, **kwargs: bound(*args, **kwargs)
 
-    @functools.wraps(inner)
+    @functools.wraps(bound)
     def forward(
         self: Any,
         *args: object,
@@ -188,9 +191,9 @@ def _wrap_forward(base: PreTrainedModel) -> None:
         if values_only:
             return ActorCriticOutput(state_values=_values(self, kwargs))
         if not compute_values:
-            return inner(*args, **kwargs)
+            return inner(self, *args, **kwargs)
         with _captured_hidden_states(self) as hidden:
-            output = inner(*args, **kwargs)
+            output = inner(self, *args, **kwargs)
         values = _values(self, kwargs, hidden[-1] if self.critic_kind == "head" else None)
         taken = {name: getattr(output, name) for name in ("loss", "log_probs", "entropy", "aux_loss")}
         return ActorCriticOutput(**taken, state_values=values)

@@ -48,6 +48,7 @@ from agent_r1_trl.rollout.runner import STOP_TIMEOUT_S
 from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.ahead import RolloutsAhead, age_metrics
 from agent_r1_trl.trainers.config import MultiTurnConfig
+from agent_r1_trl.trainers.copies import let_copies_compute
 from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
 from agent_r1_trl.trainers.sharding import sampling_alone
 from agent_r1_trl.trajectory import Trajectory
@@ -116,6 +117,7 @@ class Rollouts:
                 extra_stop_token_ids=eos_token_ids,
             )
         )
+        let_copies_compute(policy)  # a generator may sample from one
         self._policy_config = policy.config
         self._context_length = context_length(policy.config)
         self._warn_of_settings()
