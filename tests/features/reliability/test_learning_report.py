@@ -191,19 +191,41 @@ def test_a_run_in_which_no_trajectory_was_solved_says_so_although_its_rewards_di
     assert ", 100% at step 4" in summary and "No trajectory was solved" not in summary
 
 
+def test_a_trial_of_few_questions_is_not_said_to_have_made_the_model_worse():
+    report = LearningReport("out", records=True)
+    for step, reward in enumerate([1.0, 0.0], 1):
+        report.take([Scored(reward + 0.1 * (i % 2)) for i in range(28)], step=step, group_size=4)  # 7 questions
+    assert "1.05 at step 1, 0.05 at step 2" in report.summary() and "fell" not in report.summary()
+
+
+@pytest.mark.parametrize("num_cut", [1, 2])
+def test_the_summary_names_the_limit_that_ended_most_of_what_was_not_solved(num_cut):
+    report = LearningReport("out", records=True)
+    cut = [Scored(0.0, StopReason.MAX_COMPLETION_LENGTH)] * num_cut
+    report.take([*cut, *[Scored(0.0)] * (4 - num_cut)], step=1, group_size=4)
+    summary = report.summary()
+    named = "unsolved        4 of the last rollout, 2 of them ended at max_completion_length: agent-r1-trl view"
+    assert (named in summary) == (num_cut == 2)
+    advice = "Raise max_completion_length, at which most of the last rollout ended; else warm the model up"
+    assert (advice in summary) == (num_cut == 2) and "docs/warm-up.md" in summary
+    report.take([Scored(1.0)] * 4, step=2, group_size=4)
+    assert "max_completion_length" not in report.summary()
+
+
 def test_the_summary_has_first_last_and_best_reward_and_names_a_fall():
     report = LearningReport("out", records=True)
     for step, num_right in enumerate([8, 12, 16, 0], 1):
-        report.take([Scored(float(i % 32 < num_right)) for i in range(32)], step=step, group_size=8)
+        share_of = [num_right + 4 * (group % 2) for group in range(8)]  # 12 right: 1 and 2 of 4 in turn
+        report.take([Scored(float(i % 4 < share_of[i // 4] // 8)) for i in range(32)], step=step, group_size=4)
     summary = report.summary()
     assert "reward          0.25 at step 1, 0 at step 4, best 0.5 at step 3" in summary
     assert "solved          25% of the trajectories at step 1, 0% at step 4" in summary
     assert "unsolved        32 of the last rollout: agent-r1-trl view out --filter unsolved" in summary
     assert "No trajectory was solved" not in summary
-    # The first mean has the standard error sqrt(8 * 24 / 32 / 31 / 32) = 0.078, and 0.25 is more than 3 of them.
+    # Each group of the first rollout has the mean 0.25, of the last 0.
     assert "The reward fell" in summary and "lower learning_rate" in summary
-    report.take([Scored(float(i < 6)) for i in range(32)], step=5, group_size=8)
-    assert "The reward fell" not in report.summary(), "0.19 is no certain fall from 0.25"
+    report.take([Scored(float(i < 6)) for i in range(32)], step=5, group_size=4)
+    assert "The reward fell" not in report.summary(), "0.19 +- 0.13 is no certain fall from 0.25"
     report.take([Scored(1.0)] * 31 + [Scored(0.0, StopReason.ENVIRONMENT_ERROR)], step=6, group_size=8)
     assert "unsolved" not in report.summary()
     report.begin_run()

@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,13 +18,15 @@ from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.metrics import has_advantage
 from agent_r1_trl.trainers.rollout_batch import UpdateBatch
-from agent_r1_trl.trajectory import Trajectory
+from agent_r1_trl.trajectory import StopReason, Trajectory
 from agent_r1_trl.update.entries import Inputs
 
 logger = logging.getLogger(__name__)
 
 NUM_ERRORS = 3.0
 """Standard errors by which a reward has fallen for certain."""
+MIN_GROUPS = 8
+"""Groups in a rollout from which its mean has a standard error to rely on."""
 MIN_CALLS = 8
 """Answers after which a tool that never said another thing is named."""
 
@@ -34,7 +37,8 @@ class RolloutResult(NamedTuple):
     step: int
     mean: float
     error: float
-    """Standard error of the mean."""
+    """Standard error of the mean, over groups: members of one group answer the same question."""
+    num_groups: int
     teaches: bool
     """Whether two trajectories that are compared with each other differ."""
     solved: float
@@ -89,6 +93,8 @@ class LearningReport(RolloutCallback):
         self._has_rolled_out = False
         self.num_unsolved = 0
         """Trajectories of the last rollout whose task was not solved, on all ranks."""
+        self.limits: Counter[str] = Counter()
+        """How many of them each limit ended."""
         self.answers: dict[str, Answers] = {}
         self._warned_of: set[str] = set()
         """Names of tools, and "" for the rewards."""
@@ -125,6 +131,8 @@ class LearningReport(RolloutCallback):
         finished = [item for item in trajectories if not item.stop_reason.is_infrastructure_failure]
         solved = gather_object([item.is_solved for item in finished])
         self.num_unsolved = len(solved) - sum(solved)
+        ended_by = gather_object([item.stop_reason.value for item in finished if not item.is_solved and _is_cut(item)])
+        self.limits = Counter(ended_by)
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
         groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
         groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
@@ -132,9 +140,10 @@ class LearningReport(RolloutCallback):
         earned = [reward for group in groups for reward in group]
         if earned:
             teaches = self._teaches(trajectories, groups if group_size > 1 else [earned], has_advantage)
-            error = statistics.stdev(earned) / math.sqrt(len(earned)) if len(earned) > 1 else 0.0
+            means = [statistics.fmean(group) for group in groups]
+            error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
             share = sum(solved) / max(1, len(solved))
-            self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, teaches, share))
+            self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, len(means), teaches, share))
             if not teaches and len(earned) > 1:
                 is_weighted = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
                 self._warn_of_rewards(step, earned, len(groups), is_weighted=is_weighted)
@@ -211,21 +220,45 @@ class LearningReport(RolloutCallback):
             f"time            {rollout_s:.0f} s rollouts, {update_s:.0f} s updates",
         ]
         lines += [text for name in sorted(self.answers) if (text := self.answers[name].silence(name))]
+        limit = self._usual_limit()
         if not any(item.solved for item in self.rollouts):
+            first_fix = f"Raise {limit}, at which most of the last rollout ended; else warm" if limit else "Warm"
             lines.append(
                 "No trajectory was solved: rewards can only have taught something else, such as fewer call errors. "
-                "Warm the model up on demonstrations (docs/warm-up.md), or begin with easier rows."
+                f"{first_fix} the model up on demonstrations (docs/warm-up.md), or begin with easier rows."
             )
         if num_flat == num:
             lines.append("No rollout taught anything: the model has learned nothing from its rewards.")
-        elif first.mean - last.mean > NUM_ERRORS * math.hypot(first.error, last.error):
+        elif _has_fallen(first, last):
             lines.append(
                 "The reward fell: the model at the end is worse than the one at the start. Set a lower learning_rate "
                 "(a third of it or less), and see docs/troubleshooting.md."
             )
         if self.command and self.num_unsolved:
-            lines.append(f"unsolved        {self.num_unsolved} of the last rollout: {self.command} --filter unsolved")
+            ends = f", {self.limits[limit]} of them ended at {limit}" if limit else ""
+            lines.append(
+                f"unsolved        {self.num_unsolved} of the last rollout{ends}: {self.command} --filter unsolved"
+            )
         return "\n".join(lines)
+
+    def _usual_limit(self) -> str | None:
+        """The limit that ended at least half of the last rollout's unsolved trajectories, if there is one."""
+        for name, num in self.limits.most_common(1):
+            if 2 * num >= self.num_unsolved:
+                return name
+        return None
+
+
+def _is_cut(trajectory: Trajectory) -> bool:
+    """Whether a limit with a setting of its name ended it."""
+    return trajectory.stop_reason in (StopReason.MAX_TURNS, StopReason.MAX_COMPLETION_LENGTH)
+
+
+def _has_fallen(first: RolloutResult, last: RolloutResult) -> bool:
+    """Whether the reward is lower at the end, by more than chance; of a few groups nobody can say."""
+    if min(first.num_groups, last.num_groups) < MIN_GROUPS:
+        return False
+    return first.mean - last.mean > NUM_ERRORS * math.hypot(first.error, last.error)
 
 
 def _answers(trajectories: Sequence[Trajectory]) -> dict[str, Answers]:
