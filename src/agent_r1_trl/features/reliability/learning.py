@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from accelerate.utils import gather_object
 
+from agent_r1_trl.display.console import PlainConsole
 from agent_r1_trl.safe_text import shown
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process
 from agent_r1_trl.trainers.metrics import has_advantage
@@ -118,7 +119,7 @@ class LearningReport(RolloutCallback):
         """Print the summary."""
         trainer = self.trainer
         if trainer.is_world_process_zero() and not trainer.args.disable_tqdm and (text := self.summary()):
-            print(f"\n{text}")
+            PlainConsole(soft_wrap=True).print(f"\n{text}")
 
     def take(
         self, trajectories: Sequence[Trajectory], *, step: int, group_size: int, has_advantage: bool | None = None
