@@ -12,6 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -23,7 +24,8 @@ from typing import Any
 from agent_r1_trl.closeness import closest
 from agent_r1_trl.errors import RunError
 
-_LIBRARIES = ("<frozen", str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("stdlib", "purelib")})
+_PACKAGE = str(Path(__file__).parent)
+_LIBRARIES = ("<frozen", _PACKAGE, *{sysconfig.get_path(name) for name in ("stdlib", "purelib")})
 """How the file names of Python, of installed packages and of this one begin."""
 
 
@@ -42,6 +44,10 @@ def import_object(path: str, flag: str) -> Any:
             f"{setting}: must be an import path. Set {flag} to one, such as my_module.my_name or "
             "folder/my_file.py:my_name."
         )
+    if path.endswith(".py"):
+        raise ValueError(
+            f"{setting}: names a file, and nothing in it. Write {path}:my_name, the name of a class or function."
+        )
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     is_file = module_name.endswith(".py")
@@ -58,9 +64,16 @@ def import_object(path: str, flag: str) -> Any:
             ) from error
         raise ValueError(f"{setting}: importing it raises {locate_error(error)}. Correct the module.") from error
     if not hasattr(module, name):
-        hint = did_you_mean(name, [item for item in dir(module) if not item.startswith("_")])
+        hint = did_you_mean(name, [item for item in dir(module) if not item.startswith("_")]) or _own_names(module)
         raise ValueError(f"{setting}: {module_name} has no {name!r}.{hint} Correct the name.")
     return getattr(module, name)
+
+
+def _own_names(module: ModuleType) -> str:
+    """The sentence "It has ..." with classes and functions that a module defines itself; "" if there are none."""
+    own = [name for name, item in vars(module).items() if getattr(item, "__module__", None) == module.__name__]
+    names = [repr(name) for name in own if not name.startswith("_")]
+    return f" It has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else ""
 
 
 def _load_file(file: Path) -> ModuleType:
@@ -193,10 +206,15 @@ def path_of(target: object) -> str:
 
 
 def locate_error(error: Exception) -> str:
-    """Type and message of an error, and the last line of the user's that led to it: no library's, if there is one."""
+    """Type and message of an error, and the last line of the user's that led to it: no library's, if there is one.
+
+    None of ours either: where the user's code could not be called at all, the message says it.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     last = [*frames[-1:], *(frame for frame in frames if not frame.filename.startswith(_LIBRARIES))][-1]
-    return f"{type(error).__name__}: {str(error).rstrip('.')} ({last.filename}, line {last.lineno})"
+    is_ours = last.filename.startswith(f"{_PACKAGE}{os.sep}")
+    place = "" if is_ours else f" ({last.filename}, line {last.lineno})"
+    return f"{type(error).__name__}: {str(error).rstrip('.')}{place}"
 
 
 REPLACED = {"overlap_rollout": "rollouts_ahead: 1", "model": "model_name_or_path"}

@@ -156,6 +156,8 @@ def test_what_a_path_cannot_lead_to_is_refused_before_a_model_is_loaded(own_reci
     for value, text in {
         "nowhere.thing": "no module 'nowhere'",
         "own.py:numbr": r"has no 'numbr'\. Did you mean 'number'\?",
+        "own.py:xyz": r"has no 'xyz'\. It has '\w+', '\w+', '\w+', '\w+', '\w+', \.\.\.\.",
+        "own.py": r"names a file, and nothing in it\. Write own\.py:my_name",
         "own.py:NeedsMore": "NeedsMore",
         f"own.py:{WRONG[flag][0]}": WRONG[flag][1],
     }.items():
@@ -176,3 +178,11 @@ def test_what_it_does_wrong_in_the_run_is_one_line_that_names_it(own_recipe, ref
     message = refusal("train", "--config", own_recipe(**{flag: f"own.py:{name}"}))
     assert f"{flag}='own.py:{name}'" in message
     assert re.search(said, message), message
+
+
+def test_a_method_that_cannot_be_called_is_named_without_a_line_of_the_packages(recipe, refusal):
+    path = recipe(eval_dataset_name=None, env="task.py:Short")
+    with Path("task.py").open("a", encoding="utf-8") as task:
+        task.write("\n\nclass Short(AddEnv):\n    def outcome_reward(self):\n        return 1.0\n")
+    message = refusal("train", "--config", path)
+    assert "takes 1 positional argument but 2 were given. Correct the method." in message, message

@@ -136,12 +136,21 @@ def test_the_exit_code_says_whether_the_last_message_failed(recipe, chat, monkey
 def test_a_model_alone_or_with_tools_of_a_module(recipe, chat, model_folder):
     recipe()
     options = ["--max_tokens_per_turn", "4", "--temperature", "1"]
-    chat(["Hello", "/save plain.jsonl"], model_folder, *options)
-    chat(["Hello", "/save tools.jsonl"], model_folder, *options, "--tools", "task.py:add")
+    alone = chat(["Hello", "/save plain.jsonl"], model_folder, *options)
+    with_tools = chat(["Hello", "/save tools.jsonl"], model_folder, *options, "--tools", "task.py:add")
+    said = "The agent has no environment, so no tools. To give it the training's, pass --env my_env.py:MyEnv"
+    assert said in alone and "no environment" not in with_tools
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     (plain,), (tools,) = saved("plain.jsonl"), saved("tools.jsonl")
     assert "Add two numbers" in tokenizer.decode(tools.prompt_ids)
     assert "Add two numbers" not in tokenizer.decode(plain.prompt_ids)
+
+
+def test_a_run_without_its_environment_is_told_of_its_recipe(recipe, chat, answering_model, tmp_path):
+    folder = shutil.copytree(answering_model, tmp_path / "a run")
+    shutil.copy(recipe(), folder / "recipe.yaml")
+    assert f"pass --config '{folder}/recipe.yaml'." in chat([], folder)
+    assert "no environment" not in chat([], folder, "--config", folder / "recipe.yaml")
 
 
 def test_an_adapter_is_put_on_its_base(recipe, chat, model_folder, tmp_path):

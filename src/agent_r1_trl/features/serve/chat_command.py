@@ -16,7 +16,12 @@ from typing import Any
 
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE, users_mistakes
 from agent_r1_trl.features.serve import Conversation, ConversationError, Event
-from agent_r1_trl.features.serve.command_agent import agent_of, environment_of, read_conversation_arguments
+from agent_r1_trl.features.serve.command_agent import (
+    agent_of,
+    environment_of,
+    no_tools_note,
+    read_conversation_arguments,
+)
 from agent_r1_trl.features.serve.command_arguments import CHAT_COMMANDS
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.recording import render_trajectory
@@ -38,6 +43,8 @@ def run(argv: Sequence[str]) -> int:
         with users_mistakes():
             conversation = Conversation(agent, env_factory, on_event=screen.show, **how)
         screen.line(f"{agent.name}; /help lists the commands.")
+        if note := no_tools_note(arguments):
+            screen.line(note)
         wait_for = functools.partial(_wait_for, shared_loop().loop)
         try:
             return _answer_all(conversation, screen, wait_for)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from agent_r1_trl.cli.errors import loading, users_mistakes
 from agent_r1_trl.cli.parser import OF_RECIPES, RecipeParser
-from agent_r1_trl.cli.recipe import config_of
+from agent_r1_trl.cli.recipe import FILE, config_of
 from agent_r1_trl.cli.resolve import resolve_env, resolve_function
 from agent_r1_trl.environments import ToolEnv
 from agent_r1_trl.environments.factory import made_and_closed
@@ -53,6 +55,17 @@ def environment_of(arguments: ConversationArguments) -> Callable[[], Any]:
     with users_mistakes():
         factory()
     return factory
+
+
+def no_tools_note(arguments: ConversationArguments) -> str:
+    """A line for an agent that has been given no environment, and how to give it one; "" for all others."""
+    if arguments.env or arguments.tools:
+        return ""
+    recipe = Path(str(arguments.model_name_or_path)) / FILE
+    option = (
+        f"--config {shlex.quote(str(recipe))}" if recipe.is_file() else "--env my_env.py:MyEnv, or --config RECIPE"
+    )
+    return f"The agent has no environment, so no tools. To give it the training's, pass {option}."
 
 
 @contextlib.contextmanager

@@ -14,7 +14,12 @@ from pathlib import Path
 from agent_r1_trl.cli.errors import users_mistakes
 from agent_r1_trl.cli.web import serve_app
 from agent_r1_trl.features.serve.agent_server import EVERY_ADDRESS, AgentServer
-from agent_r1_trl.features.serve.command_agent import agent_of, environment_of, read_conversation_arguments
+from agent_r1_trl.features.serve.command_agent import (
+    agent_of,
+    environment_of,
+    no_tools_note,
+    read_conversation_arguments,
+)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,6 +32,8 @@ def run(argv: Sequence[str]) -> int:
             "a password. Pass --host 127.0.0.1 unless the network is your own."
         )
         print(warning, file=sys.stderr, flush=True)
+    if note := no_tools_note(arguments):
+        print(note, file=sys.stderr, flush=True)
     with agent_of(arguments) as agent:
         name = arguments.served_name or Path(str(agent.name)).name
         with users_mistakes():
