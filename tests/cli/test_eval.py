@@ -14,6 +14,7 @@ import pytest
 from agent_r1_trl.cli import main, train
 from agent_r1_trl.cli.errors import EXIT_INFRASTRUCTURE
 from agent_r1_trl.cli.eval import read_arguments
+from agent_r1_trl.evaluation.table import EvaluationTable
 from agent_r1_trl.features.serve.command_agent import read_conversation_arguments
 from agent_r1_trl.recording import TrajectoryStore, read_records
 from tests.recording.examples import two_turns
@@ -118,6 +119,16 @@ def test_a_full_disk_is_not_blamed_on_the_model(recipe, refusal, monkeypatch):
     message = refusal("eval", "--config", recipe(), "--output_dir", "scores", code=EXIT_INFRASTRUCTURE)
     assert "output_dir='scores': the evaluation stopped (OSError: [Errno 28] No space left" in message
     assert "cannot be loaded" not in message
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_line_after_the_table(recipe, capsys, monkeypatch):
+    def write(self, folder):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(EvaluationTable, "write", write)
+    assert main(["eval", "--config", recipe(), "--output_dir", "scores"]) == EXIT_INFRASTRUCTURE
+    told = capsys.readouterr()
+    assert "lost_rate" in told.out and "output_dir='scores': the evaluation stopped (OSError: [Errno 28]" in told.err
 
 
 def test_the_results_are_where_they_are_said_to_be_although_the_environment_went_elsewhere(recipe):

@@ -66,7 +66,9 @@ def run(argv: Sequence[str]) -> int:
     table = run_table(arguments, console)
     _show(table, arguments)
     if arguments.output_dir:
-        for place in table.write(arguments.output_dir):
+        with _stopped_by_the_disk(arguments.output_dir):
+            places = table.write(arguments.output_dir)
+        for place in places:
             view = f"agent-r1-trl view {shlex.quote(str(place))} --terminal --split eval --step {STEP}"
             console.print(f"{place / RESULT_FILE}; trajectories: {view}")
     if lost := [f"{row.dataset}, {row.method}" for row in table.rows if row.result.is_lost]:

@@ -75,10 +75,20 @@ def saving(folder: Path) -> Iterator[None]:
         if not isinstance(error, OSError) and not _WRITE_ERRORS.search(str(error)):
             raise
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise SaveError(
-            f"{folder} cannot be written: {cause}. Earlier checkpoints are whole. Free space there, and resume from "
-            "the newest one (resume_from_checkpoint: true)."
-        ) from error
+        run_dir = folder.parent if folder.name.startswith("checkpoint-") else folder
+        whole, _ = _newest_whole(run_dir)
+        rest = "There is no earlier checkpoint. Free space there, and start the run again."
+        if whole is not None:
+            rest = f"{whole.name} is whole. Free space there, and resume from it (resume_from_checkpoint: true)."
+        raise SaveError(f"{folder} cannot be written: {cause}{_free_space(run_dir)}. {rest}") from error
+
+
+def _free_space(folder: Path) -> str:
+    """In brackets, how much the disk of a folder has left: libraries seldom say that it is full."""
+    try:
+        return f" ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free)"
+    except OSError:
+        return ""
 
 
 def finish(folder: Path, target: Path, run: Mapping[str, Any]) -> None:

@@ -92,6 +92,9 @@ class BeatingEnv(AddEnv):
             with open("beats", "a") as file:
                 file.write(".")
             await asyncio.sleep(0.01)
+
+    def close(self):  # the loop outlives the chat, and would go on in the next test's directory
+        self.beating.get_loop().call_soon_threadsafe(self.beating.cancel)
 """
 
 
