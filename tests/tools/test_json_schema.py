@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from agent_r1_trl.tools import Tool
-from agent_r1_trl.tools.json_schema import fits_pattern
+from agent_r1_trl.tools import Tool, json_schema
+from agent_r1_trl.tools.json_schema import fits_pattern, make_validator
 from agent_r1_trl.tools.references import inline_references
 from agent_r1_trl.tools.signature import ToolSchemaError
 
@@ -282,3 +282,28 @@ def test_references_that_unfold_without_bounds_are_refused_at_once():
     with pytest.raises(ToolSchemaError, match=r"its references unfold to more than 20,000 parts"):
         make({"properties": {"a": {"$ref": "#/$defs/d29"}}, "$defs": defs})
     assert time.perf_counter() - start < 5
+
+
+def nested_choices(depth, path=""):
+    """Two branches in each of so many levels, every one with an argument of its own."""
+    if depth == 0:
+        return {"properties": {f"k{path}": {"type": "integer"}}, "required": [f"k{path}"]}
+    return {"anyOf": [nested_choices(depth - 1, path + "0"), nested_choices(depth - 1, path + "1")]}
+
+
+def test_a_schema_with_so_many_branches_that_each_check_would_take_seconds_is_refused_at_once():
+    began = time.process_time()
+    with pytest.raises(ToolSchemaError, match=r"it has 98,\d\d\d parts, of which at most 20,000 .* fewer branches"):
+        make(nested_choices(14))
+    assert time.process_time() - began < 5.0
+
+
+def test_of_equal_schemas_the_second_costs_nothing(monkeypatch):
+    """An environment makes its tools anew for each trajectory."""
+    made = []
+    monkeypatch.setattr(json_schema, "make_validator", lambda *rest: made.append(rest) or make_validator(*rest))
+    checks = []
+    for _ in range(3):
+        found = make(nested_choices(3, "x"))
+        checks.append([found.check_arguments({"kx010": 1})[1], bool(found.check_arguments({"kx010": "1"})[1])])
+    assert len(made) == 1 and checks == [[[], True]] * 3

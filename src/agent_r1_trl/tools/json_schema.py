@@ -188,6 +188,20 @@ def make_validator(parameters: Schema) -> jsonschema.protocols.Validator:
     raise AssertionError("a schema that was refused is accepted now")
 
 
+def validator_of(parameters: Schema) -> jsonschema.protocols.Validator:
+    """The validator of a function's arguments, made once for equal parameters: each trajectory has tools of its own.
+
+    Raises:
+        jsonschema.exceptions.SchemaError: as `make_validator`.
+    """
+    return _validator_of(json.dumps(parameters))
+
+
+@functools.lru_cache(maxsize=256)
+def _validator_of(parameters: str) -> jsonschema.protocols.Validator:
+    return make_validator(argument_schema(json.loads(parameters)))
+
+
 @dataclass
 class _Check:
     """One check of arguments: what its patterns have left open."""

@@ -27,6 +27,26 @@ _NOTES = (
 _CONDITIONS = ("if", "then", "else")
 
 
+def check_size(schema: Schema) -> None:
+    """Refuse a schema with so many parts that each look at a call's arguments would take seconds.
+
+    Raises:
+        ToolSchemaError: it has more than `MAX_PARTS`.
+    """
+    num_parts = 0
+    waiting: list[object] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict | list):
+            num_parts += 1
+            waiting += part.values() if isinstance(part, dict) else part
+    if num_parts > MAX_PARTS:
+        raise ToolSchemaError(
+            f"it has {num_parts:,} parts, of which at most {MAX_PARTS:,} can be checked in each call: describe the "
+            "arguments with fewer branches"
+        )
+
+
 def map_parts(node: Schema, change: Callable[[Any], Any]) -> Schema:
     """A schema with `change` applied to all schemas, and lists of schemas, directly inside it; data stay."""
     changed = {}

@@ -22,12 +22,12 @@ from agent_r1_trl.tools.faults import fault_of
 from agent_r1_trl.tools.json_schema import (
     PATTERN_TIMEOUT_S,
     Schema,
-    argument_schema,
     find_errors,
     known_arguments,
     make_validator,
+    validator_of,
 )
-from agent_r1_trl.tools.references import has_references, inline_references
+from agent_r1_trl.tools.references import check_size, has_references, inline_references
 from agent_r1_trl.tools.signature import (
     REQUIRED,
     STARS,
@@ -88,7 +88,7 @@ class Interface:
 
     @functools.cached_property
     def _validator(self) -> Any:
-        return make_validator(argument_schema(self.schema["function"]["parameters"]))
+        return validator_of(self.schema["function"]["parameters"])
 
     def read(self, arguments: object) -> tuple[dict[str, Any], list[str]]:
         """Arguments as the function receives them, and a list of the problems with them.
@@ -318,9 +318,10 @@ def complete_schema(schema: Schema) -> Schema:
     function = schema["function"]
     try:
         json.dumps(function["parameters"])
+        check_size(function["parameters"])
         if has_references(function["parameters"]):
             function["parameters"] = inline_references(function["parameters"])
-        make_validator(argument_schema(function["parameters"]))
+        validator_of(function["parameters"])
     except (TypeError, ValueError, RecursionError, jsonschema.exceptions.SchemaError) as error:
         why = getattr(error, "message", error)
         raise ToolSchemaError(
