@@ -61,6 +61,7 @@ LATE = [
     ({"optim": "galore_adamw"}, "galore_torch"),
 ]
 LATE_OPTIONS = [
+    ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config={'dispatch_batches': True}: "),
     (
         {"lr_scheduler_kwargs": {"num_cycle": 3}, "lr_scheduler_type": "cosine_with_restarts"},
         "lr_scheduler_kwargs: 'num_cycle'", "mean 'num_cycles'",

@@ -127,6 +127,12 @@ def find_inherited_problems(config: MultiTurnConfig) -> Iterator[str]:
     """Mistakes that transformers or torch would find only once the model is loaded, or in the first update."""
     yield from _find_optimizer_problems(str(getattr(config.optim, "value", config.optim)))
     yield from _find_scheduler_problems(config)
+    if getattr(config.accelerator_config, "dispatch_batches", None):
+        yield (
+            "accelerator_config={'dispatch_batches': True}: the main process would cut each batch into pieces for the "
+            "others, which accelerate can do with tensors, and a batch here is a list of rows. Remove "
+            "dispatch_batches, or set it to False: each process then reads its own rows."
+        )
     given = config.gradient_checkpointing_kwargs
     if isinstance(given, Mapping):
         yield from _find_unknown("gradient_checkpointing_kwargs", given, _CHECKPOINTING)
