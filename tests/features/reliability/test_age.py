@@ -151,6 +151,34 @@ def test_a_schedule_that_warms_up_is_judged_by_its_top(tmp_path):
     assert shares[2:5] == pytest.approx([1 / 1.2] * 3)
 
 
+def test_the_noise_of_a_warm_ups_first_rates_holds_but_is_no_reason_to_warn(tmp_path, caplog):
+    """What is measured says nothing of the rate: it is as much at 1/20 of the top as it is later."""
+    rising = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "warmup_steps": 20}
+    with caplog.at_level(logging.WARNING):
+        trainer, _ = ahead(tmp_path, [math.nan] * 12, lambda guard: 1 / (1 + 1e-4), **rising)
+    assert logged(trainer, "sampling/expected_share")[2] < 0.98, "expected of the top of the schedule"
+    allowed = logged(trainer, "sampling/rollouts_ahead")
+    assert allowed[:3] == [0] * 3 and allowed[-1] > 0
+    assert not [record for record in caplog.records if "run ahead until" in record.getMessage()]
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_a_constant_rate_that_is_too_large_is_named_at_once_whatever_n(tmp_path, caplog, num):
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 1e-3, "rollouts_ahead": num}
+    with caplog.at_level(logging.WARNING):
+        ahead(tmp_path, [math.nan] * 3, by_rate(0.05e6), **constant)
+    said = [record.getMessage() for record in caplog.records if "run ahead until" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("Step 2:")
+
+
+def test_a_warm_up_to_a_rate_that_is_too_large_is_named_before_its_top(tmp_path, caplog):
+    rising = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "warmup_steps": 9}
+    with caplog.at_level(logging.WARNING):
+        ahead(tmp_path, [math.nan] * 6, by_rate(0.05e6), **rising)
+    said = [record.getMessage() for record in caplog.records if "run ahead until" in record.getMessage()]
+    assert len(said) == 1 and said[0].startswith("Step 5:"), "the update of step 4 is the first at a third of the top"
+
+
 def test_a_batch_that_is_too_far_off_is_left_out_and_said_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         _, in_flight = ahead(tmp_path, [1.0, 1.0, 1.0, 0.5, 0.4, 0.99, 1.0, 1.0])

@@ -38,6 +38,10 @@ EXPECTED_LOSS = 0.2
 """What a batch may be expected to lose of its share, as a part of what `failures.min_effective_share` lets it lose.
 
 Where .98 was expected, runs learned; where .96 was, they were ruined (docs/running-ahead.md)."""
+LEAST_MEASURED = 1 / 3
+"""The warning waits until a distance was measured of this part of what one rollout moves at the rate it is about.
+
+At a warm-up's first rates a measurement is mostly noise, and so is what follows from it for the schedule's top."""
 MEMORY = 0.7
 """The weight of all earlier measurements beside the next one."""
 PROBE_ROWS = 32
@@ -63,6 +67,8 @@ class Drift:
     def __init__(self) -> None:
         self.noise = 0.0
         """The variance at distance 0: sampler and trainer round differently."""
+        self.farthest = 0.0
+        """The largest distance that was measured."""
         self._variance = self._square = 0.0
 
     @property
@@ -85,6 +91,7 @@ class Drift:
         variance = max(variance - (self.noise if has_noise else 0.0), 0.0)
         self._variance = MEMORY * self._variance + variance
         self._square = MEMORY * self._square + square
+        self.farthest = max(self.farthest, math.sqrt(square))
 
     def expected_share(self, distance: float) -> float:
         """The share of tokens that are `distance` old, in added learning rates; 1 where nothing is known."""
@@ -102,11 +109,14 @@ class Drift:
 
     def state_dict(self) -> dict[str, float]:
         """What was measured."""
-        return {"noise": self.noise, "variance": self._variance, "square": self._square}
+        return {
+            "noise": self.noise, "variance": self._variance, "square": self._square, "farthest": self.farthest,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Go on with it."""
         self.noise, self._variance, self._square = state["noise"], state["variance"], state["square"]
+        self.farthest = state.get("farthest", math.sqrt(self._square))
 
 
 class AgeGuard(RolloutCallback):
@@ -263,7 +273,7 @@ class AgeGuard(RolloutCallback):
         ahead.limit = 0 if is_too_old else limit
         expected = self._drift.expected_share(args.rollouts_ahead * of_rollout)
         trainer.add_metrics({"sampling/rollouts_ahead": float(ahead.limit), "sampling/expected_share": expected})
-        if limit < args.rollouts_ahead and self._drift.is_known:
+        if limit < args.rollouts_ahead and self._drift.farthest >= LEAST_MEASURED * of_rollout > 0.0:
             self._say_limited(rate, expected, limit)
 
     def _rate_ahead(self) -> float:
