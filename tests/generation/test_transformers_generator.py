@@ -129,6 +129,28 @@ def test_max_tokens_cuts_each_row_at_its_own_limit(model):
     assert {generation.stop for generation in generations} == {"length"}
 
 
+def test_an_interruption_means_what_is_in_flight_and_nothing_that_comes_later(model):
+    generator = make_generator(model)
+    [expected] = run(generator, PROMPTS[:1])
+    assert generator._worker is not None and generator.is_idle, "its thread waits for more"
+    assert generator.interrupt()
+    [later] = run(generator, PROMPTS[:1])
+    assert (later.token_ids, later.stop) == (expected.token_ids, "length")
+
+    async def interrupted():
+        request = GenerationRequest(prompt_ids=PROMPTS[0], max_tokens=10_000, seed=0, params=SAMPLED)
+        answer = asyncio.ensure_future(generator.generate(request))
+        while not generator._rows:
+            await asyncio.sleep(0.001)
+        generator.interrupt()
+        return await answer
+
+    part = asyncio.run(interrupted())
+    assert part.stop == "interrupted" and part.token_ids[:12] == expected.token_ids[: len(part.token_ids)]
+    [later] = run(generator, PROMPTS[:1])
+    assert (later.token_ids, later.stop) == (expected.token_ids, "length")
+
+
 def test_exactly_the_modules_that_trained_train_again_before_the_answer_arrives():
     model = tiny_model().train()
     model.model.layers[1].eval()

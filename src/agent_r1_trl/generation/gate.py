@@ -127,10 +127,13 @@ class GatedGenerator(Generator):
         began = time.perf_counter()
         with self._changed:
             was_open, self._is_open = self._is_open, False
-            if self.cuts_turns and self._inside and self.inner.interrupt():
+            cuts = self.cuts_turns and bool(self._inside) and self.inner.interrupt()
+            if cuts:
                 self._num_cut += len(self._inside)
             while self._is_in_use() and not is_cancelled():
                 self._changed.wait(LOOK_S)
+                if cuts and self._inside:  # one may have been on its way to the sampler
+                    self.inner.interrupt()
             if was_open:
                 self._drain_s += time.perf_counter() - began
 

@@ -113,7 +113,7 @@ class ThreadedGenerator(Generator):
     def interrupt(self) -> bool:
         """See `Generator`; the worker thread cuts the requests before its next step (`_is_cut`)."""
         with self._changed:
-            self._must_cut = self._worker is not None
+            self._must_cut = bool(self._waiting) or self._step_began is not None
         return True
 
     @property
@@ -189,7 +189,9 @@ class ThreadedGenerator(Generator):
             self._serve()
         except BaseException as error:  # a SystemExit too: the thread must not leave its requests waiting
             self._fail_all(error)
-        self._step_began = None
+        with self._changed:
+            self._step_began = None
+            self._must_cut = self._must_cut and bool(self._waiting)  # what comes later is not meant
         return True
 
     def _gather_requests(self) -> bool:
