@@ -279,8 +279,8 @@ def begun_rollouts(trainer):
     return begun
 
 
-def failed_calls(folder):
-    recorded = [read_rollout(path) for path in sorted((folder / "journal" / "rank0").iterdir())]
+def failed_calls(folder, rank=0):
+    recorded = [read_rollout(path) for path in sorted((folder / "journal" / f"rank{rank}").iterdir())]
     steps = [turn.step for rollout in recorded for item in rollout.trajectories for turn in item.turns if turn.step]
     results = [result for step in steps for result in step["info"]["tool_results"]]
     assert len(results) == 5 * 8
