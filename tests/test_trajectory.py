@@ -311,3 +311,11 @@ def test_numbers_of_numpy_and_torch_are_numbers_and_one_that_is_not_finite_is_sa
     expected = {"int": 2, "float": 2.5, "bool": 1, "array": 3, "tensor": 4, "7": 8}
     assert item.numbers == item.numbers == expected
     assert sorted(record.args[0] for record in caplog.records) == ["far off", "lost"]
+
+
+def test_a_success_that_is_no_number_is_said_once_and_none_means_no_verdict(caplog):
+    for value in ("yes", "yes", [1.0], None, True):
+        item = empty(info={"success": value, "note": "text is fine elsewhere"})
+        assert item.numbers == ({"success": 1.0} if value is True else {})
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "trajectory.info['success'] is 'yes', which is no number" in first and "[1.0]" in second

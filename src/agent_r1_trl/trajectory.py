@@ -106,6 +106,9 @@ def extended_row(rows: Sequence[tuple[list[int], list[int]]], context_ids: list[
 
 logger = logging.getLogger(__name__)
 
+_SCORES = ("em", "success")
+"""Names in `info` of which the first that holds a number says whether the task was solved."""
+
 MAX_OWN_NUMBERS = 3
 """How many numbers of the user's own stand beside ours in the terminal and in tables."""
 _OUR_NUMBERS = ("em", "f1", "valid_answer", "success")
@@ -433,12 +436,14 @@ class Trajectory:
                     numbers[str(name)] = float(value)
                 else:
                     _warn_of_number(str(name))
+            elif name in _SCORES and value is not None:
+                _warn_of_score(name, f"{value!r:.80}")
         return numbers
 
     @property
     def is_solved(self) -> bool:
         """Exact match, else the environment's `success` of at least 1/2, else an outcome above 0."""
-        scores = [self.numbers[name] for name in ("em", "success") if name in self.numbers]
+        scores = [self.numbers[name] for name in _SCORES if name in self.numbers]
         return scores[0] >= 0.5 if scores else self.outcome_reward > 0
 
     @property
@@ -528,6 +533,13 @@ class Trajectory:
 @functools.cache
 def _warn_of_number(name: str) -> None:
     logger.warning("trajectory.info[%r] holds NaN, infinity or too large a number, which no mean counts.", name)
+
+
+@functools.cache
+def _warn_of_score(name: str, value: str) -> None:
+    logger.warning(
+        "trajectory.info[%r] is %s, which is no number, so no mean counts it. Set it to 0.0 or 1.0.", name, value
+    )
 
 
 def _messages_of(turn: Turn) -> list[Message]:

@@ -274,7 +274,7 @@ TRAIN = {
     "an environment without reset": ({"env": "tasks.py:NoReset"}, "env='tasks.py:NoReset'.*reset"),
     "a function that makes nothing": ({"env": "tasks.py:make_none"}, "env='tasks.py:make_none'.*NoneType"),
     "a number for an environment": ({"env": "tasks.py:number"}, "env='tasks.py:number'.* int"),
-    "a prompt of another form": ({"env": "tasks.py:WrongReset"}, "env='tasks.py:WrongReset'.*returned int"),
+    "a prompt of another form": ({"env": "tasks.py:WrongReset"}, "env='tasks.py:WrongReset'.*returned 5"),
     "an environment that raises": (
         {"env": "tasks.py:RaisingReset"},
         "env='tasks.py:RaisingReset'.*dataset_name='train.jsonl'.*KeyError: 'missing'",

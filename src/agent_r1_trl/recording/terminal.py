@@ -114,6 +114,13 @@ def _text(*parts: str | tuple[str, str]) -> Text:
     return Text.assemble(*((visible(text), style) for text, style in pairs))
 
 
+def _sum_of_rewards(trajectory: Trajectory) -> str:
+    return (
+        f"{trajectory.total_reward:+.3f} = turns {trajectory.process_reward:+.3f} + "
+        f"outcome {trajectory.outcome_reward:+.3f}{_parts(trajectory.reward_parts)}"
+    )
+
+
 def _header(trajectory: Trajectory) -> Text:
     reason, is_failure = trajectory.stop_reason, trajectory.stop_reason.is_infrastructure_failure
     num_summaries = len(trajectory.turns) - len(trajectory.env_turns)
@@ -122,8 +129,7 @@ def _header(trajectory: Trajectory) -> Text:
         ("stop: ", "dim"),
         (reason.value, "red" if is_failure else "yellow" if reason is not StopReason.DONE else "default"),
         ("   reward: ", "dim"),
-        f"{trajectory.total_reward:+.3f} = turns {trajectory.process_reward:+.3f} + "
-        f"outcome {trajectory.outcome_reward:+.3f}{_parts(trajectory.reward_parts)}",
+        _sum_of_rewards(trajectory) if trajectory.is_scored else "none: nothing scored it",
         (f"   turns: {len(trajectory.env_turns)}", "dim"),
         (f"   summaries: {num_summaries}" if num_summaries else "", "dim"),
         (f"   {trajectory.duration_s:.2f} s\ntokens: ", "dim"),

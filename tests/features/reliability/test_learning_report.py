@@ -206,7 +206,7 @@ def test_the_summary_names_the_limit_that_ended_most_of_what_was_not_solved(num_
     summary = report.summary()
     named = "unsolved        4 of the last rollout, 2 of them ended at max_completion_length: agent-r1-trl view"
     assert (named in summary) == (num_cut == 2)
-    advice = "Raise max_completion_length, at which most of the last rollout ended; else warm the model up"
+    advice = "ended at max_completion_length: raise it if the model's context allows; else warm the model up"
     assert (advice in summary) == (num_cut == 2) and "docs/warm-up.md" in summary
     report.take([Scored(1.0)] * 4, step=2, group_size=4)
     assert "max_completion_length" not in report.summary()

@@ -67,6 +67,7 @@ def test_a_scripted_chat_with_a_recipe(recipe, chat, answering_model, capsys):
     assert [message["content"] for message in second.messages if message["role"] == "user"] == ["Hello", "Once more"]
     assert second.completion_ids[: len(first.completion_ids)] == first.completion_ids
     assert "⟦" in out and "policy (mask 1)" in out
+    assert "reward: none: nothing scored it   turns: 2" in out and "reward: +0.000" not in out
     tokenizer = AutoTokenizer.from_pretrained(answering_model)
     said = [tokenizer.decode(second.completion_ids[turn.start : turn.end - 1]) for turn in second.turns]
     assert all(visible(text) in out for text in said) and max(map(len, said)) > 3

@@ -223,7 +223,11 @@ class LearningReport(RolloutCallback):
         lines += [text for name in sorted(self.answers) if (text := self.answers[name].silence(name))]
         limit = self._usual_limit()
         if not any(item.solved for item in self.rollouts):
-            first_fix = f"Raise {limit}, at which most of the last rollout ended; else warm" if limit else "Warm"
+            first_fix = "Warm"
+            if limit:
+                first_fix = (
+                    f"Most of the last rollout ended at {limit}: raise it if the model's context allows; else warm"
+                )
             lines.append(
                 "No trajectory was solved: rewards can only have taught something else, such as fewer call errors. "
                 f"{first_fix} the model up on demonstrations (docs/warm-up.md), or begin with easier rows."

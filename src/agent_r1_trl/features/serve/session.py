@@ -143,6 +143,7 @@ class Conversation:
         if reason.is_infrastructure_failure or len(self._tape.recorded) == num_generations:
             await self._take_back(num_generations, num_steps)
             raise ConversationError(trajectory.error or str(self._end_of(reason)), reason)
+        trajectory.is_scored = False  # rewards are not asked for
         self.trajectory = trajectory
         self.ended = self._end_of(reason)
         return trajectory
