@@ -36,7 +36,9 @@ class Rule:
     """Which values a setting takes: `str` of it is the rule in words. Of a list the test is one of all elements."""
 
     def __init__(self, words: str, takes: Callable[[Any], bool], *, is_list: bool = False) -> None:
-        self._words, self._takes, self.is_list = words, takes, is_list
+        self._words = words
+        self._takes = takes
+        self.is_list = is_list
 
     def accepts(self, value: object) -> bool:
         """Whether it takes this value."""

@@ -154,7 +154,10 @@ class TurnParser:
             # Bare JSON has no marker before it: a delimiter found inside it would tear it apart.
             regions = [_Region(None, text, whole)]
 
-        content, reasoning, calls, reasons = [], [], [], []
+        content = []
+        reasoning = []
+        calls = []
+        reasons = []
         for region in regions:
             if region.field in _REASONING_FIELDS:
                 reasoning.append(self._turn_ends.sub("", region.body).strip())
@@ -264,7 +267,8 @@ class TurnParser:
                     whole_calls = self._calls_within(opens["tool_calls"], closes["tool_calls"], body_start, body_end)
                     for call, called in whole_calls:
                         yield _Region(name, "", text[body_start : call.start()])
-                        raw, inside = text[call.start() : called.end()], text[call.end() : called.start()]
+                        raw = text[call.start() : called.end()]
+                        inside = text[call.end() : called.start()]
                         yield _Region("tool_calls", raw, inside)
                         body_start = called.end()
             yield _Region(name, text[opened.start() : end], text[body_start:body_end], is_closed)

@@ -51,7 +51,9 @@ def find_rule(template: ChatTemplate) -> ReasoningRule:
         inside = {"content": with_reasoning(around, _MARK, "said")}
         shown_inside = [_MARK in text for text in _probes(template, inside)]
         if any(shown_inside):
-            tags, reasoning, shown = around, inside, shown_inside
+            tags = around
+            reasoning = inside
+            shown = shown_inside
     return ReasoningRule(drops=not all(shown), tags=tags, is_local=_is_local(template, reasoning))
 
 

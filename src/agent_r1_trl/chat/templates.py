@@ -65,7 +65,8 @@ def choose_chat_template(
     Raises:
         ChatFormatError: if there is no template, or it renders earlier turns differently once later ones follow.
     """
-    template, name = tokenizer.chat_template, getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    template = tokenizer.chat_template
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if requested is not None:
         template = _source(requested)
     elif isinstance(template, dict):
@@ -263,13 +264,16 @@ def suggested_template(
     Something speaks for its family: lines in common with `template` (or ChatML, which many families write), and the
     tokenizer's own tokens for calls, if it has such. `is_sound` tries a template, by name, with the tokenizer.
     """
-    lines, shipped, known = set(template.splitlines()), _shipped(), set(tokenizer.get_vocab())
+    lines = set(template.splitlines())
+    shipped = _shipped()
+    known = set(tokenizer.get_vocab())
     for_tools = {token for token in known if "tool" in token and control_tokens(token)}
     related = {}
     for name, source in shipped.items():
         if f"{name}_training" in shipped or not (not for_tools or for_tools & control_tokens(source)):
             continue
-        num_lines, is_chatml = len(lines & set(source.splitlines())), name == "qwen2_5_training"
+        num_lines = len(lines & set(source.splitlines()))
+        is_chatml = name == "qwen2_5_training"
         if num_lines or is_chatml:
             related[name] = (num_lines, is_chatml, len(control_tokens(source) & known))
     likely = ["qwen3_training"] if "<think>" in template else []

@@ -198,7 +198,8 @@ def _baseline_model(arguments: EvalArguments, method: str, given: list[str]) -> 
     """The model of a baseline; None where nothing is sampled."""
     if arguments.replay:
         return None
-    base, is_hosted = arguments.base_model, bool(arguments.endpoint) and method != "base"
+    base = arguments.base_model
+    is_hosted = bool(arguments.endpoint) and method != "base"
     if is_hosted or base is None:
         base = given[0] if len(given) == 1 and (is_hosted or method != "base") else None
     elif base in given and method == "base" and not arguments.endpoint:

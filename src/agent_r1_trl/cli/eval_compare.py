@@ -54,7 +54,8 @@ def run(argv: Sequence[str]) -> int:
     console = table_console()
     for one, two in pairs:
         try:
-            before, after = read_examples(one / EXAMPLES_FILE), read_examples(two / EXAMPLES_FILE)
+            before = read_examples(one / EXAMPLES_FILE)
+            after = read_examples(two / EXAMPLES_FILE)
             changes = compare(before, after)
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(

@@ -53,7 +53,10 @@ class RecipeParser:
         private: Sequence[str] = (),
         others: Mapping[str, type] | None = None,
     ) -> None:
-        self.kinds, self.command, self._about, self._private = kinds, command, about, private
+        self.kinds = kinds
+        self.command = command
+        self._about = about
+        self._private = private
         self._own, self._known = _fields(kinds), _fields([*elsewhere, *kinds])
         known = (*elsewhere, *kinds)
         self._hints = {name: hint for kind in known for name, hint in typing.get_type_hints(kind).items()}

@@ -20,7 +20,10 @@ from agent_r1_trl.trajectory import Trajectory
 def trajectory_progress(console: Console, description: str, total: int) -> Iterator[Callable[[Any], None]]:
     """Shows an evaluation, trajectory by trajectory; yields the `on_trajectory` of `evaluate`."""
     solved: list[float] = []
-    note, num_ended, began, ended = "", 0, time.monotonic(), time.monotonic()
+    note = ""
+    num_ended = 0
+    began = time.monotonic()
+    ended = time.monotonic()
 
     def advance(trajectory: Trajectory) -> None:
         nonlocal note, num_ended, ended

@@ -109,7 +109,9 @@ class _Above(io.TextIOBase):
 
     def __init__(self, console: Console, stream: TextIO) -> None:
         # Not named `rich_proxied_file`: other consoles of rich would find the stream by it, and write into the block.
-        self._console, self._rest, self._stream = console, "", stream
+        self._console = console
+        self._rest = ""
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

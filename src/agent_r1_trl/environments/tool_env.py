@@ -223,7 +223,8 @@ class ToolEnv:
         executor = self.executor
         self._num_turns += 1
         calls = read_calls(message, id_prefix=f"call_{self._num_turns}")
-        made, surplus = calls[: self.max_calls_per_turn], calls[self.max_calls_per_turn :]
+        made = calls[: self.max_calls_per_turn]
+        surplus = calls[self.max_calls_per_turn :]
         results = await executor.execute(made) if made else []
         if surplus:
             told = f"Error: at most {len(made)} calls per turn are made; this one and those after it were not."

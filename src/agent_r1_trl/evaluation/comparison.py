@@ -54,7 +54,11 @@ def read_examples(path: str | Path) -> EvaluationResult:
     Raises:
         ValueError: a line is broken.
     """
-    ids, seeds, digests, rows, sizes = [], [], [], [], [1]
+    ids = []
+    seeds = []
+    digests = []
+    rows = []
+    sizes = [1]
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
         try:
             record = json.loads(line)

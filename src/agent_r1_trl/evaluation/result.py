@@ -260,7 +260,8 @@ def difference(
         shared_after.append({name: pair for name, pair in other.items() if name in one})
     sums_before, sums_after = _sums(shared_before), _sums(shared_after)
     values_before, values_after = _ratios(sums_before), _ratios(sums_after)
-    drawn_before, drawn_after = _drawn_ratios(sums_before, seed), _drawn_ratios(sums_after, seed)
+    drawn_before = _drawn_ratios(sums_before, seed)
+    drawn_after = _drawn_ratios(sums_after, seed)
     changes = {}
     for name, value in values_before.items():
         low, high = _interval(drawn_after[name] - drawn_before[name])

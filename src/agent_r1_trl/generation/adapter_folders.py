@@ -45,7 +45,8 @@ def _ways_on(path: str, *, flag: str) -> str:
     from peft import PeftConfig
 
     config = PeftConfig.from_pretrained(path)
-    kind, base = getattr(config.peft_type, "value", config.peft_type), config.base_model_name_or_path
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    base = config.base_model_name_or_path
     merged = f"{path.rstrip('/')}-merged" if Path(path).is_dir() else "outputs/merged"
     command = shlex.join(["agent-r1-trl", "merge", path, "--output_dir", merged])
     return (

@@ -60,8 +60,12 @@ class Endpoint:
         options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.url, self.model, self.options = api_url(url), model, dict(options or {})
-        self._key, self._key_name, self._timeout_s = key, key_name, timeout_s
+        self.url = api_url(url)
+        self.model = model
+        self.options = dict(options or {})
+        self._key = key
+        self._key_name = key_name
+        self._timeout_s = timeout_s
         if own := [name for name in self.options if name in _OWN_SETTINGS]:
             raise ValueError(
                 f"endpoint_options={self.options}: {own[0]!r} is what the evaluation itself sets. Remove it."

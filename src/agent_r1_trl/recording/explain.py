@@ -121,7 +121,9 @@ class _RecordedGroup:
 
     def explain(self, index: int) -> Explanation:
         """The advantages of one of the members."""
-        item, mask, computed = self.members[index].trajectory, self.mask[index], self.computed[index]
+        item = self.members[index].trajectory
+        mask = self.mask[index]
+        computed = self.computed[index]
         sums = work_out(self._sums(index)) if mask.any() else [(f"advantage, as {_why_none(item)}", 0.0)]
         recorded = torch.zeros(len(mask))
         recorded[: len(item.completion_ids)] = torch.tensor(item.advantages)

@@ -275,7 +275,8 @@ def read_records(
         beside = read_columns(file) if columns else {}
         for line, values in enumerate(read_lines(file, "a recorded trajectory", ("completion_ids", "turns"))):
             try:
-                record_step, rank = int(values.get("step", file_step(file))), int(values.get("rank", 0))
+                record_step = int(values.get("step", file_step(file)))
+                rank = int(values.get("rank", 0))
                 record_split = str(values.get("split", "eval" if of_eval else "train"))
                 counts[(record_split, record_step)] += 1
                 if step not in (None, record_step) or split not in (None, record_split):

@@ -122,7 +122,8 @@ def _sum_of_rewards(trajectory: Trajectory) -> str:
 
 
 def _header(trajectory: Trajectory) -> Text:
-    reason, is_failure = trajectory.stop_reason, trajectory.stop_reason.is_infrastructure_failure
+    reason = trajectory.stop_reason
+    is_failure = trajectory.stop_reason.is_infrastructure_failure
     num_summaries = len(trajectory.turns) - len(trajectory.env_turns)
     head: list[str | tuple[str, str]] = [
         (f"{trajectory.example_id or 'trajectory'} · generation {trajectory.generation}\n", "bold"),

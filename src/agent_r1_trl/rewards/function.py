@@ -96,7 +96,8 @@ def _check_options(function: Callable[..., Any], options: dict[str, Any], *kinds
     known = [item.name for item in inspect.signature(function).parameters.values() if item.kind in kinds]
     for name in options:
         if name not in known:
-            owner, hint = getattr(function, "__name__", repr(function)), did_you_mean(name, known)
+            owner = getattr(function, "__name__", repr(function))
+            hint = did_you_mean(name, known)
             raise ValueError(f"{owner}: there is no option {name!r}.{hint} Set one of {', '.join(known)}.")
 
 

@@ -215,7 +215,8 @@ class JudgeReward:
         if self.ranking or self.turns:
             name, functions = ("turns", "turn_reward_funcs") if self.turns else ("ranking", "reward_funcs")
             refuse([f"JudgeReward.{name}=True: an environment knows one outcome. Use {functions}."])
-        task, text = self._task(trajectory.prompt_messages, example or {}), self._text(trajectory.answered_messages)
+        task = self._task(trajectory.prompt_messages, example or {})
+        text = self._text(trajectory.answered_messages)
         [verdict] = await self._ask_all([(task, (text,))])
         if isinstance(verdict, str):
             raise InfrastructureError(f"{self.name}: {verdict}")
@@ -326,7 +327,8 @@ class JudgeReward:
         """A verdict on each (task, texts)."""
         import openai
 
-        key, gate = os.environ.get(self.key_env or ""), _gate(self, asyncio.get_running_loop())
+        key = os.environ.get(self.key_env or "")
+        gate = _gate(self, asyncio.get_running_loop())
         rules().note({"api_key": key or ""})  # masked wherever a server or an error repeats it
         client = openai.AsyncOpenAI(
             base_url=self.url,
@@ -366,7 +368,8 @@ class JudgeReward:
             async with asyncio.timeout((self.max_retries + 1) * (self.timeout_s + MAX_RETRY_WAIT_S)):
                 record = (await client.post("/chat/completions", body=body, cast_to=httpx.Response)).json()
             used = record.get("usage") or {}
-            num_read, num_written = used.get("prompt_tokens"), used.get("completion_tokens")
+            num_read = used.get("prompt_tokens")
+            num_written = used.get("completion_tokens")
             if num_read is not None and num_written is not None:
                 cost = self._cost(num_read, num_written)
             verdict = read_scores(record["choices"][0]["message"]["content"], num, self.max_score)

@@ -77,7 +77,8 @@ class JudgeLedger:
         with self._lock:
             if self._connection is None or self._pid != os.getpid():
                 options: Any = {"timeout": LOCK_TIMEOUT_S, "isolation_level": None, "check_same_thread": False}
-                self._connection, self._pid = sqlite3.connect(self.path or ":memory:", **options), os.getpid()
+                self._connection = sqlite3.connect(self.path or ":memory:", **options)
+                self._pid = os.getpid()
                 self._connection.executescript(_TABLES)
             with self._connection:  # commits, or undoes what was begun
                 self._connection.execute("BEGIN IMMEDIATE")

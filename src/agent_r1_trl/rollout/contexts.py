@@ -37,7 +37,10 @@ class Contexts:
     """The contexts of one trajectory, whose draft has its prompt; `tools`: schemas of the environment's."""
 
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Sequence[Schema] | None, limits: RolloutLimits) -> None:
-        self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
+        self._draft = draft
+        self._chat = chat
+        self._tools = tools
+        self._limits = limits
         self._policy = find_policy(limits)
         self._history = chat.history(tools) if limits.context.policy == STRIP_POLICY else None
         self._originals: dict[int, Message] = {}
@@ -109,7 +112,8 @@ class Contexts:
         """Take note of the last turn."""
         index = len(self._turns)
         given = None if turn.next_context is None else self._shown(turn.next_context)
-        (said,), observations = self._shown([turn.message]), self._shown(turn.observations)
+        (said,) = self._shown([turn.message])
+        observations = self._shown(turn.observations)
         self._turns.append(replace(turn, message=said, observations=observations, next_context=given))
         self._deltas.append(delta)
         self._turn_by_id[id(said)] = index
@@ -177,7 +181,8 @@ class Contexts:
                 lengths.popitem()
         else:
             before, lengths = messages[: starts[0]], {}
-            num_same, ids = 0, list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
+            num_same = 0
+            ids = list(self._draft.prompt_ids) if head == len(before) else self._rendered(before)
         for start, end in itertools.pairwise(starts):
             lengths[start] = num_same + len(ids)
             ids += self._sampled(turns[start]) + self._delta(turns[start], messages[start + 1 : end])

@@ -215,7 +215,8 @@ def to_send(messages: Sequence[Message]) -> list[Message]:
         waiting.clear()
 
     for index, message in enumerate(messages):
-        role, content = str(message.get("role")), as_text(message.get("content"), f"messages[{index}]")
+        role = str(message.get("role"))
+        content = as_text(message.get("content"), f"messages[{index}]")
         if role == "tool" and waiting:
             named = message.get("tool_call_id")  # which an environment may have left out, or shortened
             answered = waiting.pop(waiting.index(named) if named in waiting else 0)

@@ -170,7 +170,8 @@ async def _sample_turns(
             draft.prompt_ids = await asyncio.to_thread(chat.encode_prompt, draft.prompt_messages, tools or None)
     if limits.turn_budget(len(draft.prompt_ids), 0) < 1:
         return StopReason.PROMPT_TOO_LONG
-    contexts, summaries = Contexts(draft, chat, tools, limits), Summaries(draft, chat, tools, limits)
+    contexts = Contexts(draft, chat, tools, limits)
+    summaries = Summaries(draft, chat, tools, limits)
     sample = functools.partial(sample_turn, draft, generator, chat, tools, params)
     for turn_index in range(limits.max_turns):
         max_tokens = limits.turn_budget(*draft.lengths)
@@ -240,7 +241,8 @@ async def sample_turn(
     """The policy's turn after the present context, the message in it, and the seconds that it took to sample."""
     began = time.perf_counter()
     context = draft.context_ids
-    prefix, position = context[-PREFIX_TOKENS:], len(draft.prompt_ids) + len(draft.completion_ids)
+    prefix = context[-PREFIX_TOKENS:]
+    position = len(draft.prompt_ids) + len(draft.completion_ids)
     try:
         request = GenerationRequest(prompt_ids=context, max_tokens=max_tokens, seed=seed, params=params)
         sampled = generator.generate(request)

@@ -467,7 +467,10 @@ class _FrozenHeap:
     With torch and transformers loaded, its visits there take a third of the processor time of our part of a rollout.
     """
 
-    _lock, _num_rollouts, _is_ours, _is_theirs = threading.Lock(), 0, False, False
+    _lock = threading.Lock()
+    _num_rollouts = 0
+    _is_ours = False
+    _is_theirs = False
     _collected_at = -math.inf
 
     @classmethod

@@ -49,7 +49,10 @@ class Summaries:
     """The summaries of one trajectory; none are asked for under another `context.policy`."""
 
     def __init__(self, draft: Draft, chat: ChatFormat, tools: Sequence[Schema] | None, limits: RolloutLimits) -> None:
-        self._draft, self._chat, self._tools, self._limits = draft, chat, tools, limits
+        self._draft = draft
+        self._chat = chat
+        self._tools = tools
+        self._limits = limits
         self._message = summary_request(limits)
         self._num_before = 0
         """Turns up to the last summary, with it."""

@@ -63,7 +63,10 @@ class Watchdog:
         stall_timeout_s: float | None,
         give_up: Callable[[Exception], None],
     ) -> None:
-        self._drafts, self._loop, self._thread, self._give_up = drafts, loop, thread, give_up
+        self._drafts = drafts
+        self._loop = loop
+        self._thread = thread
+        self._give_up = give_up
         self._interval_s, self._stall_timeout_s = interval_s, stall_timeout_s
         self._tick_s = min(1.0, (interval_s or 4.0) / 4, (stall_timeout_s or 4.0) / 4)
         self.has_ended = threading.Event()
@@ -132,7 +135,9 @@ class Watchdog:
     def _report(self, now: float) -> None:
         seen = _progress(self._drafts())
         if seen != self._seen:
-            self._seen, self._moved_at, self._said_at = seen, now, now
+            self._seen = seen
+            self._moved_at = now
+            self._said_at = now
         asked_at = self._asked_at
         if self._interval_s is None or now - self._said_at < self._interval_s:
             return
@@ -183,7 +188,9 @@ class Watchdog:
 @contextlib.contextmanager
 def reported(what: str, interval_s: float | None) -> Iterator[None]:
     """Say every `interval_s` seconds that `what`, which this thread does meanwhile, has not ended, with its stack."""
-    thread, has_ended, began = threading.current_thread(), threading.Event(), time.monotonic()
+    thread = threading.current_thread()
+    has_ended = threading.Event()
+    began = time.monotonic()
 
     def watch() -> None:
         while not has_ended.wait(interval_s):

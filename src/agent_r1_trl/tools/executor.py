@@ -298,7 +298,8 @@ def _failed_call(found: Tool, error: BaseException, arguments: dict[str, Any]) -
         return _CallError(ToolErrorKind.EXCEPTION, str(error), found, fault=fault, is_reported=True)
     if isinstance(error, NoTextError):  # by the tool's own doing, whatever the arguments; a second call gives no other
         return _CallError(ToolErrorKind.INFRASTRUCTURE, f"{found.name!r} returned {error}", found)
-    is_handled, is_thread = isinstance(error, HandledError), is_thread_error(error, arguments)
+    is_handled = isinstance(error, HandledError)
+    is_thread = is_thread_error(error, arguments)
     text = str(error) if is_handled else f"{found.name!r} failed: {_describe_error(error)}"
     is_infrastructure = is_infrastructure_error(error, has_backend=found.backend, arguments=arguments)
     if fault is ToolFault.MODEL and not is_thread and not isinstance(error, InfrastructureError):

@@ -99,7 +99,9 @@ class _Filling:
         resource = specification.create_resource(schema)
         base = resource.id() or ""
         self._root = Registry().with_resource(base, resource).resolver(base)
-        self._schema, self._num_parts, self._has_dynamic = schema, 0, False
+        self._schema = schema
+        self._num_parts = 0
+        self._has_dynamic = False
 
     def filled(self) -> Schema:
         """The schema without references."""

@@ -390,7 +390,9 @@ def read_rows(records: Iterable[Any], source: str) -> Iterator[Row]:
     number = -1
     for number, record in enumerate(records):
         columns = record if isinstance(record, dict) else {}
-        text, title, identifier = columns.get("text"), columns.get("title"), columns.get("id")
+        text = columns.get("text")
+        title = columns.get("title")
+        identifier = columns.get("id")
         if text is None and isinstance(columns.get("contents"), str):
             title, text = split_contents(columns["contents"])
         if not isinstance(text, str) or not text.strip():

@@ -38,7 +38,9 @@ class RolloutsAhead:
         start: Callable[[Rows, int, Position], Any],
         void: Callable[[Position], object] = lambda position: None,
     ) -> None:
-        self._args, self._start, self._void = args, start, void
+        self._args = args
+        self._start = start
+        self._void = void
         self.window = Lookahead()
         """The rows of later rollouts."""
         self.limit: int | None = None
@@ -130,7 +132,9 @@ class Lookahead:
         `following` has the batches of the epochs after it; None where nobody knows their order yet.
         """
         if source is not self._source:
-            self._source, self._next_step, self._batches = source, step, {}
+            self._source = source
+            self._next_step = step
+            self._batches = {}
             self._following, self._later = following or iter(()), {}
         self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
         return self

@@ -199,7 +199,8 @@ def check_best_metric(config: MultiTurnConfig, eval_dataset: EvalRows) -> None:
                 f"metric_for_best_model={best!r}: there is no such metric. Did you mean {best.replace(old, new)!r}? "
                 "Set metric_for_best_model to a name of docs/metrics.md."
             )
-    name, sets = f"eval_{best.removeprefix('eval_')}", [*eval_dataset] if isinstance(eval_dataset, Mapping) else []
+    name = f"eval_{best.removeprefix('eval_')}"
+    sets = [*eval_dataset] if isinstance(eval_dataset, Mapping) else []
     if sets and not name.startswith(tuple(f"eval_{key}_" for key in sets)):
         raise ValueError(
             f"metric_for_best_model={best!r} with eval_dataset={{{', '.join(f'{key!r}: ...' for key in sets)}}}: each "

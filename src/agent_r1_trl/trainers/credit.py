@@ -41,7 +41,9 @@ class CreditEstimator:
     """Estimates advantages with the estimator and the weights that the training arguments name."""
 
     def __init__(self, args: MultiTurnConfig, accelerator: Accelerator):
-        self.args, self.accelerator, self.estimator = args, accelerator, args.estimator
+        self.args = args
+        self.accelerator = accelerator
+        self.estimator = args.estimator
         self.facts: dict[str, Any] = {}
         """The facts behind the last result, besides the trajectories; for the record."""
         self.bootstrap_values: torch.Tensor | None = None

@@ -163,5 +163,6 @@ def _find_scheduler_problems(config: MultiTurnConfig) -> Iterator[str]:
 def _find_unknown(flag: str, given: Mapping[str, Any], known: list[str] | tuple[str, ...]) -> Iterator[str]:
     for name in given:
         if name not in known:
-            hint, listed = did_you_mean(name, known), ", ".join(map(repr, known)) or "none"
+            hint = did_you_mean(name, known)
+            listed = ", ".join(map(repr, known)) or "none"
             yield f"{flag}: {name!r} is no option.{hint} Correct or remove it; there are: {listed}."

@@ -91,7 +91,9 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
     """
     base = base_causal_lm(model)
     is_adapted = base is not model
-    embedding, head, text = base.get_input_embeddings(), base.get_output_embeddings(), base.config.get_text_config()
+    embedding = base.get_input_embeddings()
+    head = base.get_output_embeddings()
+    text = base.config.get_text_config()
     num_parameters = num_adapter_parameters = 0
     for name, parameter in base.named_parameters():
         if is_critic_name(name):
@@ -367,7 +369,9 @@ def _states(setup: MemorySetup, shape: ModelShape) -> Iterator[Line]:
     def parts(stage: int) -> int:  # into which ZeRO, or FSDP2, divides something from a stage on
         return setup.num_processes if setup.is_fsdp or setup.zero_stage >= stage else 1
 
-    size, adapter, head = setup.weight_bytes, shape.num_adapter_parameters, shape.hidden_size + 1
+    size = setup.weight_bytes
+    adapter = shape.num_adapter_parameters
+    head = shape.hidden_size + 1
     quantized = shape.num_linear_parameters if setup.weight_bits else 0
     if not setup.offload_parameters:
         rest = shape.num_parameters - quantized
@@ -458,7 +462,9 @@ def token_bytes(setup: MemorySetup) -> float:
     repeated k and v, and its output twice (before and after the heads are joined); the gated MLP four vectors of its
     inner width. Frozen layers save no input; each adapter saves its own input and the mask of its dropout.
     """
-    shape, inner, outer = setup.shape, setup.compute_bytes, setup.hidden_bytes
+    shape = setup.shape
+    inner = setup.compute_bytes
+    outer = setup.hidden_bytes
     joined = shape.num_heads * shape.head_dim
     in_head_norms = (shape.num_heads + shape.num_kv_heads) * shape.head_dim if shape.has_head_norms else 0
     mask = setup.row_tokens * inner if setup.needs_masks and not setup.is_packed else 0

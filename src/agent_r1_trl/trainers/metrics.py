@@ -219,7 +219,9 @@ def log_rewards(trainer: MultiTurnTrainer, batch: UpdateBatch, output: Inputs) -
 
     The table's texts cannot control a terminal and hold no secrets.
     """
-    accelerator, metrics, logs = trainer.accelerator, trainer._metrics[trainer._mode], trainer._logs
+    accelerator = trainer.accelerator
+    metrics = trainer._metrics[trainer._mode]
+    logs = trainer._logs
     values = accelerator.gather(batch.reward_values)  # (N, F)
     returns = torch.tensor([item.total_reward for item in batch.trajectories], device=values.device)
     returns = accelerator.gather(returns.masked_fill(~batch.in_baseline, torch.nan))  # (N,)

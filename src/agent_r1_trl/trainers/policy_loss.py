@@ -133,7 +133,8 @@ class KeptRows:
             for name, has_any in inputs.items()
             if name.startswith(HAS_TERM + EXTRA_TOKENS)
         }
-        policy, stands_for = bool(inputs.get(HAS_SIGNAL, True)), inputs.get(STANDS_FOR, 1.0)
+        policy = bool(inputs.get(HAS_SIGNAL, True))
+        stands_for = inputs.get(STANDS_FOR, 1.0)
         self._trained.append(Trained(policy, terms, stands_for))
         return loss * math.nan if is_poisoned else loss
 
@@ -374,7 +375,9 @@ class LossPass:
 
         To TRL the entropy of a step that is skipped is 0 or NaN, which its adaptive bonus must not answer.
         """
-        beta, entropy_coef, entropy = trainer.beta, trainer.entropy_coef, trainer._last_world_entropy
+        beta = trainer.beta
+        entropy_coef = trainer.entropy_coef
+        entropy = trainer._last_world_entropy
         weighted = beta * self.scale if isinstance(self.scale, float) else WeightedBeta(beta, self.scale)
         trainer.beta = 0.0 if trainer.args.kl_placement == "reward" else weighted
         try:

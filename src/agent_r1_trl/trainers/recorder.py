@@ -126,12 +126,15 @@ class Recorder(RolloutCallback):
 
     def write(self, batch: UpdateBatch, trajectories: Sequence[Trajectory], output: Inputs) -> None:
         """Write a rollout, or those of its trajectories that an evaluation counts; `output` is TRL's batch of rows."""
-        trainer, is_training, rows = self.trainer, batch.position.is_training, batch.training_rows
+        trainer = self.trainer
+        is_training = batch.position.is_training
+        rows = batch.training_rows
         advantages = rows.to_time(output["advantages"]).tolist()
         for trajectory, row in zip(trajectories, advantages, strict=False):
             trajectory.advantages = row[: len(trajectory.completion_ids)]
         # A rollout has the number of the first step that trains on it, under which its metrics are logged.
-        step, split = trainer.state.global_step + is_training, "train" if is_training else "eval"
+        step = trainer.state.global_step + is_training
+        split = "train" if is_training else "eval"
         first_line = self.store.num_lines.get((split, step), 0)
         fields = self._fields(batch, output, step) if is_training else None
         path = self.store.write(step, [*trajectories, *batch.replaced], split=split, fields=fields)

@@ -332,8 +332,12 @@ class RewardCalls:
             try:
                 yield
             except Exception as error:
-                call, given = (lambda rows: function(**arguments(kwargs, rows))), arguments(kwargs)
-                found = reward_failure(error, said, self._trajectories, call, given)
+
+                def call_again(rows: slice) -> Any:
+                    return function(**arguments(kwargs, rows))
+
+                given = arguments(kwargs)
+                found = reward_failure(error, said, self._trajectories, call_again, given)
                 found.__cause__ = error
                 self._error = self._error or found
 

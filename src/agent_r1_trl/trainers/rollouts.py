@@ -414,7 +414,10 @@ class Rollouts:
             self._runner.generator.close()
         if not self._is_stuck:  # else its thread ends with the process
             self._runner.close()
-        self._runner, self._gate, self._is_stuck, self.synced_step = None, None, False, -1
+        self._runner = None
+        self._gate = None
+        self._is_stuck = False
+        self.synced_step = -1
 
 
 class Rollout:

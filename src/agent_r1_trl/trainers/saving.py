@@ -103,9 +103,11 @@ def load_rollout(folder: Path, trainer: MultiTurnTrainer) -> None:
     Without any file, as in a checkpoint of TRL's, or with `resume_without: [rollout]`, the place follows from the
     optimizer steps, and the next one begins with a new rollout.
     """
-    args, path = trainer.args, folder / ROLLOUT_STATE.format(rank=trainer.accelerator.process_index)
+    args = trainer.args
+    path = folder / ROLLOUT_STATE.format(rank=trainer.accelerator.process_index)
     if "rollout" in (args.resume_without or ()) or not any(gather_object([path.exists()])):
-        trainer._step, trainer._buffered_inputs = trainer.state.global_step * args.gradient_accumulation_steps, None
+        trainer._step = trainer.state.global_step * args.gradient_accumulation_steps
+        trainer._buffered_inputs = None
         return
     state = torch.load(path, map_location=trainer.accelerator.device, weights_only=True)
     trainer._step, trainer._buffered_inputs = state["step"], state["buffered_inputs"]
@@ -190,7 +192,8 @@ def _check_data(lead: str, saved: dict[str, Any], now: dict[str, Any]) -> None:
             continue
         fix = f"Start it with {name}={before}"
         if name == "train_dataset":
-            is_equal, fix = before["rows"] == given["rows"], "Pass the same rows in their order"
+            is_equal = before["rows"] == given["rows"]
+            fix = "Pass the same rows in their order"
             before, given = f"{before['rows']} rows", f"{given['rows']} rows"
             given += " with other contents or in another order" if is_equal else ""
         raise CheckpointError(

@@ -176,7 +176,9 @@ def objective(rows: TwoRows, log_probs: torch.Tensor, settings: LossSettings) ->
         log_probs: (B, T) the policy's, which gradients reach.
         settings: of the run.
     """
-    args, kind, mask = settings.args, settings.loss_type, rows.mask
+    args = settings.args
+    kind = settings.loss_type
+    mask = rows.mask
     log_ratio = log_probs - rows.old
     if args.importance_sampling_level == "sequence":
         log_ratio = ((log_ratio * mask).sum(dim=1) / mask.sum(dim=1)).unsqueeze(1)  # (B, 1)

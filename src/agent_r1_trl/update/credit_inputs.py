@@ -60,7 +60,10 @@ def read_credit_inputs(
     def numbers(rows: list[list[int]], width: int) -> torch.Tensor:
         return pad_lists(rows, -1, length=width, dtype=torch.long).to(device)
 
-    outcomes, seat_outcomes, process_on_tokens, outcome_on_tokens = [], [], [], []
+    outcomes = []
+    seat_outcomes = []
+    process_on_tokens = []
+    outcome_on_tokens = []
     for trajectory, rewards in zip(trajectories, turn_rewards, strict=True):
         outcome = outcome_weight * trajectory.outcome_reward
         outcomes.append(outcome)

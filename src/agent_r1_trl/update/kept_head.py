@@ -82,7 +82,9 @@ class _KeptHead:
     def __init__(
         self, kept_ids: SamplingMasks, is_scored: torch.Tensor, original: type[torch.autograd.Function]
     ) -> None:
-        self._kept_ids, self._is_scored, self._original = kept_ids, is_scored, original
+        self._kept_ids = kept_ids
+        self._is_scored = is_scored
+        self._original = original
 
     def apply(
         self,

@@ -299,7 +299,10 @@ class _Efficient(torch.autograd.Function):
             window_size=window,
         )
         ctx.save_for_backward(queries, keys, values, output, log_sums, seed, offset)
-        ctx.offsets, ctx.scale, ctx.dropout, ctx.window = offsets, scale, dropout, window
+        ctx.offsets = offsets
+        ctx.scale = scale
+        ctx.dropout = dropout
+        ctx.window = window
         return output
 
     @staticmethod

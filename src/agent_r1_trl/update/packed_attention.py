@@ -94,7 +94,9 @@ def _attend_one_by_one(
     # Split, never sliced: the gradient of each slice is as large as the whole row.
     all_queries, all_keys, all_values = (whole.split(packed_layout.sizes, dim=2) for whole in (query, key, value))
     for number, seen in enumerate(packed_layout.seen):
-        queries, keys, values = all_queries[number], all_keys[number], all_values[number]
+        queries = all_queries[number]
+        keys = all_keys[number]
+        values = all_values[number]
         if seen:
             keys = torch.cat([*(all_keys[other] for other in seen), keys], dim=2)
             values = torch.cat([*(all_values[other] for other in seen), values], dim=2)

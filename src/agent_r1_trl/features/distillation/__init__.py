@@ -90,7 +90,10 @@ class SelfDistillation(RolloutCallback):
             ("ratio_cap", ratio_cap, Positive),
         ):
             check_value(f"SelfDistillation.{option}", value, rule)
-        self.context, self.weight, self.gate, self.text = context, weight, gate, text
+        self.context = context
+        self.weight = weight
+        self.gate = gate
+        self.text = text
         self.clip, self.ratio_cap = clip, ratio_cap
 
     def attach(self, trainer: MultiTurnTrainer) -> None:
@@ -147,7 +150,8 @@ class SelfDistillation(RolloutCallback):
         if hint in (None, "", []) or last is None:
             return None
         message = item.prompt_messages[last]
-        longer, content = [*item.prompt_messages], as_text(message.get("content"), "the prompt")
+        longer = [*item.prompt_messages]
+        content = as_text(message.get("content"), "the prompt")
         longer[last] = {**message, "content": content + self.text.replace("{hint}", str(hint))}
         plain, hinted = (self.trainer.chat.encode_prompt(messages) for messages in (item.prompt_messages, longer))
         num_same = next(
@@ -179,7 +183,8 @@ class SelfDistillation(RolloutCallback):
             if rows.rows[number].prompt_ids == trajectories[index].prompt_ids
             if (prompt := prompts[index]) and len(prompt) + len(rows.rows[number].completion_ids) <= most
         ]
-        device, places = output["completion_mask"].device, torch.tensor(chosen, dtype=torch.long)
+        device = output["completion_mask"].device
+        places = torch.tensor(chosen, dtype=torch.long)
         kept = output[KEPT_IDS][places] if KEPT_IDS in output else None
         hinted = [prompts[index] or [] for index in rows.index[places].tolist()]
         log_probs = self.trainer.score_tokens(hinted, [rows.rows[n].completion_ids for n in chosen], kept)
@@ -215,7 +220,8 @@ class SelfDistillation(RolloutCallback):
 
     def _log_probs_then(self, inputs: Inputs) -> torch.Tensor | None:
         """(B, T) the log-probs of the tokens when they were sampled; None where the policy is still that one."""
-        old, sampled = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
+        old = inputs.get("old_per_token_logps")
+        sampled = inputs.get("sampling_per_token_logps")
         if old is None or sampled is None or not self.trainer.args.rollouts_ahead:
             return old
         return torch.where(sampled.isnan(), old, sampled)

@@ -181,7 +181,8 @@ def examine_agent(
         run: Any = _AgentRun(script, chat or _PlainChat())
         generator = ScriptedGenerator(run.say, stop_token_ids=run.stop_token_ids)
         with contextlib.closing(RolloutRunner(make, generator, run, limits, keep_going=True)) as runner:
-            (run.trajectory,), (run.env,) = runner.run([RolloutRequest(example=row)]), runner.environments
+            (run.trajectory,) = runner.run([RolloutRequest(example=row)])
+            (run.env,) = runner.environments
         runs.append(run)
         if not _has_run(report, run, limits):
             break
@@ -210,7 +211,9 @@ def _has_run(report: Report, run: _AgentRun, limits: RolloutLimits) -> bool:
 
 
 def _check_run(report: Report, run: _AgentRun) -> None:
-    info, env, what = run.trajectory.info, run.env, f"On {run.script}"
+    info = run.trajectory.info
+    env = run.env
+    what = f"On {run.script}"
     if info.get("agent/raised"):
         text = f"{what} it raised: {info.get('agent_error')}. Such a trajectory earns {env.unfinished_reward:g}."
         fix = "Tell the model in a message what it did wrong, so that it learns to correct it."

@@ -165,7 +165,8 @@ def _load_subject(report: Report, given: object, trust_remote_code: bool) -> Sub
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     given = os.fspath(given) if isinstance(given, os.PathLike) else given
-    subject, options = Subject(tokenizer=given), {"trust_remote_code": trust_remote_code}
+    subject = Subject(tokenizer=given)
+    options = {"trust_remote_code": trust_remote_code}
     if isinstance(given, str):
         try:
             subject.tokenizer = AutoTokenizer.from_pretrained(given, **options)
@@ -196,7 +197,8 @@ def _load_subject(report: Report, given: object, trust_remote_code: bool) -> Sub
 
 def _check_tokenizer(report: Report, subject: Subject, chat: ChatFormat) -> None:
     """The vocabulary fits the embeddings, and a served model would stop."""
-    tokenizer, last_id = chat.tokenizer, max([len(chat.tokenizer) - 1, *chat.tokenizer.added_tokens_decoder])
+    tokenizer = chat.tokenizer
+    last_id = max([len(chat.tokenizer) - 1, *chat.tokenizer.added_tokens_decoder])
     if subject.num_embeddings is not None and last_id >= subject.num_embeddings:
         text = (
             f"The tokenizer's last id is {last_id}, and the model has {subject.num_embeddings} embeddings: it crashes."
@@ -243,7 +245,8 @@ def _check_template(report: Report, chat: ChatFormat, tools: Sequence[Schema] | 
 
 def _refuse_tools(report: Report, chat: ChatFormat, tools: Sequence[Schema]) -> None:
     """Say why a format without tool calls cannot be used with tools."""
-    problem, fix = "It cannot show tools, and there are some.", suggestion(chat.tokenizer, chat.chat_template)
+    problem = "It cannot show tools, and there are some."
+    fix = suggestion(chat.tokenizer, chat.chat_template)
     try:
         chat.encode_prompt([{"role": "user", "content": "."}], tools)
     except ChatFormatError as error:
@@ -443,7 +446,8 @@ def _roll_out(chat: ChatFormat, scene: _Scene) -> Trajectory:
 
 
 def _check_trajectory(report: Report, chat: ChatFormat, scene: _Scene, trajectory: Trajectory) -> None:
-    ids, rewritten = trajectory.completion_ids, {part.start: part.prompt_ids or [] for part in trajectory.segments}
+    ids = trajectory.completion_ids
+    rewritten = {part.start: part.prompt_ids or [] for part in trajectory.segments}
     sampled = [token_id for token_id, mask in zip(ids, trajectory.action_mask, strict=True) if mask]
     is_done = trajectory.stop_reason is StopReason.DONE
     if not is_done or sampled != [token_id for turn in scene.turns for token_id in turn]:

@@ -234,7 +234,9 @@ def _goes_on_to_the_end(trial: EnvTrial, episode: EnvEpisode, tools: Sequence[To
 def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
     """Finished, cut and empty trajectories of every row: is each scored, and does not answering earn no more?"""
     report, env = trial.report, trial.fresh(trial.rows[0])[0].env
-    own, is_tried, is_wrong = getattr(type(env), "outcome_reward", None), False, False
+    own = getattr(type(env), "outcome_reward", None)
+    is_tried = False
+    is_wrong = False
     if not hasattr(env, "outcome_reward"):
         text = f"{type(env).__name__} has no outcome_reward: finished trajectories earn nothing from it."
         report.warning("outcome", text, "Define outcome_reward(self, trajectory), or pass reward_funcs.")
@@ -260,7 +262,8 @@ def _check_outcome(trial: EnvTrial, are_made_up: bool) -> None:
             text = "outcome_reward scores the same trajectory differently each time."
             report.warning("outcome", text, "Make it deterministic.")
         # The same calls in both: only answering makes the difference.
-        cut, answered = scores["a trajectory cut at the turn limit"], scores["a wrong answer after calls"]
+        cut = scores["a trajectory cut at the turn limit"]
+        answered = scores["a wrong answer after calls"]
         if cut > answered:
             text = f"Never answering earns {cut:g}, a wrong answer {answered:g}: the policy learns not to answer."
             report.warning("outcome", text, "Score a missing answer like a wrong one, or lower.")

@@ -151,7 +151,8 @@ def read_accelerate_config(path: str | None) -> dict[str, Any]:
         UsageError: the file cannot be read, or its method is not estimated.
     """
     values = read_recipe(path, flag="--accelerate_config") if path is not None else {}
-    kind, section = str(values.get("distributed_type", "NO")).upper(), values.get("deepspeed_config") or {}
+    kind = str(values.get("distributed_type", "NO")).upper()
+    section = values.get("deepspeed_config") or {}
     of_fsdp = values.get("fsdp_config") or {}
     is_zero, is_fsdp = kind == "DEEPSPEED", kind == "FSDP"
     is_fsdp1 = is_fsdp and str(of_fsdp.get("fsdp_version", 1)) != "2"

@@ -107,7 +107,8 @@ def _replace_shared(module: ModuleType) -> None:
 def drawing_from(draws: random.Random) -> Iterator[None]:
     """In here, modules of games draw from `draws` on this thread; NumPy's numbers follow from it."""
     before = _playing.python, _playing.numpy
-    _playing.python, _playing.numpy = draws, np.random.RandomState(draws.getrandbits(32))
+    _playing.python = draws
+    _playing.numpy = np.random.RandomState(draws.getrandbits(32))
     try:
         yield
     finally:

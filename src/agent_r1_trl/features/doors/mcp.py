@@ -122,7 +122,9 @@ class MCPTool(Tool):
     """A tool of a server: how the server describes it (`listed`), and the session that its calls use."""
 
     def __init__(self, toolset: MCPToolset, listed: Any, name: str, **settings: Any) -> None:
-        self._toolset, self._listed_name, self._session = toolset, listed.name, toolset.session
+        self._toolset = toolset
+        self._listed_name = listed.name
+        self._session = toolset.session
         super().__init__(self._make_function(), name=name, schema=listed, sequential=not toolset.is_shared, **settings)
 
     def __get__(self, instance: object, owner: type | None = None) -> Tool:
@@ -141,7 +143,9 @@ class MCPTool(Tool):
             self._session.close()
 
     def _make_function(self) -> Callable[..., Awaitable[str]]:
-        session, name, timeout_s = self._session, self._listed_name, self._toolset.timeout_s
+        session = self._session
+        name = self._listed_name
+        timeout_s = self._toolset.timeout_s
 
         async def call(**arguments: object) -> str:
             asked = session.ask(repr(name), lambda client: _call_tool(client, name, arguments), timeout_s)
@@ -373,7 +377,9 @@ class ServerSession:
     def __init__(
         self, name: str, connect: Callable[[TextIO], Any], connect_timeout_s: float, is_renewed: bool
     ) -> None:
-        self._name, self._connect, self._is_renewed = name, connect, is_renewed
+        self._name = name
+        self._connect = connect
+        self._is_renewed = is_renewed
         self._connect_timeout_s = connect_timeout_s
         self._held: HeldSession | None = None
 

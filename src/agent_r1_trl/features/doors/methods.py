@@ -113,13 +113,16 @@ def _in_place(method: Callable[..., Awaitable[Any]], place: DaemonThreadPool) ->
     """An async method that runs while it holds the place of its object, for which plain ones wait too."""
 
     async def call(**arguments: object) -> Any:
-        loop, has_begun, is_over = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+        has_begun = asyncio.Event()
+        is_over = threading.Event()
 
         def hold() -> None:
             loop.call_soon_threadsafe(has_begun.set)
             is_over.wait()
 
-        waiting, holding = asyncio.create_task(has_begun.wait()), asyncio.create_task(place.run(hold))
+        waiting = asyncio.create_task(has_begun.wait())
+        holding = asyncio.create_task(place.run(hold))
         try:
             await asyncio.wait({waiting, holding}, return_when=asyncio.FIRST_COMPLETED)
             if holding.done():

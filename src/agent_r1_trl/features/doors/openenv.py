@@ -220,7 +220,8 @@ class OpenEnvSession:
     """
 
     def __init__(self, base_url: str, headers: dict[str, str], capacity_wait_s: float) -> None:
-        self.base_url, self.capacity_wait_s = re.sub("^ws", "http", base_url).rstrip("/"), capacity_wait_s
+        self.base_url = re.sub("^ws", "http", base_url).rstrip("/")
+        self.capacity_wait_s = capacity_wait_s
         self.unread_reward = 0.0
         """Sum of the rewards since it was last set to 0."""
         self.is_done = False

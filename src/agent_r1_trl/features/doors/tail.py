@@ -16,7 +16,9 @@ class Tail(asyncio.Protocol):
     """Reads a pipe on the event loop, and keeps its last bytes."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.kept, self._has_ended = max_bytes, bytearray(), asyncio.Event()
+        self.max_bytes = max_bytes
+        self.kept = bytearray()
+        self._has_ended = asyncio.Event()
         self.file: TextIO
         """The end that the program writes to."""
 

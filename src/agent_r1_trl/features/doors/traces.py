@@ -30,7 +30,8 @@ def training_trace(trajectory: Trajectory) -> dict[str, Any]:
 def _call(trajectory: Trajectory, index: int, row: Row, start: int) -> dict[str, Any]:
     turn = trajectory.turns[index]
     end = start + turn.end - turn.start
-    prompt_ids, sampled = [*row.prompt_ids, *row.completion_ids[:start]], row.completion_ids[start:end]
+    prompt_ids = [*row.prompt_ids, *row.completion_ids[:start]]
+    sampled = row.completion_ids[start:end]
     finish = "length" if turn.is_truncated else "tool_calls" if turn.message.get("tool_calls") else "stop"
     return {
         "node_id": f"{trajectory.example_id}-{trajectory.generation}-{index}",

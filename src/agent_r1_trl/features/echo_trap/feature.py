@@ -74,7 +74,9 @@ class EchoSignals(RolloutCallback):
 
     def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """Take the signals of everything that was sampled, what was replaced or is not kept included."""
-        trainer, trajectories, group_size = self.trainer, batch.trajectories, batch.position.group_size
+        trainer = self.trainer
+        trajectories = batch.trajectories
+        group_size = batch.position.group_size
         kept = [True] * len(trajectories) if batch.is_kept is None else batch.is_kept.tolist()
         records = gather_object(signal_records(trajectories, trainer.compared_returns(trajectories)))
         others = gather_object(signal_records(batch.replaced, trainer.compared_returns(batch.replaced)))
@@ -110,8 +112,10 @@ class EchoSignals(RolloutCallback):
                 )
         elif state.global_step and saved:
             self.judge.load_state_dict(saved["judge"])
-            self._has_called, self._conditions = saved["has_called"], saved["conditions"]
-            self._is_chosen, self._entropy_factor = self._conditions[:2], saved["entropy_factor"]
+            self._has_called = saved["has_called"]
+            self._conditions = saved["conditions"]
+            self._is_chosen = self._conditions[:2]
+            self._entropy_factor = saved["entropy_factor"]
         elif state.global_step and is_main_process():
             logger.warning("The checkpoint holds nothing of echo_trap, whose baselines are measured anew.")
 

@@ -320,7 +320,9 @@ class EchoGuard(RolloutCallback):
             self._record(name, verdict, "undone", "what it had changed is put back")
 
     def _act(self, verdict: str, is_exploding: bool, control: TrainerControl) -> None:
-        args, healthy, actions = self.trainer.args.echo, None, self._actions
+        args = self.trainer.args.echo
+        healthy = None
+        actions = self._actions
         rules: dict[str, Any] = {"patience": args.patience, "max_rollbacks": args.max_rollbacks}
         rules["is_exploding"] = is_exploding
         names = due_actions(actions, self.state, verdict, **rules)
@@ -351,7 +353,8 @@ class EchoGuard(RolloutCallback):
         if name in ("rollback", "stop"):
             control.should_save = control.should_evaluate = False
         if name == "stop":
-            self._ending, control.should_training_stop = CollapsedError(self._report(verdict, healthy)), True
+            self._ending = CollapsedError(self._report(verdict, healthy))
+            control.should_training_stop = True
         elif name == "rollback" and healthy is not None:
             self._go_back(healthy, control)
 
@@ -404,7 +407,8 @@ class EchoGuard(RolloutCallback):
 
     def _record(self, name: str, verdict: str, outcome: str, text: str) -> None:
         """Log an action and write it down; its outcome is taken, dry run, undone or (once) not possible."""
-        trainer, known = self.trainer, [(item["action"], item["outcome"]) for item in self.state.events]
+        trainer = self.trainer
+        known = [(item["action"], item["outcome"]) for item in self.state.events]
         if outcome == "not possible" and (name, outcome) in known:
             return
         event = {

@@ -142,7 +142,9 @@ class EchoTrapJudge:
 
     def _raise_alarms(self, fresh: set[str]) -> tuple[dict[str, Signal], dict[str, float]]:
         """Signals that are beyond a threshold, of which unknown ones stay for a while; and what all compare."""
-        limits, found, measures = self.thresholds, {}, {}
+        limits = self.thresholds
+        found = {}
+        measures = {}
         for crossing in crossings(self._series, self._norms, limits):
             name = f"{crossing.key}:falls" if crossing.falls else crossing.key  # the entropy has thresholds both ways
             alarm = self._alarms.setdefault(name, Alarm())
@@ -282,7 +284,8 @@ class EchoTrapJudge:
 
         Where that is unknown, a reward that has left its best without them says so.
         """
-        with_call, without = self._series["return_with_call"], self._series["return_without_call"]
+        with_call = self._series["return_with_call"]
+        without = self._series["return_without_call"]
         if with_call.num < 2 or without.num < 2:
             return progress is None or not self._is_at_best(progress)
         return with_call.mean - without.mean > 3 * math.hypot(with_call.error, without.error)

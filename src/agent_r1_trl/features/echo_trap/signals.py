@@ -286,7 +286,8 @@ def signs_of_change(series: Mapping[str, Series], at_best: Mapping[str, float], 
         value, threshold = now - before, least
         has_moved = value > least
         if key == "entropy":
-            value, threshold = now / (before or 1.0), least if now > before else 1 / least
+            value = now / (before or 1.0)
+            threshold = least if now > before else 1 / least
             has_moved = max(now, before) > least * min(now, before) and before > 0
         if has_moved and abs(now - before) > limits.noise * series[key].noise:
             reason = f"The {key} was {before:.2g} when success was at its best, and is {now:.2g}."
@@ -355,7 +356,9 @@ def drops(series: Mapping[str, Series], limits: Thresholds, noise: float) -> lis
         scale = reward_scale(average, spread) if average.has_baseline else 0.0
         if scale == 0:
             continue
-        best, drop, pair = average.best, average.best - average.ema, limits.reward_drop
+        best = average.best
+        drop = average.best - average.ema
+        pair = limits.reward_drop
         compared: dict = {"value": drop / scale, "is_more_than_chance": drop > noise * average.noise}
         compared |= _sudden(average, pair, origin=best, reference=best, scale=scale, sign=-1.0)
         found.append(Crossing(key=key, pair=pair, **compared))

@@ -249,7 +249,8 @@ class GameEnv(ToolEnv, ABC):
         """
         said = [] if actions else ["There was no action in your call."]
         if "invalid_action" in self._turn_parts:  # an earlier call of the same turn
-            actions, said = [], ["Not played, because of the action before that is none."]
+            actions = []
+            said = ["Not played, because of the action before that is none."]
         for number, text in enumerate(actions):
             if self.is_over:
                 break

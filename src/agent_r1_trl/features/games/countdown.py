@@ -101,7 +101,8 @@ class CountdownEnv(GameEnv):
         for index in range(_MAX_DRAWS):
             try:
                 entry = made[index * _STRIDE]
-                numbers, target = entry["metadata"]["numbers"], entry["metadata"]["target"]
+                numbers = entry["metadata"]["numbers"]
+                target = entry["metadata"]["target"]
                 if compute(entry["answer"], numbers, must_use_all=True) == target:
                     return json.dumps({"numbers": numbers, "target": target, "solution": entry["answer"]})
             except ValueError:  # the generator gave up, or its solution is not exact

@@ -48,7 +48,9 @@ def finish_card(trainer: MultiTurnTrainer, path: Path) -> None:
     except ValueError as error:  # of an evaluation.json, say: not worth the training
         logger.warning("The model card is not complete: %s", error)
         return
-    facts.env, facts.estimator, facts.history = "", args.estimator, trainer.state.log_history
+    facts.env = ""
+    facts.estimator = args.estimator
+    facts.history = trainer.state.log_history
     for name in READ_SETTINGS:
         facts.recipe.setdefault(name, plain(getattr(args, name, None)))
     if factory is not None:

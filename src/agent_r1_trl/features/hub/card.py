@@ -117,7 +117,8 @@ def read_facts(folder: Path, model_id: str) -> CardFacts:
     Raises:
         ValueError: a file that it holds cannot be read; names it.
     """
-    recipe, adapter = _read_mapping(folder / "recipe.yaml"), _read_mapping(folder / "adapter_config.json")
+    recipe = _read_mapping(folder / "recipe.yaml")
+    adapter = _read_mapping(folder / "adapter_config.json")
     base = str(recipe.get("model_name_or_path") or adapter.get("base_model_name_or_path") or "")
     facts = CardFacts(
         model_id=model_id,

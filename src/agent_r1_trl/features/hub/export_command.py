@@ -38,8 +38,12 @@ def make_parser() -> PlainParser:
 def run(argv: Sequence[str]) -> int:
     """Write the trajectories; returns the exit code."""
     arguments = make_parser().read(argv)
-    least, path, sft, atif = arguments.min_reward, Path(arguments.output), arguments.sft, arguments.atif
-    chooses, is_new = (least, arguments.split) != (None, None), path.suffix == ".jsonl" and not path.exists()
+    least = arguments.min_reward
+    path = Path(arguments.output)
+    sft = arguments.sft
+    atif = arguments.atif
+    chooses = (least, arguments.split) != (None, None)
+    is_new = path.suffix == ".jsonl" and not path.exists()
     problems = [
         sft and atif and "--sft, --atif: one export has one form. Pass one of them.",
         chooses

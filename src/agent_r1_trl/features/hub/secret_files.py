@@ -169,7 +169,8 @@ def encoding_of(beginning: bytes) -> str | None:
         return "utf-8"
     # Letters of Latin scripts have a zero in every other byte.
     half = max(1, len(beginning) // 2)
-    zeros_first, zeros_second = beginning[0::2].count(0) / half, beginning[1::2].count(0) / half
+    zeros_first = beginning[0::2].count(0) / half
+    zeros_second = beginning[1::2].count(0) / half
     if min(zeros_first, zeros_second) < 0.05 and max(zeros_first, zeros_second) > 0.5:
         return "utf-16-be" if zeros_first > zeros_second else "utf-16-le"
     return None

@@ -50,7 +50,8 @@ class RecordedTurn:
     @property
     def generation(self) -> Generation:
         """The sampler's result."""
-        ids, logprobs = unpack_ids(self.sampled["ids"]), unpack_floats(self.sampled["logprobs"])
+        ids = unpack_ids(self.sampled["ids"])
+        logprobs = unpack_floats(self.sampled["logprobs"])
         kept = self.sampled.get("kept_ids")
         return Generation(
             token_ids=ids,

@@ -112,7 +112,9 @@ class JournaledGenerator(Generator):
     """Samples turns that are not recorded."""
 
     def __init__(self, generator: Generator, *, log: TrajectoryLog, draft: Draft) -> None:
-        self._generator, self._log, self._draft = generator, log, draft
+        self._generator = generator
+        self._log = log
+        self._draft = draft
         self._context: list[int] = []
         self._checksum = 0
         """Checksum of the context."""
@@ -203,7 +205,9 @@ class RecordedResults:
     """
 
     def __init__(self, executor: ToolExecutor, env: object, results: Sequence[ToolResult]) -> None:
-        self._executor, self._env, self._results = executor, env, results
+        self._executor = executor
+        self._env = env
+        self._results = results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)

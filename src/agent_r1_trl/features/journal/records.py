@@ -50,7 +50,9 @@ def read_file(path: Path) -> tuple[list[Record], int]:
 
     Reading stops at the first record that is incomplete or whose checksum is wrong.
     """
-    data, records, start = path.read_bytes(), [], 0
+    data = path.read_bytes()
+    records = []
+    start = 0
     while start + _HEADER.size <= len(data):
         length, checksum = _HEADER.unpack_from(data, start)
         payload = data[start + _HEADER.size : start + _HEADER.size + length]

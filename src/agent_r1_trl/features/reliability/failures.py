@@ -53,7 +53,9 @@ class FailureBudget(RolloutCallback):
         """Forget the rollouts of an earlier run; one that is resumed begins anew as well."""
         self._rollouts: deque[tuple[int, Sequence[FailureCause | None]]] = deque()
         """Number of prompts of each of the last rollouts, and why each of its trajectories were lost, if it did."""
-        self._num_prompts, self._has_rolled_out, self._had_rolled_out = 0, False, False
+        self._num_prompts = 0
+        self._has_rolled_out = False
+        self._had_rolled_out = False
 
     def after_rollout(self, batch: RolloutBatch) -> bool:
         """Judge a rollout of training.

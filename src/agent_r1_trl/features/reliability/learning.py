@@ -103,7 +103,9 @@ class LearningReport(RolloutCallback):
 
     def rollout_end(self, batch: UpdateBatch, output: Inputs) -> None:
         """Take it in, and warn of what cannot be learned from. `take` does so without a filter's verdict."""
-        position, kept, num = batch.position, batch.is_kept, len(self.rollouts)
+        position = batch.position
+        kept = batch.is_kept
+        num = len(self.rollouts)
         taught = has_advantage(batch, output)
         self.take(
             batch.trajectories,
@@ -209,7 +211,9 @@ class LearningReport(RolloutCallback):
             return "No trajectory was scored: the model has learned nothing." if self._has_rolled_out else ""
         seconds = {} if self.trainer is None else self.trainer.seconds
         rollout_s, update_s = (seconds.get(name, 0.0) - self._seconds.get(name, 0.0) for name in ("rollout", "update"))
-        first, last, num = self.rollouts[0], self.rollouts[-1], len(self.rollouts)
+        first = self.rollouts[0]
+        last = self.rollouts[-1]
+        num = len(self.rollouts)
         best = max(self.rollouts, key=lambda item: item.mean)
         num_flat = sum(not item.teaches for item in self.rollouts)
         changes = f", {last.mean:.3g} at step {last.step}, best {best.mean:.3g} at step {best.step}" if num > 1 else ""

@@ -117,7 +117,9 @@ class ToolWatch(RolloutCallback):
     name = "tools"
 
     def __init__(self, max_rise: float, min_calls: int, max_wait_s: float) -> None:
-        self.max_rise, self.min_calls, self.max_wait_s = max_rise, min_calls, max_wait_s
+        self.max_rise = max_rise
+        self.min_calls = min_calls
+        self.max_wait_s = max_wait_s
         self.metrics: dict[str, float] = {}
         """Metrics of the last rollout that was judged."""
         self._past: dict[str, deque[Calls]] = {}
@@ -223,7 +225,8 @@ class ToolWatch(RolloutCallback):
 
     def _is_suspected(self, name: str, current: Calls, kind: str) -> bool:
         window, past = self._window(name, current)
-        share, before = getattr(window, kind) / window.num, getattr(past, kind) / max(1, past.num)
+        share = getattr(window, kind) / window.num
+        before = getattr(past, kind) / max(1, past.num)
         if window.num < self.min_calls or share - before <= self.max_rise:
             return False
         expected = (getattr(past, kind) + 0.5) / (past.num + 10)  # without a past, 1 of 20

@@ -52,7 +52,8 @@ class Curriculum:
 
     def __init__(self, trainer: MultiTurnTrainer) -> None:
         args = trainer.args
-        self.floor, self.rate = args.sampling.curriculum_floor, args.sampling.curriculum_rate
+        self.floor = args.sampling.curriculum_floor
+        self.rate = args.sampling.curriculum_rate
         num = len(trainer.train_dataset)
         self.pass_rates = torch.full((num,), _NEW_RATE, dtype=torch.float64)
         """(P,) of each row of the data set."""

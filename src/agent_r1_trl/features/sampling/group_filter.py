@@ -31,7 +31,9 @@ class GroupFilter(RolloutCallback):
 
     def keep(self, batch: ScoredBatch) -> torch.Tensor | None:
         """The trajectories of the groups that are trained on, and `filter/*`. All ranks must call it."""
-        settings, rule, self._share = self.settings, self.settings.filter_groups, None
+        settings = self.settings
+        rule = self.settings.filter_groups
+        self._share = None
         if rule is None:
             return None
         accelerator, in_baseline = self.trainer.accelerator, batch.in_baseline

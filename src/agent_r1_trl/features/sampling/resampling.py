@@ -183,7 +183,8 @@ class Resampling(RolloutCallback):
 
     def _draw(self, num: int, micro_step: int, number: int, used: set[str]) -> list[int]:
         """Rows of the data set for a round, the same on all ranks."""
-        dataset, seed = self.trainer.train_dataset, derive_seed(self.trainer.args.seed, "fresh", micro_step, number)
+        dataset = self.trainer.train_dataset
+        seed = derive_seed(self.trainer.args.seed, "fresh", micro_step, number)
         chosen: list[int] = []
         with raised_everywhere():
             if is_main_process():

@@ -63,7 +63,9 @@ class HttpRetriever:
         check_value("timeout_s", timeout_s, Seconds)
         for label, value in {"attempts": attempts, "max_connections": max_connections}.items():
             check_value(label, value, Count)
-        self.timeout_s, self.attempts, self.max_connections = timeout_s, attempts, max_connections
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self.max_connections = max_connections
         self.headers = {name: str(value) for name, value in (headers or {}).items()}  # a recipe's may be a number
         if not all(text.isascii() and text.isprintable() for pair in self.headers.items() for text in pair):
             raise ValueError(f"headers: {', '.join(self.headers)}: must be printable ASCII. Correct name or value.")

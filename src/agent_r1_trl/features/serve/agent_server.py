@@ -58,8 +58,12 @@ class AgentServer:
         host: str = "127.0.0.1",
     ) -> None:
         self._hosts = None if host in EVERY_ADDRESS else {host.lower(), *LOOPBACK_NAMES}
-        self._agent, self._env_factory, self.name = agent, env_factory, name
-        self._params, self._seed, self._row = params or SamplingParams(temperature=0.0), seed, row
+        self._agent = agent
+        self._env_factory = env_factory
+        self.name = name
+        self._params = params or SamplingParams(temperature=0.0)
+        self._seed = seed
+        self._row = row
         self._places = asyncio.Semaphore(agent.limits.max_concurrency)
         Conversation(agent, env_factory)  # refuses limits that do not fit, here and not in the first request
 
@@ -115,7 +119,8 @@ class AgentServer:
 
     async def _roll_out(self, asked: ChatRequest) -> Trajectory:
         agent = self._agent
-        params, seed = asked.params(self._params), self._seed if asked.seed is None else asked.seed
+        params = asked.params(self._params)
+        seed = self._seed if asked.seed is None else asked.seed
         try:
             if asked.limit is not None:
                 limit = min(asked.limit, agent.limits.max_completion_length or asked.limit)
@@ -142,7 +147,8 @@ class AgentServer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            trajectory, has_usage = await self._roll_out(asked), asked.stream_options.include_usage
+            trajectory = await self._roll_out(asked)
+            has_usage = asked.stream_options.include_usage
             lines = [*map(json.dumps, stream_pieces(self.name, trajectory, has_usage=has_usage)), "[DONE]"]
         except Exception as error:  # the status has been sent
             lines = [json.dumps(_as_api_error(error).body)]

@@ -39,7 +39,8 @@ def run(argv: Sequence[str]) -> int:
     arguments = read_conversation_arguments("chat", argv)
     env_factory = environment_of(arguments)
     with agent_of(arguments) as agent:
-        screen, how = Screen(), {"params": arguments.params, "seed": arguments.seed, "row": arguments.row or {}}
+        screen = Screen()
+        how = {"params": arguments.params, "seed": arguments.seed, "row": arguments.row or {}}
         with users_mistakes():
             conversation = Conversation(agent, env_factory, on_event=screen.show, **how)
         screen.line(f"{agent.name}; /help lists the commands.")

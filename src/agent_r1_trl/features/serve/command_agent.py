@@ -71,7 +71,8 @@ def no_tools_note(arguments: ConversationArguments) -> str:
 @contextlib.contextmanager
 def agent_of(arguments: ConversationArguments) -> Iterator[Agent]:
     """The model, loaded."""
-    name, options = arguments.model_name_or_path, {"limits": arguments.rollout_limits(), **arguments.chat_options()}
+    name = arguments.model_name_or_path
+    options = {"limits": arguments.rollout_limits(), **arguments.chat_options()}
     with contextlib.ExitStack() as stack:
         with loading(name):
             check_model_folder(str(name), flag="model_name_or_path")

@@ -53,7 +53,9 @@ def _merge(arguments: argparse.Namespace) -> str:
 
     from agent_r1_trl.evaluation.agent import check_model_folder, is_adapter_of_the_hub, load_agent
 
-    source, target, trust = arguments.model, Path(arguments.output_dir), arguments.trust_remote_code
+    source = arguments.model
+    target = Path(arguments.output_dir)
+    trust = arguments.trust_remote_code
     check_is_new("output_dir", target)
     is_adapter = check_model_folder(source) or is_adapter_of_the_hub(source)
     base = PeftConfig.from_pretrained(source).base_model_name_or_path if is_adapter else source

@@ -93,7 +93,8 @@ class Conversation:
         row: dict[str, Any] | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        self.agent, self.limits = agent, agent.limits.within(getattr(agent.generator, "max_model_length", None))
+        self.agent = agent
+        self.limits = agent.limits.within(getattr(agent.generator, "max_model_length", None))
         check_room(agent.chat, self.limits)
         check_thinking(agent.chat, self.limits.context.policy)
         self.params, self.seed = params or SamplingParams(temperature=0.0), seed
@@ -201,7 +202,9 @@ class Tape(Generator):
     """A generator that remembers: recorded generations first, then those of the back end."""
 
     def __init__(self, generator: Generator, chat: ChatFormat, tell: Listener) -> None:
-        self._generator, self._chat, self._tell = generator, chat, tell
+        self._generator = generator
+        self._chat = chat
+        self._tell = tell
         self.recorded: list[Generation] = []
         self.num_given = 0
         self._untold = ""
@@ -254,7 +257,9 @@ class Stage(EnvSession):
         tape: Tape,
     ) -> None:
         super().__init__(factory, truncate=truncate)
-        self._row, self._tell, self._tape = row, tell, tape
+        self._row = row
+        self._tell = tell
+        self._tape = tape
         self.said: list[Any] = []
         """The user's messages; the first may be a list of messages."""
         self.steps: list[RecordedStep] = []

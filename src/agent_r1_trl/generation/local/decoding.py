@@ -56,7 +56,9 @@ class _BufferLayer(CacheLayerMixin):
 
     def __init__(self, cache: RowCache, keys: torch.Tensor, values: torch.Tensor) -> None:
         super().__init__()
-        self.cache, self.keys, self.values = cache, keys, values
+        self.cache = cache
+        self.keys = keys
+        self.values = values
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -80,7 +80,8 @@ class Fleet:
         """Gives a server the weights of the last sync; None where this rank cannot."""
         self.may_be_restored = False
         """Whether any rank can."""
-        self._health_timeout_s, self._retry_window_s = settings.health_timeout, settings.retry_window
+        self._health_timeout_s = settings.health_timeout
+        self._retry_window_s = settings.retry_window
         self._num_losses = self._num_discarded = self._num_pending = 0
         self._lost_at = 0.0  # when the last server was excluded
         self._has_servers = asyncio.Event()
@@ -312,7 +313,9 @@ class Fleet:
 
     async def resume(self, weights: str, found: Found, *, is_adapter: bool) -> None:
         """Sample from the servers that hold `weights` after a sync; the others may still come back."""
-        self.weights, self.is_adapter, self._is_paused = weights, is_adapter, False
+        self.weights = weights
+        self.is_adapter = is_adapter
+        self._is_paused = False
         for server in self.servers.values():
             was_in = server.identity is not None
             server.identity, server.reason = found[server.url]

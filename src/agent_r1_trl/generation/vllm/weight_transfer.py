@@ -70,7 +70,9 @@ class NCCLGroup:
     """One member of a group; member 0, the trainer, sends to all others. After `timeout_s` a call fails."""
 
     def __init__(self, rank: int, size: int, device: torch.device, *, timeout_s: float):
-        self._rank, self._size, self._device = rank, size, device
+        self._rank = rank
+        self._size = size
+        self._device = device
         self._timeout_s = timeout_s
         self._communicator: Any = None
         self._is_closed = False
@@ -105,7 +107,9 @@ class NCCLGroup:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        rank, size, made = self._rank, self._size, self.number
+        rank = self._rank
+        size = self._size
+        made = self.number
 
         class Meeting(StatelessProcessGroup):
             """The part of a process group that a communicator uses: who it is, and one object from member 0."""
@@ -182,7 +186,9 @@ class WeightTransfer:
     """
 
     def __init__(self, http: HTTPClient, name: str, folder: Path, device: torch.device, *, timeout_s: float):
-        self._http, self._name, self._timeout_s = http, name, timeout_s
+        self._http = http
+        self._name = name
+        self._timeout_s = timeout_s
         self._folder = folder / uuid.uuid4().hex
         self._device = device
         self._groups: dict[str, NCCLGroup | None] = {}  # URL of a server that takes part -> its group

@@ -84,7 +84,9 @@ class PolicyWorker:
         `group` is the number under which an NCCL group meets, its size and the limit for a call; None: files come.
         """
         self._agent_r1_close()
-        self._agent_r1_weights, self._agent_r1_coming, self._agent_r1_loaded = None, name, set()
+        self._agent_r1_weights = None
+        self._agent_r1_coming = name
+        self._agent_r1_loaded = set()
         if group is not None:
             joined = NCCLGroup(self.rank + 1, group["size"], self.device, timeout_s=group["timeout_s"])
             joined.meet(bytes.fromhex(group["number"]))

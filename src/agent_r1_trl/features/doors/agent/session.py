@@ -394,7 +394,9 @@ class AgentSession:
 
     def _hear(self, call: _SampledCall) -> dict[str, Any]:
         """Record a turn, as its answer is handed over; returns the answer."""
-        draft, limits, context = self._draft, self._limits, call.context
+        draft = self._draft
+        limits = self._limits
+        context = call.context
         generation, message, seconds = call.task.result()
         num_turns = len(draft.turns)
         identity = f"chatcmpl-{self.key[-8:]}-{num_turns if call.is_trained else 'untrained'}"
