@@ -211,7 +211,8 @@ def locate_error(error: Exception) -> str:
     None of ours either: where the user's code could not be called at all, the message says it.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    last = [*frames[-1:], *(frame for frame in frames if not frame.filename.startswith(_LIBRARIES))][-1]
+    of_user = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    last = of_user[-1] if of_user else frames[-1]
     is_ours = last.filename.startswith(f"{_PACKAGE}{os.sep}")
     place = "" if is_ours else f" ({last.filename}, line {last.lineno})"
     return f"{type(error).__name__}: {str(error).rstrip('.')}{place}"

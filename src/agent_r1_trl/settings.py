@@ -82,10 +82,11 @@ class Number(Rule):
 
     def __init__(self, *, may_be_infinite: bool = False, **bounds: float) -> None:
         def takes(value: object) -> bool:
-            if not isinstance(value, int | float) or isinstance(value, bool):
+            if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
                 return False
-            is_known = math.isfinite(value) or (may_be_infinite and not math.isnan(value))
-            return is_known and all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items())
+            if math.isinf(value) and not may_be_infinite:
+                return False
+            return all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items())
 
         texts = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in bounds.items()]
         super().__init__(f"a {'' if may_be_infinite else 'finite '}number {' and '.join(texts)}".strip(), takes)

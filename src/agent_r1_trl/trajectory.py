@@ -458,10 +458,13 @@ class Trajectory:
         A limit may end a trajectory after an observation that nobody answered; TRL hands over none of that kind.
         Without any turn this is one empty assistant message.
         """
-        last = max((index for index, turn in enumerate(self.turns) if not turn.is_summary), default=None)
-        if last is None:
+        turns = list(self.turns)
+        while turns and turns[-1].is_summary:
+            turns.pop()
+        if not turns:
             return [{"role": "assistant", "content": ""}]
-        return [*(message for turn in self.turns[:last] for message in _messages_of(turn)), self.turns[last].message]
+        *before, last = turns
+        return [*(message for turn in before for message in _messages_of(turn)), last.message]
 
     @property
     def messages(self) -> list[Message]:

@@ -326,13 +326,14 @@ def shortened(observations: Sequence[Message], chat: Any, max_tokens: int) -> li
     counts = [chat.count(text[:limit]) for text in texts]
     if sum(counts) <= max_tokens and all(len(text) <= limit for text in texts):
         return list(observations)
-    more = "more than " if any(len(text) > limit for text in texts) else ""
-    notes = (f"\n[truncated: {more}{sum(counts)} tokens, the limit is {max_tokens}]", "\n[truncated]")
+    at_least = "more than " if any(len(text) > limit for text in texts) else ""
+    notes = (f"\n[truncated: {at_least}{sum(counts)} tokens, the limit is {max_tokens}]", "\n[truncated]")
     note = next((note for note in notes if 2 * chat.count(note) <= max_tokens), "")  # the data come first
     shares = _shares(counts, max_tokens - chat.count(note))
     kept = [chat.truncate(text[:limit], share) for text, share in zip(texts, shares, strict=True)]
     last = max(index for index, text in enumerate(texts) if len(kept[index]) < len(text))
-    room = max_tokens - sum(chat.count(text) for index, text in enumerate(kept) if index != last)
+    others = kept[:last] + kept[last + 1 :]
+    room = max_tokens - sum(chat.count(text) for text in others)
     while kept[last] and chat.count(kept[last] + note) > room:  # where both meet, they may make a token more
         kept[last] = chat.truncate(kept[last], chat.count(kept[last]) - 1)
     kept[last] += note

@@ -15,7 +15,7 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -248,8 +248,11 @@ def _names_a_file(error: OSError, arguments: Mapping[str, Any]) -> bool:
     """Whether the arguments name the file that an error is about; an index that is missing is the tool's own."""
     names = [error.filename, error.filename2] if error.filename is not None else [_text_of(error)]
     about = " ".join(str(name) for name in names if name is not None)
-    words = [PurePath(text).name for text in values_of(arguments)]
-    return any(re.search(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", about, re.IGNORECASE) for word in words if word)
+    for text in values_of(arguments):
+        word = PurePath(text).name
+        if word and re.search(rf"(?<![^\W_]){re.escape(word)}(?![^\W_])", about, re.IGNORECASE):
+            return True
+    return False
 
 
 def _is_about(error: BaseException, arguments: Mapping[str, Any]) -> bool:
@@ -262,7 +265,14 @@ def _is_about(error: BaseException, arguments: Mapping[str, Any]) -> bool:
     texts = [text for value in data for text in values_of(value)]
     if data and not texts:  # an empty answer, or a null in one
         return not given
-    return all(any(text in value if text.strip() else not value.strip() for value in given) for text in texts)
+    return all(_is_in(text, given) for text in texts)
+
+
+def _is_in(text: str, given: Iterable[str]) -> bool:
+    """Whether one of the given texts holds it; blanks are in blanks alone."""
+    if not text.strip():
+        return any(not value.strip() for value in given)
+    return any(text in value for value in given)
 
 
 def _data_of(error: BaseException) -> list[Any]:

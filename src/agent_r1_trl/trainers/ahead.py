@@ -135,7 +135,8 @@ class Lookahead:
             self._source = source
             self._next_step = step
             self._batches = {}
-            self._following, self._later = following or iter(()), {}
+            self._following = following or iter(())
+            self._later = {}
         self._batches = {number: batch for number, batch in self._batches.items() if number >= step}
         return self
 

@@ -242,15 +242,23 @@ def log_rewards(trainer: MultiTurnTrainer, batch: UpdateBatch, output: Inputs) -
         column = batch.extra_columns.get(name, [None] * len(batch.rows))
         logs["extra"][name].extend(shown_all(gather_object(column)))
         logs["extra"][name].extendleft([None] * (len(logs["prompt"]) - len(logs["extra"][name])))
-    pending = trainer._pending_metrics  # what functions gave to `log_metric`
-    are_totals = {name: any(isinstance(value, RunningTotal) for value in given) for name, given in pending.items()}
-    kinds = dict(sorted(gather_object([*are_totals.items()])))  # the same order on all ranks; a total on any is one
-    for name, is_total in kinds.items():
+    _log_pending(trainer)
+
+
+def _log_pending(trainer: MultiTurnTrainer) -> None:
+    """Metrics that functions gave to `log_metric`, over all ranks."""
+    accelerator, pending = trainer.accelerator, trainer._pending_metrics
+    kinds = []
+    for name, given in pending.items():
+        kinds.append((name, any(isinstance(value, RunningTotal) for value in given)))
+    # Sorted: the same order on all ranks, and a total on any rank is one.
+    for name, is_total in dict(sorted(gather_object(kinds))).items():
         given = pending.get(name, [])
         stats = torch.tensor([sum(given), len(given)], dtype=torch.float32, device=accelerator.device)
         total, count = accelerator.gather(stats).view(-1, 2).sum(dim=0).tolist()
-        metrics[name].append(RunningTotal(total / count) if is_total else total / count)
-    trainer._pending_metrics.clear()
+        mean = total / count
+        trainer._metrics[trainer._mode][name].append(RunningTotal(mean) if is_total else mean)
+    pending.clear()
 
 
 def return_metrics(returns: torch.Tensor, *, group_size: int, scale_rewards: str) -> dict[str, float]:
@@ -281,9 +289,11 @@ def write_as_text(column: deque[Any]) -> None:
     kinds = {type(value) for value in column if value is not None}
     is_mixed = len(kinds) > 1 and not kinds <= {int, float}
     for index, value in enumerate(column):
+        if value is None or isinstance(value, str):
+            continue
         if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value):
             column[index] = "\n".join(_line(message) for message in value)
-        elif value is not None and not isinstance(value, str) and (is_mixed or isinstance(value, dict | list | tuple)):
+        elif is_mixed or isinstance(value, dict | list | tuple):
             column[index] = _json(value)
 
 

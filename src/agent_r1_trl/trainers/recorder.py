@@ -181,9 +181,11 @@ class Recorder(RolloutCallback):
         bootstrap_values = self.trainer.credit.bootstrap_values
         if bootstrap_values is not None:
             for item, value in zip(fields, bootstrap_values.tolist(), strict=True):
-                item |= {"bootstrap_value": value} if value else {}
-        others = [first_group + group for group in batch.replaced_groups]
-        return fields + [{"group": group, "is_kept": True, "in_loss": False} for group in others]
+                if value:
+                    item["bootstrap_value"] = value
+        for group in batch.replaced_groups:
+            fields.append({"group": first_group + group, "is_kept": True, "in_loss": False})
+        return fields
 
     def _describe_step(self, step: int, batch: UpdateBatch, fields: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The facts behind a rollout's advantages that its lines do not hold."""
