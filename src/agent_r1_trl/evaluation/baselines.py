@@ -120,8 +120,11 @@ class OneAnswerEnv:
     async def step(self, message: Message) -> StepResult:
         """The answer ends the episode; an attempt at a call, or a turn that was cut, is no answer."""
         is_answer = not any(message.get(name) for name in ("tool_calls", "malformed_tool_call", "cut_off"))
+        observations: list[Message] = []
+        if not is_answer:
+            observations = [{"role": "user", "content": "Answer."}]
         info = {"tool_results": self._found, "reward_parts": {}, "is_invalid": not is_answer}
-        return StepResult([] if is_answer else [{"role": "user", "content": "Answer."}], 0.0, is_answer, info)
+        return StepResult(observations, 0.0, is_answer, info)
 
     async def close(self) -> None:
         """Close the environment and its tools."""

@@ -104,22 +104,25 @@ def _steps(item: Trajectory) -> list[dict[str, Any]]:
     """The steps without their numbers."""
     steps: list[dict[str, Any]] = []
     for message in item.prompt_messages:
-        step, last = _step(message, f"prompt_{len(steps)}"), steps[-1] if steps else {}
+        step = _step(message, f"prompt_{len(steps)}")
+        last = steps[-1] if steps else {}
         if message.get("role") == "tool" and last.get("source") == "agent":
-            known = {call["tool_call_id"]: call["tool_call_id"] for call in last["tool_calls"] or ()}
-            result = {"source_call_id": known.get(message.get("tool_call_id")), "content": step["message"]}
+            call_id = message.get("tool_call_id")
+            is_known = call_id in [call["tool_call_id"] for call in last["tool_calls"] or ()]
+            result = {"source_call_id": call_id if is_known else None, "content": step["message"]}
             last.setdefault("observation", {"results": []})["results"].append(result)
-        else:  # an assistant's was not sampled here
-            steps.append(step | ({"is_copied_context": True} if step["source"] == "agent" else {}))
-    contexts: dict[int, list[int]] = {}  # of each turn, what it was sampled after
-    for row in item.rows:
-        for place, index in enumerate(row.turn_ids):
-            if index >= 0 and index not in contexts:
-                contexts[index] = row.prompt_ids + row.completion_ids[:place]
+            continue
+        if step["source"] == "agent":  # it was not sampled here
+            step["is_copied_context"] = True
+        steps.append(step)
+    contexts = _contexts(item)
     for index, turn in enumerate(item.turns):
-        steps += [_step(turn.summary_request)] if turn.summary_request is not None else []
-        step, results = _step(turn.message, f"call_{index + 1}"), _results(turn)
-        step |= {"llm_call_count": 1, "extra": {name: getattr(turn, name) for name in _OF_TURN}}
+        if turn.summary_request is not None:
+            steps.append(_step(turn.summary_request))
+        step = _step(turn.message, f"call_{index + 1}")
+        step["llm_call_count"] = 1
+        step["extra"] = {name: getattr(turn, name) for name in _OF_TURN}
+        results = _results(turn)
         if turn.tool_results:
             calls = [result.call for result in turn.tool_results]
             not_made = (step["tool_calls"] or [])[len(calls) :]
@@ -128,10 +131,21 @@ def _steps(item: Trajectory) -> list[dict[str, Any]]:
             step["observation"] = {"results": results}
         if index in contexts:
             step["metrics"] = _metrics(item, slice(turn.start, turn.end), contexts[index])
+        steps.append(step)
         others = [_step(message) for message in turn.observations if message.get("role") != "tool"]
         said = {result["content"] for result in results}
-        steps += [step, *(other for other in others if other["message"] not in said)]
+        steps += [other for other in others if other["message"] not in said]
     return steps
+
+
+def _contexts(item: Trajectory) -> dict[int, list[int]]:
+    """Index of a turn -> the ids that it was sampled after."""
+    contexts: dict[int, list[int]] = {}
+    for row in item.rows:
+        for place, index in enumerate(row.turn_ids):
+            if index >= 0 and index not in contexts:
+                contexts[index] = row.prompt_ids + row.completion_ids[:place]
+    return contexts
 
 
 def _metrics(item: Trajectory, span: slice, context: list[int]) -> dict[str, Any]:
@@ -148,8 +162,11 @@ def _metrics(item: Trajectory, span: slice, context: list[int]) -> dict[str, Any
 def _step(message: Message, prefix: str = "") -> dict[str, Any]:
     """A message as a step; calls without an id get one with the prefix."""
     source = {"system": "system", "developer": "system", "assistant": "agent"}.get(message.get("role", ""), "user")
-    content = message.get("content")
-    text = content if isinstance(content, str) else "" if content is None else dump_json(content)
+    text = message.get("content")
+    if text is None:
+        text = ""
+    elif not isinstance(text, str):
+        text = dump_json(text)
     if source != "agent":
         return {"source": source, "message": text}
     calls = [(call, call.get("function", call)) for call in message.get("tool_calls") or []]
@@ -179,5 +196,9 @@ def _call(name: object, arguments: object, call_id: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):
             found = json.loads(arguments)
-    call = {"tool_call_id": call_id, "function_name": str(name or ""), "arguments": {}}
-    return call | ({"arguments": found} if isinstance(found, dict) else {"extra": {"arguments": arguments}})
+    call: dict[str, Any] = {"tool_call_id": call_id, "function_name": str(name or ""), "arguments": {}}
+    if isinstance(found, dict):
+        call["arguments"] = found
+    else:
+        call["extra"] = {"arguments": arguments}
+    return call

@@ -103,11 +103,16 @@ class _RecordedGroup:
         row = estimator or ESTIMATORS.get(first.estimator or "")
         if row is None or row.explain is None or first.trajectory.advantages is None or first.group is None:
             return None
-        rollouts = [item for item in step["rollouts"] if item["first_group"] <= first.group] if step else []
-        inputs = _read_inputs(members, rollouts[-1], row) if rollouts and first.split == "train" else None
+        if not step or first.split != "train":
+            return None
+        rollouts = [item for item in step["rollouts"] if item["first_group"] <= first.group]
+        if not rollouts:
+            return None
+        facts = rollouts[-1]
+        inputs = _read_inputs(members, facts, row)
         if inputs is None:
             return None
-        return cls(members=members, estimator=row, facts=rollouts[-1], parts=_split_inputs(inputs, rollouts[-1]))
+        return cls(members=members, estimator=row, facts=facts, parts=_split_inputs(inputs, facts))
 
     def __post_init__(self) -> None:
         self.mask = next(iter(self.parts.values())).mask  # (N, T)

@@ -209,18 +209,22 @@ def _calls(trajectory: Trajectory) -> list[RenderableType]:
 
 def _turn_rule(trajectory: Trajectory, index: int) -> RenderableType:
     turn = trajectory.turns[index]
-    parts = [
-        f"{'summary' if turn.is_summary else 'turn'} {index + 1}",
-        f"reward {turn.reward:+.3f}{_parts(turn.reward_parts)}",
-    ]
+    kind = "summary" if turn.is_summary else "turn"
+    parts = [f"{kind} {index + 1}", f"reward {turn.reward:+.3f}{_parts(turn.reward_parts)}"]
     if trajectory.advantages is not None and turn.end > turn.start:
         values = trajectory.advantages[turn.start : turn.end]
         parts.append(f"advantage {math.fsum(values) / len(values):+.3f}")
     opened = [item for item in trajectory.segments if item.start == turn.start and item.prompt_ids]
-    parts += [f"after a new context of {len(opened[-1].prompt_ids or ())} tokens"] if opened else []
-    flags = [name for name, is_set in (("cut", turn.is_truncated), ("invalid", turn.is_invalid)) if is_set]
+    if opened:
+        parts.append(f"after a new context of {len(opened[-1].prompt_ids or ())} tokens")
+    flags = []
+    if turn.is_truncated:
+        flags.append("cut")
+    if turn.is_invalid:
+        flags.append("invalid")
     num_errors = _num_call_errors(turn)
-    flags += [f"{num_errors} call error{'s' if num_errors > 1 else ''}"] if num_errors else []
+    if num_errors:
+        flags.append(f"{num_errors} call error{'s' if num_errors > 1 else ''}")
     return _rule(" · ".join([*parts, *flags]), style="red" if flags else "default")
 
 
