@@ -135,13 +135,15 @@ class SelfDistillation(RolloutCallback):
         return [wait_for(self.context(item, row)) for item, row in zip(trajectories, examples, strict=True)]
 
     def _siblings(self, trajectories: Sequence[Trajectory]) -> list[str | None]:
+        """For each trajectory the turns of the best one of its group; None where that is no better."""
         size, rank = self.trainer._group_size, self.trainer.accelerator.process_index
         own = [(item.total_reward, _said(item)) if item.in_baseline else (-torch.inf, "") for item in trajectories]
         everywhere = gather_object(own)
         found: list[str | None] = []
         for place, (reward, _) in enumerate(own, start=rank * len(trajectories)):
-            best = max(everywhere[place - place % size : place - place % size + size])
-            found.append(best[1] if best[0] > reward else None)
+            start = place - place % size
+            best_reward, best_turns = max(everywhere[start : start + size])
+            found.append(best_turns if best_reward > reward else None)
         return found
 
     def _hinted(self, item: Trajectory, hint: str | None) -> list[int] | None:
@@ -154,14 +156,15 @@ class SelfDistillation(RolloutCallback):
         content = as_text(message.get("content"), "the prompt")
         longer[last] = {**message, "content": content + self.text.replace("{hint}", str(hint))}
         plain, hinted = (self.trainer.chat.encode_prompt(messages) for messages in (item.prompt_messages, longer))
-        num_same = next(
-            (i for i, pair in enumerate(zip(plain, hinted, strict=False)) if pair[0] != pair[1]), len(plain)
-        )
-        tail = len(plain) - num_same  # tools, which are not known here, stand before it
-        if item.prompt_ids[len(item.prompt_ids) - tail :] != plain[num_same:]:
+        num_same = 0
+        while num_same < min(len(plain), len(hinted)) and plain[num_same] == hinted[num_same]:
+            num_same += 1
+        # Tools, which are not known here, stand before what both begin with ends.
+        place = len(item.prompt_ids) - (len(plain) - num_same)
+        if item.prompt_ids[place:] != plain[num_same:]:
             _warn_of_template()
             return None
-        return [*item.prompt_ids[: len(item.prompt_ids) - tail], *hinted[num_same:]]
+        return [*item.prompt_ids[:place], *hinted[num_same:]]
 
     # ---------------------------------------------------------------- the term
 
@@ -176,13 +179,14 @@ class SelfDistillation(RolloutCallback):
         """
         prompts = [self._hinted(*pair) for pair in zip(trajectories, self.hints(trajectories), strict=True)]
         most = self.trainer.rollouts.limits.max_model_length or math.inf
-        chosen = [
-            number
-            for number, index in enumerate(rows.index.tolist())
-            if index >= 0 and trajectories[index].in_baseline
-            if rows.rows[number].prompt_ids == trajectories[index].prompt_ids
-            if (prompt := prompts[index]) and len(prompt) + len(rows.rows[number].completion_ids) <= most
-        ]
+        chosen = []
+        for number, index in enumerate(rows.index.tolist()):
+            if index < 0 or not trajectories[index].in_baseline:
+                continue
+            row, prompt = rows.rows[number], prompts[index]
+            is_rewritten = row.prompt_ids != trajectories[index].prompt_ids
+            if prompt and not is_rewritten and len(prompt) + len(row.completion_ids) <= most:
+                chosen.append(number)
         device = output["completion_mask"].device
         places = torch.tensor(chosen, dtype=torch.long)
         kept = output[KEPT_IDS][places] if KEPT_IDS in output else None
@@ -229,7 +233,8 @@ class SelfDistillation(RolloutCallback):
 
 def _said(item: Trajectory) -> str:
     """A trajectory's turns, as a hint for its siblings."""
-    return "\n".join(filter(None, map(_text, (turn.message for turn in item.env_turns))))
+    texts = [_text(turn.message) for turn in item.env_turns]
+    return "\n".join(text for text in texts if text)
 
 
 def _text(message: Message) -> str:

@@ -237,8 +237,9 @@ def _check_all(report: Report, runs: Sequence[_AgentRun]) -> None:
     """Whether runs are scored and end, whether conversations are append-only, and what it costs if not."""
     unscored = feature("doors", "check_env of an agent").AgentEnv.outcome_reward
     ended = [run.env for run in runs if run.env.is_finished and type(run.env).outcome_reward is unscored]
-    for env in [env for env in ended if env.answer is None or isinstance(env.answer, str)][:1]:
-        text = f"run returned {env.answer!r:.60}: the environment's reward is 0."
+    without_score = [env.answer for env in ended if env.answer is None or isinstance(env.answer, str)]
+    if without_score:
+        text = f"run returned {without_score[0]!r:.60}: the environment's reward is 0."
         fix = "Return a number from run, or define outcome_reward in a subclass. Fine with reward_funcs."
         report.warning("outcome", text, fix)
     if not any(run.trajectory.stop_reason is StopReason.DONE for run in runs):
@@ -250,7 +251,8 @@ def _check_all(report: Report, runs: Sequence[_AgentRun]) -> None:
             change = run.trajectory.info.setdefault("agent_drift", "calls that go on from the same messages")
             split.setdefault(change.split()[0], []).append(run)
     for kind, found in split.items():
-        num_calls, num_rows = (sum(len(getattr(run.trajectory, of)) for run in found) for of in ("turns", "rows"))
+        num_calls = sum(len(run.trajectory.turns) for run in found)
+        num_rows = sum(len(run.trajectory.rows) for run in found)
         text = f"{len(found)} of {len(runs)} runs are not append-only: {num_calls} calls stand in {num_rows} rows"
         first = f"First on {found[0].script}: {found[0].trajectory.info['agent_drift']}"
         fix = _APPENDED.get(kind, "Append messages, and edit or drop no earlier one")

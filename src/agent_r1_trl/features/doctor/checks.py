@@ -503,7 +503,10 @@ def _schemas(env: object, starts: list[Start]) -> list[Schema]:
     found = [schema for _, schemas in starts for schema in schemas]
     if not found and env is not None:
         found = tool_schemas(functools.partial(make_env, env))
-    return list({schema["function"]["name"]: schema for schema in reversed(found)}.values())[::-1]
+    by_name: dict[str, Schema] = {}
+    for schema in reversed(found):
+        by_name[schema["function"]["name"]] = schema  # of several, the first one stays
+    return list(reversed(by_name.values()))
 
 
 def _check_prompts(

@@ -343,6 +343,9 @@ def _check_shared_state(trial: EnvTrial) -> None:
     report.ok("state", "An episode in one instance changed no attribute of another, of its class or of its tools.")
 
 
+_CONTAINERS = (dict, list, set, collections.deque)
+
+
 def _snapshot(env: object) -> dict[str, str]:
     """The attributes of an environment, its class and its bases (this package's excepted), and its tools' objects."""
     instance = env.environment if isinstance(env, TRLEnvAdapter) else env
@@ -353,10 +356,12 @@ def _snapshot(env: object) -> dict[str, str]:
     found = {name: item for name, item in found.items() if not name.rpartition(".")[2].startswith("__")}
     for item in getattr(env, "tools", None) or ():
         owner = getattr(item, "owner", None) if isinstance(item, Tool) else None
-        if owner is not None and owner is not env and owner is not instance:
-            shared = [value for base in type(owner).__mro__ for value in vars(base).values()]
-            containers = [value for value in shared if isinstance(value, (dict, list, set, collections.deque))]
-            found[f"{type(owner).__name__} of the tool {item.name!r}"] = [owner, *containers]
+        if owner is None or owner is env or owner is instance:
+            continue
+        shared = [owner]
+        for base in type(owner).__mro__:
+            shared += [value for value in vars(base).values() if isinstance(value, _CONTAINERS)]
+        found[f"{type(owner).__name__} of the tool {item.name!r}"] = shared
     return {name: _freeze(item) for name, item in found.items() if "cache" not in name.lower()}
 
 

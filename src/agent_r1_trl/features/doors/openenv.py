@@ -71,8 +71,10 @@ class OpenEnv(ToolEnv):
 
     def observation_text(self, observation: dict[str, Any]) -> str:
         """The text of an observation for the model, without metadata: the text of its only field, else its JSON."""
-        shown: Any = {key: value for key, value in observation.items() if key != "metadata"}
-        shown = next(iter(shown.values())) if len(shown) == 1 else shown or ""
+        fields = {key: value for key, value in observation.items() if key != "metadata"}
+        if not fields:
+            return ""
+        shown = next(iter(fields.values())) if len(fields) == 1 else fields
         return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
     def outcome_reward(self, trajectory: Trajectory) -> Any:

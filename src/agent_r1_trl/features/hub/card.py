@@ -327,19 +327,26 @@ def complete_metadata(metadata: Mapping[str, Any], facts: CardFacts) -> dict[str
     done = {"pipeline_tag": "text-generation", **facts.license, **metadata}
     done.pop("licence", None)  # of TRL's template, with the value "license"
     if facts.own_license:
-        done = {name: value for name, value in done.items() if name not in LICENSE} | {"license": facts.own_license}
-    done["library_name"] = "peft" if facts.is_adapter else done.get("library_name") or "transformers"
-    tags = map(str, _listed(done.get("tags")))
-    done["tags"] = list(dict.fromkeys([*tags, "agent-r1-trl", "reinforcement-learning"]))
+        done = {name: value for name, value in done.items() if name not in LICENSE}
+        done["license"] = facts.own_license
+    if facts.is_adapter:
+        done["library_name"] = "peft"
+    elif not done.get("library_name"):
+        done["library_name"] = "transformers"
+    tags = [*_texts(done.get("tags")), "agent-r1-trl", "reinforcement-learning"]
+    done["tags"] = list(dict.fromkeys(tags))
     for name, found in (("base_model", facts.base_model), ("datasets", list(facts.data.values()))):
         given = done.pop(name, None) or found
-        ids = list(dict.fromkeys(item for item in map(str, _listed(given)) if is_hub_id(item)))
+        ids = list(dict.fromkeys(text for text in _texts(given) if is_hub_id(text)))
         done[name] = ids[0] if ids and isinstance(given, str) else ids
     return dict(shown_all({name: value for name, value in done.items() if value not in (None, "", [])}))
 
 
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def _texts(value: object) -> list[str]:
+    """The entries of a field that holds a list, or one alone."""
+    if value is None:
+        return []
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
 
 def is_hub_id(name: str) -> bool:
@@ -381,16 +388,16 @@ def quick_start(facts: CardFacts) -> str:
 def agent_options(recipe: Mapping[str, Any]) -> list[str]:
     """The options that name a recipe's environment or tools; none where a reader cannot make the same."""
     if not recipe.get("env"):
-        return (
-            ["--tools", *(local_name(str(tool)) for tool in _listed(recipe["tools"]))] if recipe.get("tools") else []
-        )
+        tools = [local_name(name) for name in _texts(recipe.get("tools") or None)]
+        return ["--tools", *tools] if tools else []
     given = {name: item for name, item in (recipe.get("env_kwargs") or {}).items() if item is not None}
     text = _text_of(_without_local_paths(given))
-    return (
-        []
-        if text is None
-        else ["--env", local_name(str(recipe["env"])), *(["--env_kwargs", text] if text != "{}" else [])]
-    )
+    if text is None:
+        return []
+    options = ["--env", local_name(str(recipe["env"]))]
+    if text != "{}":
+        options += ["--env_kwargs", text]
+    return options
 
 
 def _text_of(value: object) -> str | None:

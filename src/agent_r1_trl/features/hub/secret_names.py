@@ -67,7 +67,9 @@ def _expected(name: str) -> Expected:
     if "public" in words:
         return ""
     if compact.endswith("token"):
-        return "any" if _is_kind_of_access(words, compact) else "generated" if words[-1] == "token" else ""
+        if _is_kind_of_access(words, compact):
+            return "any"
+        return "generated" if words[-1] == "token" else ""
     for endings, expected in ((ANY_TEXT, "any"), (GENERATED_TEXT, "generated")):
         for ending in endings:
             if words and compact.endswith(ending) and (words[-1] == ending or ending not in _WHOLE_WORDS):
@@ -78,7 +80,10 @@ def _expected(name: str) -> Expected:
 def _words(name: str) -> list[str]:
     """Lower-case words of a name in any spelling, without numbers and encodings at its end."""
     words = [word.lower() for word in _WORD.findall(name)]
-    while len(words) > 1 and (words[-1].isdigit() or (words[-1] in _SUFFIXES and words[-2] in _WITH_SUFFIX)):
+    while len(words) > 1:
+        is_encoding = words[-1] in _SUFFIXES and words[-2] in _WITH_SUFFIX
+        if not is_encoding and not words[-1].isdigit():
+            break
         words.pop()
     return words
 

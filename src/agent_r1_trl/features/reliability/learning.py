@@ -137,23 +137,27 @@ class LearningReport(RolloutCallback):
         ended_by = gather_object([item.stop_reason.value for item in finished if not item.is_solved and _is_cut(item)])
         self.limits = Counter(ended_by)
         rewards = gather_object([item.total_reward if item.in_baseline else math.nan for item in trajectories])
-        groups = [rewards[start : start + group_size] for start in range(0, len(rewards), group_size)]
-        groups = [[reward for reward in group if math.isfinite(reward)] for group in groups]
-        groups = [group for group in groups if group]
+        groups = []
+        for start in range(0, len(rewards), group_size):
+            known = [reward for reward in rewards[start : start + group_size] if math.isfinite(reward)]
+            if known:
+                groups.append(known)
         earned = [reward for group in groups for reward in group]
         if earned:
-            teaches = self._teaches(trajectories, groups if group_size > 1 else [earned], has_advantage)
+            compared = groups if group_size > 1 else [earned]
+            teaches = self._teaches(trajectories, compared, has_advantage)
             means = [statistics.fmean(group) for group in groups]
             error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0
             share = sum(solved) / max(1, len(solved))
             self.rollouts.append(RolloutResult(step, statistics.fmean(earned), error, len(means), teaches, share))
             if not teaches and len(earned) > 1:
-                is_weighted = any(_differ(group) for group in (groups if group_size > 1 else [earned]))
+                is_weighted = any(_differ(group) for group in compared)
                 self._warn_of_rewards(step, earned, len(groups), is_weighted=is_weighted)
         for name, answers in gather_object([*_answers(trajectories).items()]):
             self.answers.setdefault(name, Answers()).add(answers)
         for name, answers in self.answers.items():
-            if answers.num >= MIN_CALLS and (silence := answers.silence(name)):
+            silence = answers.silence(name) if answers.num >= MIN_CALLS else None
+            if silence is not None:
                 self._warn(name, "Step %d: %s Try the tool by hand.", step, silence)
 
     def _teaches(

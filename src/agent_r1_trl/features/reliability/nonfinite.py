@@ -111,18 +111,19 @@ class NumberWatch(RolloutCallback):
         """
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
         for name, text in BATCH.items():
-            if (values := inputs.get(name)) is not None:
-                values = values.unsqueeze(1) if values.dim() == 1 else values
-                self._take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
+            values = inputs.get(name)
+            if values is None:
+                continue
+            if values.dim() == 1:
+                values = values.unsqueeze(1)
+            self._take(text, values.expand_as(mask), inputs["value_mask"] if name in _CRITICS else mask)
         found, self._pending = self._pending, {}
         wholes, self._terms = self._terms, {}
         rows = inputs.get(TRAJECTORY_ROW, torch.full_like(mask[:, 0], -1))
-        is_broken = ~torch.isfinite(loss.detach())
-        wholes[LOSS] = is_broken
-        self._found.append(
-            (self._names, rows, found | {name: flag.expand(len(rows)) for name, flag in wholes.items()})
-        )
-        is_broken = is_broken | torch.stack([*found.values()]).any()
+        wholes[LOSS] = ~torch.isfinite(loss.detach())
+        found_of_rows = found | {name: flag.expand(len(rows)) for name, flag in wholes.items()}
+        self._found.append((self._names, rows, found_of_rows))
+        is_broken = wholes[LOSS] | torch.stack([*found.values()]).any()
         return loss * torch.where(is_broken, math.nan, 1.0).to(loss.dtype)
 
     def before_step(self, step: OptimizerStep) -> None:

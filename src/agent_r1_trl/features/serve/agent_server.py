@@ -58,9 +58,9 @@ class AgentServer:
         host: str = "127.0.0.1",
     ) -> None:
         self._hosts = None if host in EVERY_ADDRESS else {host.lower(), *LOOPBACK_NAMES}
+        self.name = name
         self._agent = agent
         self._env_factory = env_factory
-        self.name = name
         self._params = params or SamplingParams(temperature=0.0)
         self._seed = seed
         self._row = row

@@ -97,9 +97,11 @@ class Conversation:
         self.limits = agent.limits.within(getattr(agent.generator, "max_model_length", None))
         check_room(agent.chat, self.limits)
         check_thinking(agent.chat, self.limits.context.policy)
-        self.params, self.seed = params or SamplingParams(temperature=0.0), seed
+        self.params = params or SamplingParams(temperature=0.0)
+        self.seed = seed
         self.on_event: Listener = on_event or (lambda event: None)
-        self._env_factory, self._row = env_factory, dict(row or {})
+        self._env_factory = env_factory
+        self._row = dict(row or {})
         self._begin()
 
     def _begin(self) -> None:
