@@ -71,7 +71,8 @@ def run(argv: Sequence[str]) -> int:
         chosen = {name: changes[name] for name in arguments.metric or changes}
         console.print(changes_table(chosen, f"A: {one}, B: {two}, {before.num_examples} examples"))
         if arguments.list:
-            console.print(*_list(arguments.list, *next(iter(chosen.items()))), sep="\n")
+            metric = next(iter(chosen))
+            console.print(*_examples_where(arguments.list, metric, chosen[metric]), sep="\n")
     return 0
 
 
@@ -102,7 +103,7 @@ def _rows(folder: Path) -> dict[tuple[str, str], Path]:
         ) from error
 
 
-def _list(side: str, metric: str, change: MetricChange) -> list[str | Table]:
+def _examples_where(side: str, metric: str, change: MetricChange) -> list[str | Table]:
     """On how many examples the metric is lower, or higher, in B than in A, and on which."""
     sign = -1 if side == "lower" else 1
     found = []

@@ -174,7 +174,9 @@ def find_trainer(argv: Sequence[str]) -> str:
     path = config_of(argv)
     recipe = {} if path is None else read_recipe(path)
     given = [texts[0] for flag, texts in words_of(argv) if flag in ("trainer", "algo") and texts]
-    return str([recipe.get("trainer", TrainArguments.trainer), *given][-1])
+    if given:
+        return str(given[-1])
+    return str(recipe.get("trainer", TrainArguments.trainer))
 
 
 def config_class_of(name: str) -> Any:

@@ -402,8 +402,10 @@ def read_scores(answer: object, num: int, best: float) -> Verdict:
     >>> read_scores("ten!", 1, 10.0)
     "no JSON object with a list of scores: 'ten!'"
     """
-    text, values = answer if isinstance(answer, str) else "", None
-    for found in [*re.finditer("{", text)][:-1000:-1]:  # from the last one on: reasoning stands before the verdict
+    text = answer if isinstance(answer, str) else ""
+    values = None
+    last = list(re.finditer("{", text))[-999:]
+    for found in reversed(last):  # reasoning stands before the verdict
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             values = list(json.JSONDecoder().raw_decode(text, found.start())[0]["scores"])
             break

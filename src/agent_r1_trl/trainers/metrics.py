@@ -201,7 +201,8 @@ def _tool_metrics(records: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
     metrics |= {f"tools/call_errors/{kind}": count / len(records) for kind, count in sorted(errors.items())}
     for name in sorted({name for record in records for name in record["known_tools"]}):
-        latencies, waits, cuts = zip(*(rest for call, *rest in calls if call == name), strict=True)
+        of_tool = [(latency, wait, is_cut) for tool, latency, wait, is_cut in calls if tool == name]
+        latencies, waits, cuts = zip(*of_tool, strict=True)
         metrics[f"tools/{name}/calls"] = len(latencies) / len(records)
         metrics[f"tools/{name}/latency_s"] = _mean(latencies)
         metrics[f"tools/{name}/latency_max_s"] = max(latencies)

@@ -185,14 +185,18 @@ class NumberWatch(RolloutCallback):
 
 def _first_cause(found: Sequence[tuple[list[str], torch.Tensor, dict[str, torch.Tensor]]]) -> tuple[int, str] | None:
     """The first quantity of this rank's micro-batches that is not finite, and its place in their order."""
-    terms = {quantity: None for *_, broken in found for quantity in broken if quantity not in (*INPUTS, LOSS)}
+    quantities = dict.fromkeys(quantity for *_, broken in found for quantity in broken)
+    terms = [quantity for quantity in quantities if quantity not in (*INPUTS, LOSS)]
     for place, quantity in enumerate([*INPUTS, *terms, LOSS]):
         for names, rows, broken in found:
-            if quantity in broken and broken[quantity].any():
-                number = int(rows[broken[quantity]][0])
-                is_known = 0 <= number < len(names)
-                name = names[number] if is_known else f"row {number} of a rollout that was resumed"
-                return place, f"{quantity} of {name}" if quantity in INPUTS else quantity
+            if quantity not in broken or not broken[quantity].any():
+                continue
+            if quantity not in INPUTS:
+                return place, quantity
+            number = int(rows[broken[quantity]][0])
+            is_known = 0 <= number < len(names)
+            name = names[number] if is_known else f"row {number} of a rollout that was resumed"
+            return place, f"{quantity} of {name}"
     return None
 
 
