@@ -88,7 +88,10 @@ class FakeServer:
     def start(self):
         """As a new process, with the weights it was started from."""
         self.process = uuid.uuid4().hex
-        self.value, self.weights, self.loaded, self.sums = BASE, None, {}, {}
+        self.value = BASE
+        self.weights = None
+        self.loaded = {}
+        self.sums = {}
         self.coming = None
         self.is_frozen = False
         self._run(self._listen())
@@ -224,7 +227,9 @@ class FakeServer:
         return {"rank": 0}
 
     def rpc_end(self, name, is_complete):
-        self.value, self.weights, self.coming = round(sum(self.sums.values())), name, None
+        self.value = round(sum(self.sums.values()))
+        self.weights = name
+        self.coming = None
         return {"rank": 0}
 
     async def _reset(self, request):

@@ -46,7 +46,10 @@ class Hub:
 class Refused(Exception):
     def __init__(self, status: int, message: str, code: str = "", **more: Any) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.more = status, message, code, more
+        self.status = status
+        self.message = message
+        self.code = code
+        self.more = more
 
 
 @contextlib.contextmanager
@@ -164,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(404, "Repository not found", "RepoNotFound") from None
 
     def _create(self, data: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        owner, name, kind = data.get("organization") or USER, data["name"], data.get("type") or "model"
+        owner = data.get("organization") or USER
+        name = data["name"]
+        kind = data.get("type") or "model"
         if not _NAME.fullmatch(name) or "--" in name or ".." in name or name.endswith(".git"):
             raise Refused(400, f"Invalid repo name: {name}")
         if owner != USER:

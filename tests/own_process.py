@@ -22,7 +22,9 @@ def signal_this_process(signum):
 
 def forbid_ends():
     """In this process the package may neither call `os._exit` nor have `faulthandler` end it; forked ones may."""
-    pid, leave, dump_later = os.getpid(), os._exit, faulthandler.dump_traceback_later
+    pid = os.getpid()
+    leave = os._exit
+    dump_later = faulthandler.dump_traceback_later
 
     def leave_unless_ours(code):
         caller = sys._getframe(1).f_globals.get("__name__", "")

@@ -90,7 +90,9 @@ class RealServer:
     """A server at one port, which tests freeze, kill and start again."""
 
     def __init__(self, model, folder):
-        self._model, self._folder, self._port = model, folder, free_port()
+        self._model = model
+        self._folder = folder
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.start()
 

@@ -34,7 +34,9 @@ class FarServer(FakeServer):
 
 
 if __name__ == "__main__":
-    address, folder, num_steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    address = sys.argv[1]
+    folder = Path(sys.argv[2])
+    num_steps = int(sys.argv[3])
     with FarServer(address, folder, num_steps) as server:
         (folder / "url.tmp").write_text(f"http://{address}:{server.port}", encoding="utf-8")
         (folder / "url.tmp").rename(folder / "url")

@@ -60,7 +60,9 @@ def ragged(rng, turn):
 
 def train(case, output_dir, checkpoint=None):
     """What each rank saw of a run with that case, from its start or from a checkpoint, and the weights in the end."""
-    rows, under_way, lost = [], [], []
+    rows = []
+    under_way = []
+    lost = []
     trainer = make_trainer(
         output_dir / case / ("straight" if checkpoint is None else "resumed"),
         model=str(output_dir / POLICY_FOLDER),

@@ -75,7 +75,9 @@ class Machine:
     """
 
     def __init__(self, rank, namespace, address):
-        self.rank, self.namespace, self.address = rank, namespace, address
+        self.rank = rank
+        self.namespace = namespace
+        self.address = address
         self._started = []
 
     def start(self, log, *command, **environment):

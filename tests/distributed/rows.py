@@ -134,7 +134,10 @@ def _train(output_dir, cut, **options):
     A trajectory is what identifies it, how many rows it has, whether it was lost, and its advantages over time. The
     same for all ranks: the gradients of the second step, and the weights after it.
     """
-    catcher, losses, sizes, trajectories = CatchGradients(), [], [], []
+    catcher = CatchGradients()
+    losses = []
+    sizes = []
+    trajectories = []
     is_ppo, lora = options.get("trainer") is MultiTurnPPOTrainer, options.get("critic") == "adapter"
     trainer = make_trainer(
         output_dir,
@@ -158,7 +161,9 @@ def _train(output_dir, cut, **options):
     catcher.trainer = trainer
     if is_ppo:
         fill(trainer.model)
-    roll_out, prepare, step = trainer.rollouts.generate, trainer._prepare_inputs, trainer.training_step
+    roll_out = trainer.rollouts.generate
+    prepare = trainer._prepare_inputs
+    step = trainer.training_step
     record = trainer._record
 
     def rolled_out(*args, **kwargs):
@@ -183,7 +188,9 @@ def _train(output_dir, cut, **options):
             trajectories.append((key, len(item.rows), is_lost, credit[: len(item.completion_ids)]))
         record(batch, output)
 
-    trainer.rollouts.generate, trainer._prepare_inputs, trainer.training_step = rolled_out, prepared, stepped
+    trainer.rollouts.generate = rolled_out
+    trainer._prepare_inputs = prepared
+    trainer.training_step = stepped
     trainer._record = recorded
     with mock.patch.object(multi_turn, "training_order", _alternate):
         trainer.train()

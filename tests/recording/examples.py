@@ -23,7 +23,9 @@ def two_turns(**changes: Any) -> Trajectory:
         ),
         Turn(start=6, end=8, message={"role": "assistant", "content": "Oslo"}, generate_s=0.5),
     ]
-    policy, template, environment = Author.POLICY, Author.TEMPLATE, Author.ENVIRONMENT
+    policy = Author.POLICY
+    template = Author.TEMPLATE
+    environment = Author.ENVIRONMENT
     values: dict[str, Any] = {
         "prompt_messages": [{"role": "user", "content": "Hauptstadt?"}],
         "prompt_ids": [5, 6, 7],

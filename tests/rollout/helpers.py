@@ -78,7 +78,9 @@ class Recorder(Generator):
 
     def __init__(self, generator):
         self.generator = generator
-        self.contexts, self.max_tokens, self.handed = [], [], []
+        self.contexts = []
+        self.max_tokens = []
+        self.handed = []
 
     async def generate(self, request):
         generation = await self.generator.generate(request)

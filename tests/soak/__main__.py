@@ -100,7 +100,9 @@ class RestartableServer:
     """A vLLM server that can be killed and started again on its port, and be frozen for a while."""
 
     def __init__(self, model: Path, folder: Path):
-        self.model, self.folder, self.port = model, folder, free_port()
+        self.model = model
+        self.folder = folder
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: Any = None
 
@@ -145,7 +147,9 @@ def _roll_out(
     rng = random.Random(f"moments {plan.seed}")
     for server in servers[0] if plan.sampler == "server" else []:
         server.wait()
-    start, story, problems = time.monotonic(), [], []
+    start = time.monotonic()
+    story = []
+    problems = []
     interrupted = False
     for attempt in range(4):
         port = free_port()

@@ -188,7 +188,9 @@ class Disturbances(TrainerCallback):
     """Faults that come from outside the task, from the second step on."""
 
     def __init__(self, plan: Plan, folder: Path):
-        self.plan, self.folder, self.is_broken = plan, folder, False
+        self.plan = plan
+        self.folder = folder
+        self.is_broken = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Give one parameter a gradient that can be broken."""

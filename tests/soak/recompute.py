@@ -141,7 +141,9 @@ def _differences(row: dict[str, Any], item: RolledOut, *, has_critic: bool) -> l
     for (_, end), reward in zip(item.spans, item.rewards, strict=True):
         if places:
             rewards[end - 1] += reward
-    following, advantage, returns = 0.0, 0.0, {}
+    following = 0.0
+    advantage = 0.0
+    returns = {}
     for place in reversed(places):
         value = row["values"][place]
         advantage = rewards[place] + GAMMA * following - value + GAMMA * LAM * advantage

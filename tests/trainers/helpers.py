@@ -157,7 +157,9 @@ def step_gradients(trainer, change=lambda inputs: inputs):
         trainer.compute_loss(trainer.model, change(buffer[-1])).backward()
     gradients = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
     trainer.model.load_state_dict(before)
-    trainer._step, trainer._buffered_inputs, trainer.rollouts.synced_step = 0, None, -1
+    trainer._step = 0
+    trainer._buffered_inputs = None
+    trainer.rollouts.synced_step = -1
     return gradients, buffer
 
 

@@ -26,7 +26,9 @@ class ScriptedTRL(GRPOTrainer):
 
 def scripted_rows(tokenizer, script):
     """A generator that says `script(row, turn)`; rows are numbered as their first turns are asked for."""
-    chat, lock, row_of = ChatFormat(tokenizer), threading.Lock(), {}
+    chat = ChatFormat(tokenizer)
+    lock = threading.Lock()
+    row_of = {}
 
     def answer(request):
         with lock:

@@ -56,7 +56,9 @@ class Weights(TrainerCallback):
     """Keeps the weights of every step, and the trajectories of every rollout."""
 
     def __init__(self):
-        self.trainer, self.of_step, self.batches = None, {}, []
+        self.trainer = None
+        self.of_step = {}
+        self.batches = []
         LateChat.awaited = math.inf
 
     def on_train_begin(self, args, state, control, **kwargs):

@@ -145,7 +145,9 @@ class Connections:
     """Knows the open connections, to close them."""
 
     def __init__(self, app):
-        self.app, self.open, self.refuses = app, set(), False
+        self.app = app
+        self.open = set()
+        self.refuses = False
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "websocket" and self.refuses:

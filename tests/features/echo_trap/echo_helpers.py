@@ -46,7 +46,9 @@ class Watch(TrainerCallback):
     """Calls `look(trainer)` when a step begins, with the number of steps made."""
 
     def __init__(self, trainer, look):
-        self.trainer, self.look, self.seen = trainer, look, []
+        self.trainer = trainer
+        self.look = look
+        self.seen = []
         trainer.add_callback(self)
 
     def on_step_begin(self, args, state, control, **kwargs):

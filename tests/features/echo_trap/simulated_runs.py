@@ -87,7 +87,9 @@ def drawn_by_curriculum(rng, chances, groups, size):
     """
     args = SimpleNamespace(sampling=SamplingSettings(curriculum_rate=0.3))
     trainer = SimpleNamespace(args=args, train_dataset=range(chances.shape[1]), add_callback=lambda callback: None)
-    curriculum, chosen, weights = Curriculum(trainer), [], []
+    curriculum = Curriculum(trainer)
+    chosen = []
+    weights = []
     for chance in chances:
         drawn = curriculum.order(int(rng.integers(2**31)))[:groups]
         weight = curriculum.draw_weights(drawn, curriculum.pass_rates)

@@ -27,7 +27,10 @@ HEAVY = {"rollback", "stop"}
 
 def guarded(history):
     """The actions of a dry guard that may take all, and the first step that is called collapsing (None: none is)."""
-    judge, state, taken, named = EchoTrapJudge(), GuardState(), [], None
+    judge = EchoTrapJudge()
+    state = GuardState()
+    taken = []
+    named = None
     for number, step in enumerate(history):
         verdict = judge.update(step)
         state.num_steps += 1
