@@ -534,6 +534,28 @@ def test_the_choices_of_the_list_are_read_whole(browser, run_page, width):
     assert min(visit.page.evaluate(widths)) > 130
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_name_of_a_metric_is_read_whole_and_zero_is_0(browser, tmp_path, width):
+    TrajectoryStore(tmp_path).write(1, [trajectory(make_tokenizer("qwen2_5"), ("Oslo",), "q")])
+    metrics = {
+        "step": 1,
+        "reward": 0.0,
+        "sampling/sampling_logp_difference/mean": 0.5,
+        "tools/call_errors/unknown_tool": 2,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+    visit = Visit(browser, write(tmp_path), "", width)
+    visit.page.evaluate("for (const node of document.querySelectorAll('details')) node.open = true")
+    visit.until("document.querySelectorAll('figcaption .name').length > 2")
+    names = "[...document.querySelectorAll('figcaption .name')]"
+    cut = "(node) => node.scrollWidth > node.clientWidth + 1"
+    assert visit.page.evaluate(f"{names}.filter({cut}).map((node) => node.innerText)") == []
+    assert visit.page.evaluate("[show(0, true, 4), show(-0, true), show(0), show(0.5, true), show(1e-9, true)]") == [
+        "0", "0", "0", "+0.500", "+1e−9",
+    ]  # fmt: skip
+    assert not visit.errors
+
+
 def test_a_run_with_a_critic_is_not_said_to_teach_nothing_because_its_groups_are_flat(browser, tmp_path):
     TrajectoryStore(tmp_path).write(1, [empty()])
     flat = {"step": 1, "reward": 0.5, "frac_reward_zero_std": 1.0}

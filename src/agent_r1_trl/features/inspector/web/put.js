@@ -136,13 +136,13 @@ function count(number) {
   return wholes.format(Math.round(number));
 }
 
-// A number for people: 4 digits, "4e−5" for small ones, a sign only on request.
+// A number for people: 4 digits, "4e−5" for small ones, a sign only on request; nothing is "0", neither + nor −.
 function show(value, sign = false, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
+  if (size === 0) return "0";
   let text;
-  if (size === 0) text = (0).toFixed(digits);
-  else if (size < 0.5 * 10 ** -digits) text = size.toExponential(0);
+  if (size < 0.5 * 10 ** -digits) text = size.toExponential(0);
   else if (size >= 1e6) text = size.toExponential(2);
   else if (size >= 1000) text = size.toLocaleString("en-US", {maximumFractionDigits: size >= 10000 ? 0 : 1});
   else text = size.toFixed(size >= 100 ? Math.min(digits, 1) : size >= 10 ? Math.min(digits, 2) : digits);
