@@ -66,6 +66,7 @@ from agent_r1_trl.safe_text import shown
 from agent_r1_trl.settings import Clash, find_clashes, plain_value, refuse
 from agent_r1_trl.trainers.checkpoints import choose_checkpoint, find_run, saving, set_aside
 from agent_r1_trl.trainers.config import RATIO_SETTINGS, ModelConfig, get_peft_config, get_quantization_config
+from agent_r1_trl.trainers.plan import NO_ROWS, plan_text
 
 if TYPE_CHECKING:
     from agent_r1_trl.trainers.config import MultiTurnConfig
@@ -133,7 +134,10 @@ def run(argv: Sequence[str]) -> int:
         given = script_args.settings | {"overwrite": False}
         write_resolved_recipe(given, (TrainArguments, type(args), ModelConfig), task["env"], facts, folder)
     if (progress := trainer.features.get("progress")) is not None:
-        progress.is_verbose = script_args.verbose
+        progress.is_verbose, progress.has_plan = (
+            script_args.verbose,
+            True,
+        )  # it was printed before the model was loaded
     _train(trainer, checkpoint)
     with saving(Path(args.output_dir)):  # absolute by now, wherever a tool has gone
         trainer.save_model(args.output_dir, _internal_call=True)  # True: nothing is uploaded yet
@@ -456,21 +460,17 @@ def _plan(
     train: TrainRows,
     evaluation: TrainRows,
 ) -> str:
-    name = f" ({torch.cuda.get_device_name(args.device)})" if args.device.type == "cuda" else ""
-    rows = f"{len(train)} rows of {script_args.dataset_name}" if train is not None else "made by the environment"
+    rows = f"{len(train)} rows of {script_args.dataset_name}" if train is not None else NO_ROWS
     tested = f"; evaluation on {len(evaluation)} of {script_args.eval_dataset_name}" if evaluation is not None else ""
-    estimator = "" if args.advantage_estimator == script_args.trainer else f" ({args.advantage_estimator})"
     adapter = f", LoRA r={model_args.lora_r}" if model_args.use_peft else ""
-    shape, engine = args.rollout_shape, "vLLM" if args.use_vllm else "transformers"
-    limits = f"at most {args.max_turns} turns and {args.max_completion_length} tokens each, by {engine}"
-    return f"""\
-model        {model_args.model_name_or_path}{adapter} on {args.device}{name}, {args.world_size} process(es)
-environment  {script_args.env or ", ".join(script_args.tools or []) or "none"}
-data         {rows}{tested}
-method       {script_args.trainer}{estimator}, learning rate {args.learning_rate:g}
-rollout      {shape.prompts_per_rollout} prompts x {shape.responses_per_prompt} trajectories, {limits}
-updates      {shape.updates_per_rollout:g} per rollout, of {shape.trajectories_per_update} trajectories each
-output       {args.output_dir}"""
+    return plan_text(
+        args,
+        model=f"{model_args.model_name_or_path}{adapter}",
+        environment=script_args.env or ", ".join(script_args.tools or []) or "none",
+        data=rows + tested,
+        method=script_args.trainer,
+        num_steps=args.max_steps,
+    )
 
 
 def _farewell(script_args: TrainArguments, args: MultiTurnConfig, folder: str) -> str:

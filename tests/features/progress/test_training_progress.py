@@ -4,8 +4,10 @@ import io
 import logging
 import sys
 import threading
+from functools import partial
 
 import pytest
+from peft import LoraConfig
 from transformers import TrainerState, TrainingArguments
 
 from agent_r1_trl.display.console import PlainConsole
@@ -14,6 +16,8 @@ from agent_r1_trl.features.progress.training import TrainingProgress
 from agent_r1_trl.testing import AddEnv, call, say
 from agent_r1_trl.tools import tool
 from agent_r1_trl.trainers.callbacks import RolloutCallback
+from agent_r1_trl.trainers.construction import trl_dataset
+from agent_r1_trl.trainers.plan import plan_of
 from agent_r1_trl.trainers.ppo import MultiTurnPPOTrainer
 from tests.trainers.helpers import answering, make_trainer, questions
 
@@ -323,9 +327,45 @@ def test_a_script_in_a_terminal_shows_the_block_unless_a_setting_says_otherwise(
     text = "\n".join(shown.lines())
     assert ("\nstep 2/2 ━" in text) is has_block, text
     assert ("step 1/2, " in text and "step 2/2, " in text) is has_lines, text
+    assert ("environment  AddEnv\ndata         8 rows\nmethod       grpo, " in text) is (has_block or has_lines), text
     assert ("{'loss':" in text) is has_dict, text
     assert "it/s]" not in text
     assert "grad_norm" in trainer.state.log_history[0]  # as trackers get it
+
+
+def test_a_script_prints_its_plan_once_and_says_what_it_trains_on_what_and_where_it_writes(tmp_path, monkeypatch):
+    file = io.StringIO()
+    trainer = in_a_script(tmp_path, monkeypatch, file, disable_tqdm=False, eval_dataset=questions(3), max_turns=3)
+    trainer.train()
+    assert file.getvalue().startswith(
+        "model        Qwen2ForCausalLM on cpu, 1 process(es)\n"
+        "environment  AddEnv\n"
+        "data         8 rows; evaluation on 3 rows\n"
+        "method       grpo, learning rate 0.001\n"
+        "rollout      2 prompts x 4 trajectories, at most 3 turns and 160 tokens each, by transformers\n"
+        "updates      1 per rollout, of 8 trajectories each; 2 steps in all\n"
+        f"output       {tmp_path}\n\nstep 1/2, "
+    )
+    assert file.getvalue().count("environment  ") == 1
+
+
+def test_a_plan_names_an_adapter_and_says_where_rows_come_from(tmp_path):
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = make_trainer(tmp_path, env=partial(AddEnv), peft_config=lora)
+    trainer.train_dataset = trl_dataset(None, trainer.args)
+    plan = plan_of(trainer)
+    assert (
+        "Qwen2ForCausalLM, LoRA r=4 on cpu" in plan
+        and "\nenvironment  AddEnv\ndata         made by the environment\n" in plan
+    )
+    stream = questions().to_iterable_dataset()
+    both = {"easy": questions(2), "hard": questions(3)}
+    plan = plan_of(make_trainer(tmp_path, env=None, train_dataset=stream, eval_dataset=both, reward_funcs=len_reward))
+    assert "\nenvironment  none\ndata         a stream of rows; evaluation on 2 rows of easy, 3 rows of hard\n" in plan
+
+
+def len_reward(completions, **columns):
+    return [float(len(str(item))) for item in completions]
 
 
 def test_a_script_elsewhere_has_a_line_a_step_and_the_bar_of_transformers_is_gone(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from agent_r1_trl.display.live import LiveBlock, has_terminal
 from agent_r1_trl.features.progress.causes import Causes
 from agent_r1_trl.rollout import describe_sampling, rollout_status
 from agent_r1_trl.trainers.callbacks import RolloutCallback, is_main_process, num_ranks
+from agent_r1_trl.trainers.plan import plan_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
@@ -65,6 +66,8 @@ class TrainingProgress(NoProgress):
         self.console = PlainConsole(soft_wrap=True)
         self.is_verbose = False
         """Whether every logged metric is printed."""
+        self.has_plan = False
+        """Whether the plan of the run has been printed."""
         self._is_plain = is_plain
         self._block: LiveBlock | None = None
         self._causes: Causes | None = None
@@ -100,6 +103,9 @@ class TrainingProgress(NoProgress):
         self._causes.step = state.global_step + 1
         logging.getLogger("agent_r1_trl").addHandler(self._causes)
         if self.trainer is not None:  # not without our rollout
+            if not self.has_plan:
+                self.console.print(f"{plan_of(self.trainer)}\n")
+                self.has_plan = True
             for note in self.trainer.layout.notes:
                 self.console.print(note)
         if self._has_block:
