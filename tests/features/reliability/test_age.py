@@ -12,7 +12,9 @@ from transformers import TrainerCallback
 from agent_r1_trl.features.distillation import SelfDistillation
 from agent_r1_trl.features.reliability import age
 from agent_r1_trl.features.reliability.age import Drift, OffPolicyError
+from agent_r1_trl.generation.base import current_slot
 from agent_r1_trl.recording import read_records
+from agent_r1_trl.testing import AddEnv
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
 from agent_r1_trl.update.importance import effective_share
@@ -111,6 +113,24 @@ def test_nothing_begins_ahead_before_an_update_has_shown_how_far_it_moves_the_po
     assert in_flight == [0, 0, 2, 2, 2, 1, 0], "the last two are the end of the run"
     assert logged(trainer, "sampling/rollouts_ahead") == [0, 2, 2, 2, 2, 2, 2]
     assert not [record for record in caplog.records if "run ahead" in record.getMessage()]
+
+
+class FlatAtFirst(AddEnv):
+    """All trajectories of the first two rollouts earn the same."""
+
+    def outcome_reward(self, trajectory):
+        return 1.0 if current_slot.get().order < 2 else float(sum(trajectory.completion_ids) % 5)
+
+
+def test_an_update_without_a_gradient_shows_nothing(tmp_path):
+    """Where no group has taught anything yet, no rate looks too large."""
+    constant = {"lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    trainer, in_flight = ahead(tmp_path, [math.nan] * 6, by_rate(0.05e6), env=FlatAtFirst, **constant)
+    norms = logged(trainer, "grad_norm")
+    assert norms[:2] == [0.0, 0.0] and norms[2] > 0.0
+    assert logged(trainer, "sampling/rollouts_ahead") == [0] * 6 and in_flight == [0] * 6
+    assert logged(trainer, "sampling/expected_share")[:3] == [1.0] * 3
+    assert logged(trainer, "sampling/expected_share")[3] < 0.9
 
 
 def test_as_many_run_ahead_as_the_rate_allows_and_it_is_said_once(tmp_path, caplog):

@@ -139,6 +139,8 @@ class AgeGuard(RolloutCallback):
         self._rates: dict[int, float] = {}
         """Optimizer step -> its learning rate, of the last steps."""
         self._said: set[str] = set()
+        self._has_gradient = False
+        """Whether the policy has had a gradient: later, an optimizer with a memory moves it without one."""
         self.go_back(0, 0)
 
     def begin_run(self) -> None:
@@ -191,20 +193,29 @@ class AgeGuard(RolloutCallback):
             )
 
     def before_step(self, step: OptimizerStep) -> None:
-        """Note the learning rate."""
-        self._rates[step.number] = 0.0 if step.lacks_tokens else self._rate
+        """Note the learning rate; before the first gradient no step moves anything."""
+        norm = step.norms[0] if step.norms else None
+        self._has_gradient = self._has_gradient or norm is None or float(norm) != 0.0
+        rests = step.lacks_tokens or not self._has_gradient
+        self._rates[step.number] = 0.0 if rests else self._rate
         oldest = step.number - (self.trainer.args.rollouts_ahead + 1) * self._num_updates
         self._rates = {number: rate for number, rate in self._rates.items() if number >= oldest}
 
     def state_dict(self) -> dict[str, Any]:
         """What was measured, and what followed from it."""
         limit = self.trainer.rollouts.ahead.limit
-        return {"drift": self._drift.state_dict(), "rates": self._rates, "limit": limit}
+        return {
+            "drift": self._drift.state_dict(),
+            "rates": self._rates,
+            "limit": limit,
+            "has_gradient": self._has_gradient,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with it."""
         self._drift.load_state_dict(state["drift"])
         self._rates = state["rates"]
+        self._has_gradient = state.get("has_gradient", True)
         self.trainer.rollouts.ahead.limit = state["limit"]
 
     # ---------------------------------------------------------------- measuring
