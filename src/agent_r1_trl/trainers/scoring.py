@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from torch import nn
 from trl.models.utils import disable_gradient_checkpointing
 
+from agent_r1_trl.generation.local.decoding import evaluation_mode
 from agent_r1_trl.generation.positions import positions_of, takes_positions
 from agent_r1_trl.update.entries import KEPT_IDS, Inputs
 from agent_r1_trl.update.rows import row_of, row_tensors
@@ -73,7 +74,11 @@ def score_rows(
 
 
 def score_again(trainer: MultiTurnTrainer, rows: Inputs) -> torch.Tensor:
-    """(R, T) the policy's present log-probs of rows of an earlier batch. A collective call, outside the loss."""
+    """(R, T) the policy's present log-probs of rows of an earlier batch, without dropout.
+
+    A collective call, outside the loss.
+    """
     options = trainer.args.gradient_checkpointing_kwargs
-    with torch.no_grad(), disable_gradient_checkpointing(trainer.model, options):
+    quiet = evaluation_mode(trainer.model)
+    with torch.no_grad(), quiet, disable_gradient_checkpointing(trainer.model, options):
         return trainer._log_probs(trainer.model, rows)

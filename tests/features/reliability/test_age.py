@@ -7,14 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from agent_r1_trl.features.distillation import SelfDistillation
 from agent_r1_trl.features.reliability import age
 from agent_r1_trl.features.reliability.age import Drift, OffPolicyError
 from agent_r1_trl.generation.base import current_slot
 from agent_r1_trl.recording import read_records
-from agent_r1_trl.testing import AddEnv
+from agent_r1_trl.testing import AddEnv, make_tokenizer
 from agent_r1_trl.trainers import MultiTurnPPOTrainer
 from agent_r1_trl.update.entries import EFFECTIVE_SHARE
 from agent_r1_trl.update.importance import effective_share
@@ -256,6 +256,20 @@ def test_a_policy_that_samples_itself_runs_ahead_at_a_small_rate_and_not_at_a_la
     assert logged(large, "sampling/rollouts_ahead") == [0] * 6
     assert logged(large, "sampling/staleness_max") == [0] * 6
     assert logged(large, "sampling/expected_share")[1] < 0.9
+
+
+def test_the_noise_of_dropout_is_no_movement(tmp_path, caplog):
+    tokenizer = make_tokenizer("qwen3")
+    size = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 1024}
+    model = GPT2LMHeadModel(
+        GPT2Config(**size, resid_pdrop=0.4, embd_pdrop=0.4, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer = real_run(tmp_path, 1e-7, model=model, disable_dropout=False)
+    assert logged(trainer, "sampling/effective_share")[0] < 0.998, "between a sampler without it and the update"
+    assert logged(trainer, "sampling/rollouts_ahead")[1:] == [2] * 5
+    assert logged(trainer, "sampling/expected_share")[1] > 0.9999
+    assert not [record for record in caplog.records if "run ahead until" in record.getMessage()]
 
 
 def test_a_critics_warm_up_says_nothing_about_the_policy(tmp_path):

@@ -23,6 +23,7 @@ import torch
 
 from agent_r1_trl.errors import RunError
 from agent_r1_trl.trainers.callbacks import OptimizerStep, RolloutCallback, is_main_process
+from agent_r1_trl.trainers.dropout import noise_rates
 from agent_r1_trl.trainers.rollout_batch import UpdateBatch
 from agent_r1_trl.trainers.scoring import score_again
 from agent_r1_trl.trajectory import Trajectory
@@ -253,7 +254,10 @@ class AgeGuard(RolloutCallback):
         if "old_per_token_logps" in output:
             every = max(len(output["completion_ids"]) // PROBE_ROWS, 1)
             rows = {name: output[name] for name in _PROBED if name in output}
-            self._last = step, take_rows(rows, slice(None, None, every))
+            probed = take_rows(rows, slice(None, None, every))
+            if noise_rates(self.trainer.model):  # the old ones have its noise, which no rate takes away
+                probed["old_per_token_logps"] = score_again(self.trainer, probed)
+            self._last = step, probed
 
     def _probe(self, step: int) -> None:
         """Score rows of the last batch once more, unless rollouts that run ahead tell the same."""
