@@ -111,6 +111,7 @@ RECIPES = {
     "a negative number of steps": ("env: a.B\nmodel_name_or_path: m\nmax_steps: -3\n", "max_steps=-3 must be -1"),
     "no steps at all": ("env: a.B\nmodel_name_or_path: m\nmax_steps: 0\n", "max_steps=0 must be -1"),
     "epochs below zero": (f"env: a.B\nnum_train_epochs: -1\n{REST}", "num_train_epochs=-1 must be"),
+    "no epochs": (f"env: a.B\nnum_train_epochs: 0\n{REST}", "num_train_epochs=0.* must be a finite number > 0"),
     "an adapter times zero": ("env: a.B\nuse_peft: true\nlora_alpha: 0\n", "lora_alpha=0 must be a whole number >= 1"),
     "a task of another kind": ("env: a.B\nuse_peft: true\nlora_task_type: CAUSL\n", "lora_task_type='CAUSL' must be"),
     "float16 on a CPU": (f"env: a.B\nfp16: true\nuse_cpu: true\n{REST}", "fp16=True: a CPU .*Set fp16=False"),

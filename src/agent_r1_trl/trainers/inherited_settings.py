@@ -58,7 +58,7 @@ _TEMPERATURE = Annotated[float, Number(minimum=1e-3, maximum=1e3)]
 TRL_FIELDS: dict[str, Any] = {
     "output_dir": Annotated[str, Text()] | None,
     "max_steps": Annotated[int, _STEPS],
-    "num_train_epochs": NotNegative,
+    "num_train_epochs": Positive,
     "num_generations": Count,
     "loss_type": Annotated[str, OneOf(*LOSS_TYPES)],
     "vllm_mode": Annotated[str, OneOf("colocate", "server")],
