@@ -21,6 +21,7 @@ from trl.models import unwrap_model_for_generation
 
 from agent_r1_trl.chat import ChatFormat
 from agent_r1_trl.chat.plain_text import PlainText
+from agent_r1_trl.critic.attach import base_causal_lm
 from agent_r1_trl.environments.factory import users_environments
 from agent_r1_trl.environments.trl_adapters import SingleTurnEnv
 from agent_r1_trl.generation import SamplingParams, TransformersGenerator
@@ -49,6 +50,7 @@ from agent_r1_trl.settings import plain_value
 from agent_r1_trl.trainers.ahead import RolloutsAhead, age_metrics
 from agent_r1_trl.trainers.config import MultiTurnConfig
 from agent_r1_trl.trainers.copies import let_copies_compute
+from agent_r1_trl.trainers.input_hooks import keep_one_input_hook
 from agent_r1_trl.trainers.rollout_batch import Position, RolloutBatch
 from agent_r1_trl.trainers.sharding import sampling_alone
 from agent_r1_trl.trajectory import Trajectory
@@ -118,6 +120,7 @@ class Rollouts:
             )
         )
         let_copies_compute(policy)  # a generator may sample from one
+        keep_one_input_hook(base_causal_lm(policy))
         self._policy_config = policy.config
         self._context_length = context_length(policy.config)
         self._warn_of_settings()
