@@ -227,3 +227,15 @@ def test_code_that_comes_with_a_tokenizer_runs_only_if_it_is_trusted(run_folder,
         marker.unlink()
         for name in [name for name in sys.modules if name.startswith("transformers_modules.own")]:
             del sys.modules[name]
+
+
+@pytest.mark.parametrize(("number", "code"), [(28, 3), (13, 2)])
+def test_a_page_that_cannot_be_written_is_a_line(run_folder, monkeypatch, capsys, number, code):
+    def write_page(run, path, *arguments, **given):
+        raise OSError(number, "as the disk says", str(path))
+
+    monkeypatch.setattr("agent_r1_trl.features.inspector.write_page", write_page)
+    assert main(["view", str(run_folder)]) == code
+    message = capsys.readouterr().err
+    assert "as the disk says" in message and "inspector.html" in message
+    assert ("Free space there, or pass --html with another file." in message) == (number == 28)

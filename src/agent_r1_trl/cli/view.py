@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent_r1_trl.cli.errors import PlainParser, UsageError, users_mistakes
+from agent_r1_trl.cli.errors import DependencyError, PlainParser, UsageError, users_mistakes
 from agent_r1_trl.cli.web import Port, serve_app
 from agent_r1_trl.objects import did_you_mean
 from agent_r1_trl.safe_text import visible
@@ -137,6 +138,19 @@ def _filter_name(name: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def _stopped_by_the_disk(path: str | Path) -> Iterator[None]:
+    """An OSError of a page that is written: a full disk may be cleared, the others are mistakes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise UsageError(str(error)) from error
+        raise DependencyError(
+            f"--html {path}: cannot be written ({error}). Free space there, or pass --html with another file."
+        ) from error
+
+
 def _write_page(arguments: argparse.Namespace) -> int:
     """Write the run as an HTML file and print its path, or serve it."""
     from agent_r1_trl.features import feature
@@ -160,7 +174,7 @@ def _write_page(arguments: argparse.Namespace) -> int:
 
     if Path(path).is_dir():
         raise UsageError(f"--html {path}: is a directory. Pass the name of a file, such as {path}/inspector.html.")
-    with users_mistakes(OSError):
+    with _stopped_by_the_disk(path), users_mistakes():
         _check_panels(run_folder(run), arguments.against)
         inspector = feature("inspector", "agent-r1-trl view without --terminal")
         if not arguments.serve:

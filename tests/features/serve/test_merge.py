@@ -246,4 +246,6 @@ def test_a_full_disk_is_an_error_without_a_traceback(base, tmp_path, capsys):
         assert main(["merge", folder, "--output_dir", str(tmp_path / "merged")]) == 3
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "merged': cannot be written (" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+    message = capsys.readouterr().err
+    assert "merged': cannot be written (" in message and "). Free space there, or set another output_dir." in message
+    assert not (tmp_path / "merged").exists()

@@ -62,7 +62,9 @@ def run(argv: Sequence[str]) -> int:
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.errno is None:  # the run
             raise UsageError(str(error)) from error
-        raise DependencyError(f"output={arguments.output!r}: cannot be written ({error}).") from error
+        raise DependencyError(
+            f"output={arguments.output!r}: cannot be written ({error}). Free space there, or set another output."
+        ) from error
     return 0
 
 

@@ -76,7 +76,9 @@ def _merge(arguments: argparse.Namespace) -> str:
             target.rmdir()
         unfinished.rename(target)
     except (OSError, SafetensorError) as error:  # a full disk, no permission
-        raise DependencyError(f"output_dir={str(target)!r}: cannot be written ({error}).") from error
+        raise DependencyError(
+            f"output_dir={str(target)!r}: cannot be written ({error}). Free space there, or set another output_dir."
+        ) from error
     done = "adapter merged into its base" if is_adapter else "copied"
     return f"{target}: {model.num_parameters():,} parameters, {dtype}; {done}"
 
