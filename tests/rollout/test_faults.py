@@ -372,7 +372,7 @@ def test_a_mistake_is_raised_by_name_and_everything_is_closed(methods, named):
 
 def test_a_mistake_that_several_make_at_once_leaves_none_of_them_open():
     """The first to be closed ends the rollout, while the others are being closed."""
-    numbers, closed = iter(range(4)), []
+    numbers, closed, in_step = iter(range(4)), [], []
 
     class Bad(AddEchoEnv):
         def __init__(self):
@@ -380,6 +380,9 @@ def test_a_mistake_that_several_make_at_once_leaves_none_of_them_open():
             self.number = next(numbers)
 
         async def step(self, message):
+            in_step.append(self.number)
+            while len(in_step) < 4:  # else the first may end the rollout before the last has begun
+                await asyncio.sleep(0.01)
             return "nonsense"
 
         async def close(self):

@@ -1,12 +1,12 @@
 """Each limit of a rollout at its boundary, and which values cannot be one."""
 
 import time
-from dataclasses import fields
 
 import pytest
 
 from agent_r1_trl.environments import StepResult, ToolEnv
 from agent_r1_trl.rollout.limits import RolloutSettings
+from agent_r1_trl.settings import rules_of
 from agent_r1_trl.testing import AddEchoEnv, ScriptedPolicy, call, calls, chat_of, say
 from agent_r1_trl.trajectory import Author, StopReason
 from tests.rollout.helpers import roll_out, sampled_ids, scene
@@ -182,7 +182,7 @@ def test_the_samplers_time_counts_too():
 
 
 def test_a_rollout_may_be_without_any_limit_that_may_be_none():
-    optional = [item.name for item in fields(RolloutSettings) if item.type.endswith("| None")]
+    optional = [name for name, (_, is_optional) in rules_of(RolloutSettings).items() if is_optional]
     assert {"rollout_timeout", "reset_timeout", "scoring_timeout", "stall_timeout"} <= set(optional)
     trajectory, _ = roll_out([call(), say("55")], limits=dict.fromkeys(optional))
     assert trajectory.stop_reason is StopReason.DONE and trajectory.outcome_reward == 1.0

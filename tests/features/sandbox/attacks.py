@@ -502,6 +502,8 @@ WATCHED: dict[str, list[Callable[[Sandbox], bool]]] = {
     "leaves a daemon behind": [leaves_daemon, leaves_daemon_that_hops, leaves_daemon_without_supervisor],
 }
 """Name -> functions that try it and say whether it was stopped: first as code does by mistake, then to get past."""
+RACES = [leaves_daemon_that_hops, leaves_daemon_without_supervisor]
+"""Those that are luck on a busy machine: they have got past if one of several tries has."""
 
 _STOPPED = """
 makes a device node, mounts a file system, changes its root directory, sets the host name, becomes another user,
@@ -544,13 +546,20 @@ def try_all(backend: str) -> dict[str, str]:
         for name, ways in WATCHED.items() if backend != "none" else ():
             stopped = []
             for way in ways:
-                sandbox = BACKENDS[backend]()
-                stopped.append(way(sandbox))
-                sandbox.close()
+                num_tries = 3 if way in RACES else 1
+                stopped.append(all(_is_stopped(backend, way) for _ in range(num_tries)))
                 if not stopped[-1]:
                     print(f"{backend} has not stopped {way.__name__}", file=sys.stderr)
             found[name] = YES if all(stopped) else ACCIDENTS if stopped[0] else NO
     return found
+
+
+def _is_stopped(backend: str, way: Callable[[Sandbox], bool]) -> bool:
+    """Whether a fresh sandbox stops this way of an attack."""
+    sandbox = BACKENDS[backend]()
+    is_stopped = way(sandbox)
+    sandbox.close()
+    return is_stopped
 
 
 def try_all_as(user: int, backend: str) -> dict[str, str] | None:
