@@ -153,8 +153,8 @@ class AgeGuard(RolloutCallback):
     def go_back(self, step: int, micro_step: int) -> None:
         """Other rollouts follow the checkpoint."""
         self._num_fresh = 0
-        self._last: tuple[int, Inputs] | None = None
-        """The optimizer steps before the last batch, and some of its rows."""
+        self._last: tuple[int, Inputs, torch.Tensor] | None = None
+        """The optimizer steps before the last batch, some of its rows, and their log-probs then."""
 
     # ---------------------------------------------------------------- a batch
 
@@ -255,18 +255,19 @@ class AgeGuard(RolloutCallback):
             every = max(len(output["completion_ids"]) // PROBE_ROWS, 1)
             rows = {name: output[name] for name in _PROBED if name in output}
             probed = take_rows(rows, slice(None, None, every))
-            if noise_rates(self.trainer.model):  # the old ones have its noise, which no rate takes away
-                probed["old_per_token_logps"] = score_again(self.trainer, probed)
-            self._last = step, probed
+            log_probs = probed["old_per_token_logps"]
+            if noise_rates(self.trainer.model):  # they have its noise, which no rate takes away
+                log_probs = score_again(self.trainer, probed)
+            self._last = step, probed, log_probs
 
     def _probe(self, step: int) -> None:
         """Score rows of the last batch once more, unless rollouts that run ahead tell the same."""
         if self._last is None or not self._min_share or (self._drift.is_known and self.trainer.rollouts.ahead.limit):
             return
-        version, rows = self._last
+        version, rows, log_probs = self._last
         if (distance := self._distance(version, step)) == 0.0:
             return
-        difference = score_again(self.trainer, rows) - rows["old_per_token_logps"]
+        difference = score_again(self.trainer, rows) - log_probs
         in_loss = (rows["completion_mask"] * rows["tool_mask"]).bool()
         share = effective_share(difference, in_loss, self.trainer.accelerator)
         if not math.isnan(share):
