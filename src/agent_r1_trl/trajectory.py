@@ -437,7 +437,7 @@ class Trajectory:
                 else:
                     _warn_of_number(str(name))
             elif name in _SCORES and value is not None:
-                _warn_of_score(name, f"{value!r:.80}")
+                _warn_of_score(name, value)
         return numbers
 
     @property
@@ -538,10 +538,18 @@ def _warn_of_number(name: str) -> None:
     logger.warning("trajectory.info[%r] holds NaN, infinity or too large a number, which no mean counts.", name)
 
 
-@functools.cache
-def _warn_of_score(name: str, value: str) -> None:
+_SAID_OF: set[str] = set()
+"""Names of which it was said that a value is no number."""
+
+
+def _warn_of_score(name: str, value: object) -> None:
+    if name in _SAID_OF:
+        return
+    _SAID_OF.add(name)
     logger.warning(
-        "trajectory.info[%r] is %s, which is no number, so no mean counts it. Set it to 0.0 or 1.0.", name, value
+        "trajectory.info[%r] is %.80r, which is no number, so no mean counts it. Set it to 0.0 or 1.0. Reported once.",
+        name,
+        value,
     )
 
 
