@@ -93,7 +93,9 @@ def test_the_lines_stand_in_front_of_the_first_step(gpu, tmp_path):
     shown = io.StringIO()
     trainer.features["progress"].console = PlainConsole(file=shown, width=400)
     trainer.train()
-    layout, limit, *steps = shown.getvalue().splitlines()
+    plan, layout_and_limit = shown.getvalue().split("\n\n")
+    layout, limit, *steps = layout_and_limit.splitlines()
+    assert plan.startswith("model ")
     assert layout.startswith("update_layout: auto takes 'shared'") and limit.startswith(f"{TAKES} 32,768")
     assert steps and not any("auto takes" in line for line in steps)
 
