@@ -421,6 +421,16 @@ def test_an_exception_in_an_event_of_transformers_is_named_and_kept_and_one_of_a
         assert f"({__file__}, line {callback.__class__.__dict__[event].__code__.co_firstlineno + 1})" in str(
             caught.value
         )
+
+    class Pruned(Exception):
+        pass
+
+    class Prunes(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise Pruned
+
+    with pytest.raises(Pruned):  # whose script catches it
+        make_trainer(tmp_path, callbacks=[Prunes()]).train()
     stopping = EarlyStoppingCallback()
     with pytest.raises(AssertionError, match="EarlyStoppingCallback requires"):
         make_trainer(tmp_path, callbacks=[stopping]).train()

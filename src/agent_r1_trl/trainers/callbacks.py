@@ -377,12 +377,17 @@ _NOT_USERS = ("transformers", "trl", "peft", "accelerate", "agent_r1_trl")
 
 @contextlib.contextmanager
 def named_events(event: str = "on_init_end") -> Iterator[None]:
-    """Around transformers' calls of an event; what a user's callback raises there is reported as of other hooks."""
+    """Around transformers' calls of an event; what a user's callback raises there is reported as of other hooks.
+
+    Exceptions of a class that is not Python's own are left alone: a script may catch them, as Optuna does with
+    `TrialPruned`.
+    """
     try:
         yield
     except Exception as error:  # whatever the user's code does
         callback = _callback_in(error)
-        if callback is None or type(callback).__module__.partition(".")[0] in _NOT_USERS:
+        is_pythons = type(error).__module__ == "builtins"
+        if not is_pythons or callback is None or type(callback).__module__.partition(".")[0] in _NOT_USERS:
             raise
         with users_code(f"callbacks: {type(callback).__name__}.{event}"):
             raise
@@ -392,7 +397,7 @@ def _callback_in(error: Exception) -> Any:
     """The callback whose event transformers called when this was raised; None outside an event."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is CallbackHandler.call_event.__code__:
-            return frame.f_locals["callback"]
+            return frame.f_locals.get("callback")
     return None
 
 
