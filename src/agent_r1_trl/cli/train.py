@@ -134,10 +134,8 @@ def run(argv: Sequence[str]) -> int:
         given = script_args.settings | {"overwrite": False}
         write_resolved_recipe(given, (TrainArguments, type(args), ModelConfig), task["env"], facts, folder)
     if (progress := trainer.features.get("progress")) is not None:
-        progress.is_verbose, progress.has_plan = (
-            script_args.verbose,
-            True,
-        )  # it was printed before the model was loaded
+        progress.is_verbose = script_args.verbose
+        progress.has_plan = True  # it was printed before the model was loaded
     _train(trainer, checkpoint)
     with saving(Path(args.output_dir)):  # absolute by now, wherever a tool has gone
         trainer.save_model(args.output_dir, _internal_call=True)  # True: nothing is uploaded yet
